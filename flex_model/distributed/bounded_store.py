@@ -63,6 +63,9 @@ class BoundedStore:
     def set(self, key: str, value: str) -> None:
         self.call(lambda store: store.set(key, value))
 
+    def set_if_absent(self, key: str, value: str) -> None:
+        self.call(lambda store: store.compare_set(key, "", value))
+
     def append(self, key: str, value: str) -> None:
         self.call(lambda store: store.append(key, value))
 

@@ -8,6 +8,7 @@ are untouched.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import time
@@ -31,7 +32,6 @@ from flex_model.errors import HookError, HookMismatchError, agreed, see
 from flex_model.integrations.torch_private import current_transform, is_batched
 
 _CHECK_S = 0.1  # between checks of the store for a peer's error
-_ANSWER_S = 2.0  # how long a rank that lost a connection waits for the others to respond
 _BITS_OF_SEQUENCE = 32  # above them: the number of the FlexModel
 
 
@@ -351,24 +351,14 @@ class GroupPool:
     def _who_is_lost(self, group: process_groups.PrivateGroup) -> str:
         """Name the rank of a lost connection. Gloo does not report it; the ranks that live do."""
         lost = f"the connection to another rank was lost at {self.where}:"
-        silent = [rank for rank in range(group.size) if rank != group.rank]
-        until = time.monotonic() + (0 if group.size == 2 else _ANSWER_S)
+        broken = functools.partial(group.bounded_store.read, "broken")
         try:
-            store = group.bounded_store
-            store.set("lost", "")
-            store.set(f"lives/{group.rank}", "")
-            while True:
-                reason = store.read("broken")
-                if reason is not None:
-                    return reason
-                silent = [rank for rank in silent if store.read(f"lives/{rank}") is None]
-                if not silent or time.monotonic() > until:
-                    break
-                time.sleep(0.01)
+            silent = group.roll_call.silent(lambda: group.size == 2 or broken() is not None)
+            reason = broken()
         except RuntimeError:
             return f"{lost} a rank ended or died, and with it the store by which ranks connect."
-        names = ", ".join(map(group.name_of, silent))
-        return f"{lost} {names or 'a rank that was there a moment ago'} ended or died."
+        names = ", ".join(group.name_of(rank) for rank in silent if rank in group.connected_ranks)
+        return reason or (f"{lost} {names or 'a rank that was there a moment ago'} ended or died.")
 
     def _on_poll(self, waited_s: float) -> None:
         """Publish where this rank waits, and raise if a peer aborted or the deadline has passed."""
@@ -377,8 +367,8 @@ class GroupPool:
         try:
             store.set(f"at/{group.rank}", position)
             reason = store.read("broken")
-            if reason is None and store.read("lost") is not None:
-                store.set(f"lives/{group.rank}", "")
+            if reason is None:
+                group.roll_call.answer()
             others = group.awaited_ranks if waited_s >= self.timeout_s else []
             at = {rank: store.read(f"at/{rank}") for rank in others}
         except RuntimeError as error:

@@ -26,6 +26,7 @@ from flex_model.distributed.messages import Messages
 from flex_model.distributed.notices import Board
 from flex_model.distributed.page_locks import PageLocks
 from flex_model.distributed.rendezvous import Rendezvous
+from flex_model.distributed.roll_call import RollCall
 from flex_model.distributed.transports import host_copies
 from flex_model.errors import HookError
 
@@ -86,6 +87,16 @@ class PrivateGroup:
     def board(self) -> Board:
         """The notices of its ranks."""
         return Board(self.rank, self.size, self.hosts, self.bounded_store)
+
+    @cached_property
+    def roll_call(self) -> RollCall:
+        """Finds the ranks that are gone."""
+        return RollCall(self.bounded_store, self.rank, self.size)
+
+    @property
+    def connected_ranks(self) -> list[int]:
+        """The ranks that gloo connects: the first ones of the hosts, or all."""
+        return list(range(self.size)) if self.hosts.here is None else self.hosts.leaders
 
     @property
     def awaited_ranks(self) -> list[int]:
@@ -227,7 +238,12 @@ def acquire(
     if held:
         _groups[ranks, held].release()
     offers = [Offer(*row[2]) for row in rows]
-    group = _make(connecting.of(str(number)), number, settings, offers)
+    made = connecting.of_group(number)
+    try:
+        group = _make(made, number, settings, offers)
+    except BaseException as error:  # such as Ctrl-C: the others must not wait for this rank
+        made.tell(error)
+        raise
     _groups[ranks, number] = group
     group.retain()
     return group, number
@@ -309,6 +325,9 @@ def _across_hosts(
     try:
         rows = here.exchange_bytes(bytes([are_shared]))
     except _C.WaitError as error:
+        reason, _, text = error.args
+        if reason == "broken" and text:  # the first rank of this host has failed
+            raise HookError(text) from None
         shared = replace(hosts, here=here)
         where = "the connection of the hosts"
         why = _explained(error, shared, meeting.ranks, meeting.me, where, timeout_s)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from flex_model.distributed import processes
 from flex_model.distributed.bounded_store import BoundedStore, in_thread, is_done, read
 from flex_model.distributed.polling import sleeps
+from flex_model.distributed.roll_call import RollCall
 from flex_model.errors import HookError, see
 from flex_model.integrations.torch_private import default_store
 
@@ -27,6 +28,7 @@ from flex_model.integrations.torch_private import default_store
 _SLACK_S = 5.0
 _CHECK_S = 0.1  # between checks whether the awaited processes live
 _READ_S = 1.0  # until a look at which ranks have come so far; the next ones are rarer
+_LOOK_S = 1.0  # between looks whether another rank has failed, or asks
 _POLL_S = 5e-4  # between looks at memory that another rank is about to make
 
 T = TypeVar("T")
@@ -74,30 +76,47 @@ class Rendezvous:
 
     Attributes:
         path: The prefix of its keys in the store.
+        failures: The store in which a rank that fails tells the others why; None: none does. One
+            for all that belongs to a group, because a store that is silent is waited for once.
     """
 
     path: tuple[str, ...]
     ranks: tuple[int, ...]
     me: int
     timeout_s: float
+    failures: BoundedStore | None = None
 
     def of(self, place: str) -> Rendezvous:
         """Return a rendezvous of the same ranks at a sub-prefix of the store."""
         return replace(self, path=(*self.path, place))
 
+    def of_group(self, number: int) -> Rendezvous:
+        """Return the one by which the ranks make a group; a rank that fails tells the others."""
+        made = self.of(str(number))
+        return replace(made, failures=made.bounded_store)
+
     @cached_property
     def store(self) -> dist.Store:
-        return self._place_in(default_store())
+        return _place_in(default_store(), self.path)
 
     @cached_property
     def bounded_store(self) -> BoundedStore:
         """The store, for calls that end."""
         return BoundedStore(self.store, self.timeout_s)
 
-    def _place_in(self, store: dist.Store) -> dist.Store:
-        for part in self.path:
-            store = dist.PrefixStore(part, store)
-        return store
+    @cached_property
+    def _roll_call(self) -> RollCall:
+        return RollCall(self.bounded_store, self.me, len(self.ranks))
+
+    def tell(self, error: BaseException) -> None:
+        """Tell the other ranks, which wait for this one, why it fails. Local."""
+        what = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
+        if self.failures is not None:
+            with contextlib.suppress(RuntimeError):  # lost: they will see that
+                self.failures.set_if_absent("broken", what)
+
+    def _told(self) -> str | None:
+        return None if self.failures is None else self.failures.read("broken")
 
     def all_gather(self, place: str, text: str, stale: Sequence[str] = ()) -> list[str]:
         """Gather a text of every rank; returns when all have come, and forgets the ``stale``
@@ -138,9 +157,11 @@ class Rendezvous:
 
         start = time.monotonic()
         read_at = start + _READ_S
+        watch = _Watch(self)
         met = self._in_thread(meet, keeps=True)
         try:
             while not is_done(met, _CHECK_S):
+                watch.look()
                 now = time.monotonic()
                 if processes.ended(self.ranks) or now > min(read_at, start + self.timeout_s):
                     read_at = now + max(_READ_S, now - start)  # all read what all have written
@@ -209,7 +230,7 @@ class Rendezvous:
 
         def run() -> T:
             connection = _Connection.take()
-            result = function(self._place_in(connection.store))
+            result = function(_place_in(connection.store, self.path))
             if keeps:
                 connection.give_back()
             return result
@@ -226,12 +247,14 @@ class Rendezvous:
         """Poll until ``awaited()`` is empty: the ranks that have not shared ``what`` yet."""
         start = time.monotonic()
         check_at = start + _CHECK_S
+        watch = _Watch(self)
         for _ in sleeps(lambda: not awaited(), _POLL_S, 10 * _POLL_S):
             now = time.monotonic()
             if now < check_at:
                 continue
             check_at = now + _CHECK_S
             self.check_alive(processes.ended(self.ranks))
+            watch.look()
             if now > start + self.timeout_s:
                 missing = [self.ranks[rank] for rank in awaited()]
                 raise self.failure(
@@ -246,14 +269,43 @@ class Rendezvous:
             return dist.ProcessGroupGloo(store, self.me, len(self.ranks), limit)
 
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0"  # gloo continues to use it
+        start, watch = time.monotonic(), _Watch(self)
         made = self._in_thread(make, keeps=not is_lazy)
-        while not is_done(made, _CHECK_S):
-            self.check_alive(processes.ended(self.ranks))
+        why = f"gloo did not connect the ranks within {self.timeout_s:g} s"
         try:
+            while not is_done(made, _CHECK_S):
+                self.check_alive(processes.ended(self.ranks))
+                watch.look()
+                if time.monotonic() > start + self.timeout_s:
+                    raise RuntimeError(why)
             return made.result()
+        except HookError:
+            raise
         except RuntimeError as error:
             self.check_alive(processes.ended(self.ranks))
-            raise self.failure(f"{error}") from error
+            raise self._explained(f"{error}") from error
+
+    def _explained(self, why: str) -> HookError:
+        """Return why gloo has failed, with the ranks that are gone, or what another rank told."""
+        try:
+            told = self._told()
+            silent = [] if told else self._roll_call.silent(lambda: self._told() is not None)
+            told = told or self._told()
+        except RuntimeError as error:
+            return self.failure(f"the store by which they connect is lost: {error}")
+        if told is not None:
+            return HookError(told)
+        ranks = [self.ranks[rank] for rank in silent]
+        return self.failure(
+            f"global ranks {ranks} ended, or can't be reached: {why}" if ranks else why
+        )
+
+    def look(self) -> None:
+        """Raise if another rank has told why it failed; answer one that asks who lives."""
+        told = self._told()
+        if told is not None:
+            raise HookError(told)
+        self._roll_call.answer()
 
     def check_alive(self, ended: Iterable[int]) -> None:
         if ended:
@@ -264,6 +316,25 @@ class Rendezvous:
             f"connecting the ranks {list(self.ranks)} of a model: {what} "
             f"({see('a-rank-is-missing')})"
         )
+
+
+class _Watch:
+    """Looks, once a second in a long wait, whether another rank has failed, or asks who lives."""
+
+    def __init__(self, meeting: Rendezvous) -> None:
+        self._meeting = meeting
+        self._look_at = time.monotonic() + _LOOK_S
+
+    def look(self) -> None:
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_S
+            self._meeting.look()
+
+
+def _place_in(store: dist.Store, path: Sequence[str]) -> dist.Store:
+    for part in path:
+        store = dist.PrefixStore(part, store)
+    return store
 
 
 def _log(place: str) -> str:

@@ -27,6 +27,7 @@ from simulation.store import Server
 
 _SITE = site_hash("simulated")
 _DTYPE = torch.float32
+_SLACK_S = 3.5  # after the deadline: to ask who lives, and to tell the ranks of a host
 _UNTIL_S = 3600.0  # of virtual time; whoever waits then waits forever
 
 
@@ -209,30 +210,38 @@ class Job:
 
     # ---- What became of a fault ------------------------------------------------------------------
 
-    def problems(self, slack_s: float = 0.0) -> list[str]:
-        """What is wrong after a fault: ranks that live and have not ended in time, with an error
-        that names a rank that failed.
+    def problems(self) -> list[str]:
+        """What is wrong after a fault: ranks that live and have not ended in time, or whose error
+        does not name a rank that failed, or says that a rank that lives has ended.
         """
         died = self.cluster.died
         if not died:
             return [f"{rank}: {error!r}" for rank, error in self.errors.items()]
-        limit = max(died.values()) + self.plan.late_s + self.plan.timeout_s + slack_s
+        limit = max(died.values()) + self.plan.late_s + self.plan.timeout_s + _SLACK_S
         found = []
-        for process in self.cluster.processes:
-            rank = process.rank
-            if rank in died:
-                continue
-            error = self.errors.get(rank)
-            if error is not None and not names_any(str(error), set(died)):
-                found.append(f"rank {rank}: names none of {sorted(died)}: {error!r}")
+        for rank in set(range(self.plan.num_ranks)) - set(died):
             if self.ended_s.get(rank, _UNTIL_S) > limit:
                 found.append(f"rank {rank}: ended at {self.ended_s.get(rank)}, not by {limit:.1f}")
+            error = self.errors.get(rank)
+            if error is None:
+                continue
+            named, text = named_in(str(error)), str(error)
+            if not named & set(died) and not (self._has_lost_store and "the store" in text):
+                found.append(f"rank {rank}: names none of {sorted(died)}: {error!r}")
+            if named - set(died) and ("ended" in text or "died" in text):
+                found.append(f"rank {rank}: names {sorted(named)}, which live: {error!r}")
         return found
 
+    @property
+    def _has_lost_store(self) -> bool:
+        host = self.cluster.hosts[0]
+        return host.is_silent or (not self.plan.stays and self.cluster.processes[0].is_dead)
 
-def names_any(text: str, ranks: set[int]) -> bool:
-    """Whether an error names one of the ranks."""
+
+def named_in(text: str) -> set[int]:
+    """The ranks that an error names as the reason."""
+    text = re.sub(r"global ranks \[[\d, ]+\] have waited, and left", "", text)
     named = {int(number) for number in re.findall(r"global rank (\d+)", text)}
     for listed in re.findall(r"global ranks \[([\d, ]+)\]", text):
         named |= {int(number) for number in listed.split(",")}
-    return bool(named & ranks)
+    return named

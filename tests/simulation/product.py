@@ -96,7 +96,7 @@ def simulated(cluster: Cluster, server: Server) -> Iterator[None]:
                 done.set_exception(error)
             over.notify()
 
-        scheduler.spawn(process, run)
+        scheduler.spawn(process, run, is_awaited=False)  # as daemons
         return done
 
     def is_done(future: Future[Any], within_s: float) -> bool:

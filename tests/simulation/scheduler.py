@@ -57,8 +57,10 @@ class Signal:
 class Thread:
     """A thread of a process, which runs only while it has the baton."""
 
-    def __init__(self, scheduler: Scheduler, owner: Any, function: Callable[[], object]) -> None:
-        self.owner, self.function = owner, function
+    def __init__(
+        self, scheduler: Scheduler, owner: Any, function: Callable[[], object], is_awaited: bool
+    ) -> None:
+        self.owner, self.function, self.is_awaited = owner, function, is_awaited
         self.baton = threading.Lock()
         self.baton.acquire()
         self.num_wakes = 0
@@ -87,8 +89,8 @@ class Scheduler:
         self.dice = random.Random(seed)
         self._events: list[tuple[float, float, int, Callable[[], object]]] = []
         self._num_events = 0
-        self.num_switches = 0
         self._threads: dict[Thread, None] = {}  # a set would have another order each time
+        self._num_awaited = 0
         self._idle: list[_Worker] = []
         self._workers: list[_Worker] = []
         self._next: Thread | None = None
@@ -106,10 +108,11 @@ class Scheduler:
         event = (self.now + seconds, self.dice.random(), self._num_events, act)
         heapq.heappush(self._events, event)
 
-    def spawn(self, owner: Any, function: Callable[[], object]) -> None:
-        """Start a thread."""
-        thread = Thread(self, owner, function)
+    def spawn(self, owner: Any, function: Callable[[], object], is_awaited: bool = True) -> None:
+        """Start a thread, for whose end the run waits or not."""
+        thread = Thread(self, owner, function, is_awaited)
         self._threads[thread] = None
+        self._num_awaited += is_awaited
         thread.wake()
 
     def follow(self, owner: Any, steps: Steps[None]) -> None:
@@ -161,7 +164,7 @@ class Scheduler:
     # ---- For the one who made it -----------------------------------------------------------------
 
     def run(self, until_s: float) -> None:
-        """Run until all threads have ended.
+        """Run until all threads that are awaited have ended.
 
         Raises:
             HangError: some have not, at ``until_s`` or where nothing can happen any more.
@@ -169,7 +172,7 @@ class Scheduler:
         self._until_s = until_s
         self._hand_to(self._pick())
         self._main.acquire()
-        waiting = [thread for thread in self._threads if not thread.owner.is_dead]
+        waiting = [t for t in self._threads if t.is_awaited and not t.owner.is_dead]
         where = _stacks(waiting)
         for thread in list(self._threads):  # so that no real thread is left behind
             if thread.ident is not None:
@@ -201,13 +204,14 @@ class Scheduler:
         except BaseException:
             self._crashes.append(traceback.format_exc())
         self._threads.pop(thread)
+        self._num_awaited -= thread.is_awaited
         self._hand_to(self._pick())
 
     def _pick(self) -> Thread | None:
         """Turn the clock until a thread can run; None if none can any more."""
         self._next = None
         while self._next is None:
-            if not self._threads or not self._events or self._events[0][0] > self._until_s:
+            if not self._num_awaited or not self._events or self._events[0][0] > self._until_s:
                 self._is_over = True
             self._is_over |= bool(self._crashes)
             if self._is_over:
@@ -217,7 +221,6 @@ class Scheduler:
         return self._next
 
     def _hand_to(self, thread: Thread | None) -> None:
-        self.num_switches += 1
         if thread is None:
             self._main.release()
         elif thread.ident is not None:

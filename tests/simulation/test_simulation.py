@@ -1,9 +1,15 @@
 """Many ranks in one process: what is counted is what the cost model predicts."""
 
+import functools
+
 import pytest
 
-from simulation.cluster import Speeds
+from flex_model.distributed.rendezvous import Rendezvous
+from flex_model.errors import HookError
+from simulation.cluster import Cluster, Fault, Speeds
 from simulation.job import Job, Plan
+from simulation.product import simulated
+from simulation.store import Server
 
 SIZES = [
     Plan(2, 1, tp=2),
@@ -43,3 +49,69 @@ def test_a_seed_decides_all():
     steps = [[process.steps for process in job.cluster.processes] for job in runs]
     assert steps[0] == steps[1]
     assert runs[0].ended_s == runs[1].ended_s != runs[2].ended_s
+
+
+def test_ranks_that_come_while_others_leave_all_meet_or_all_do_not():
+    met = 0
+    for seed in range(150):
+        cluster, found = Cluster(3, 3, seed, Speeds(latency_s=1e-3, jitter=1.0, poll_s=1e-3)), {}
+
+        def meet(rank, cluster=cluster, found=found):
+            dice = cluster.scheduler.dice
+            cluster.scheduler.sleep(dice.uniform(0, 0.3))
+            meeting = Rendezvous(("test",), (0, 1, 2), rank, dice.uniform(0.05, 0.3))
+            try:
+                found[rank] = meeting.all_gather("place", f"text of {rank}")
+            except HookError as error:
+                found[rank] = error
+
+        with simulated(cluster, Server(cluster, cluster.hosts[0], None)):
+            for process in cluster.processes:
+                cluster.scheduler.spawn(process, functools.partial(meet, process.rank))
+            cluster.scheduler.run(60.0)
+        errors = sum(isinstance(each, HookError) for each in found.values())
+        assert errors in (0, 3), (seed, found)
+        met += errors == 0
+    assert 20 < met < 130  # both happen
+
+
+@pytest.mark.slow
+def test_a_thousand_ranks():
+    check(Job(Plan(1024, 128, tp=8), 0, Speeds()).run())
+
+
+# ---- Faults --------------------------------------------------------------------------------------
+
+SMALL = Plan(6, 3, tp=2)  # ranks 0, 2 and 4 are the first ones of their hosts
+
+
+def explore(rank, kind, seed, every=1):
+    """Let a rank, or its host, fail at each step that it makes; all others must end as they
+    should.
+    """
+    steps = Job(SMALL, seed, Speeds(jitter=1.0)).run().cluster.processes[rank].steps
+    assert len(steps) > 20
+    for number, step in enumerate(steps[::every]):
+        job = Job(SMALL, seed, Speeds(jitter=1.0), Fault(rank, number * every, kind)).run()
+        assert job.cluster.died
+        assert not job.problems(), (seed, rank, kind, number * every, step)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_rank_that_dies_at_any_step_is_named(rank):
+    explore(rank, "rank", 0, every=2)
+
+
+@pytest.mark.parametrize("kind", ["host", "silent host"])
+def test_a_host_that_fails_at_any_step_is_named(kind):
+    explore(2, kind, 0, every=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "kind, ranks", [("rank", range(6)), ("host", range(6)), ("silent host", [2, 5])]
+)
+def test_whatever_fails_at_any_step_is_named(kind, ranks, seed):
+    for rank in ranks:
+        explore(rank, kind, seed)
