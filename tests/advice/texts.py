@@ -43,7 +43,6 @@ ELSEWHERE = {
     "it is stated to be {} along": "layouts/test_statements: against a proof",
     "now it has one of shape": "layouts/test_statements: control flow that no key shows",
     "by the operations that made it the tensor is": "layouts/test_statements: against a proof",
-    "; pad the inputs of the data-parallel": "layouts/test_resolve: rows of other lengths",
     "is not for the hooks of a pipeline, whose": "test_ragged_refusals: of a pipeline",
     "see each rank's own tensor with": "parity/test_ragged_edges: that no padding joins",
     "makes one for each data-parallel rank": "test_ragged_refusals: what own rows can't have",
