@@ -258,7 +258,8 @@ class HookHandlers:
             self._backwards.check_is_of_loss(call.registration)
             with follow.paused():  # FSDP2 has its hooks run by a node of the model
                 executor = self._own_batch.of(call.registration).executor
-                grad = executor.gradient(call, executor.summed(grad))
+                grad = executor.summed(grad)
+                grad = executor.gradient(call, grad)
             order.add(name, position, batch)
         except Exception as error:
             self.hook_failed(call.registration, error)

@@ -57,6 +57,8 @@ def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
         place = source_index(base, len(reader.operands), i)
         found = None
         is_ignored = proofs.ignores_collectives and proofs.axis in (axes or ())
+        if base in _BROADCAST and place < len(reader.operands):  # DDP's, of buffers
+            is_ignored &= reader.operands[place].placement != REPLICATED
         if axes is not None and place < len(reader.operands) and not is_ignored:
             operand, read = reader.operands[place], reader.values[place]
             is_sum = reduction == "sum" and axes == (proofs.axis,)

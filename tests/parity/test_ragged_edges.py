@@ -1,0 +1,337 @@
+"""Ragged batches at the edges: what is refused, packed rows, ends of epochs, failures."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookError, HookFunction, Select
+from test_ragged_batches import Batch, Model, mix
+
+LENGTHS = Batch((2, 2), (10, 12))
+
+
+def own(batch=LENGTHS):
+    return batch.of(dist.get_rank())
+
+
+def wrapped(model=None, records=None, **settings):
+    model = models.seeded(Model).double() if model is None else model
+    return FlexModel(
+        model, {} if records is None else records, data_parallel_size=2, timeout=20, **settings
+    )
+
+
+@pytest.mark.ranks(2)
+def test_without_the_option_different_lengths_are_an_error_that_names_it():
+    flex = wrapped()
+    flex.register_forward_hook(HookFunction("block.mlp"))
+    with pytest.raises(ValueError, match='dp_batch="global"'):
+        flex(own())
+    flex.restore()
+
+
+class Flat(nn.Module):
+    """Joins rows with positions, and shares a table of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions, self.inner = nn.Identity(), nn.Identity(), nn.Linear(6, 6)
+
+    def forward(self, x):
+        shared = self.positions(torch.arange(x.shape[1], dtype=x.dtype)[:, None])
+        flat = self.tokens(self.inner(x).reshape(-1, 6))
+        return flat.view(x.shape) + shared
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("site", ["tokens", "positions"])
+def test_tensors_that_no_padding_joins_are_refused_and_seen_by_rank(site):
+    records, model = {}, models.seeded(Flat).double()
+    with wrapped(model, records) as flex:
+        handle = flex.register_forward_hook(HookFunction(site, dp_batch="global"))
+        with pytest.raises(ValueError, match='dp_batch="local"'):
+            flex(own())
+        handle.remove()
+        flex.register_forward_hook(HookFunction(site, dp_batch="local"))
+        flex(own())
+    if dist.get_rank() == 0:
+        ((first, second),) = records[site]
+        assert (len(first), len(second)) == ((20, 24) if site == "tokens" else (10, 12))
+
+
+@pytest.mark.ranks(2)
+def test_lengths_are_known_before_the_edit_and_select_counts_the_padded_batch():
+    seen, records = [], {}
+
+    def edit(module, full, save_ctx, modules):
+        seen.append((tuple(full.shape), flex.lengths["block.mlp"][-1]))
+        return torch.full_like(full, 7.0)
+
+    flex = wrapped(records=records, dp_batch="global", pad_value=-1)
+    flex.register_forward_hook(
+        HookFunction("block.mlp", None, edit, select=Select(positions=[3, 11]))
+    )
+    flex.register_forward_hook(HookFunction("block.mlp.fc1", output_name="fc1"))
+    with torch.no_grad():
+        flex(own())
+    assert seen == [((4, 2, 8), {1: (10, 10, 12, 12)})]
+    assert flex.lengths["fc1"] == [{1: (10, 10, 12, 12)}]
+    if dist.get_rank() == 0:
+        (record,) = records["fc1"]
+        assert record.shape == (4, 12, 12) and bool((record[:2, 10:] == -1).all())
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("output_ranks", ["all", "rank0"])
+def test_trainable_modules_get_the_gradient_of_all_real_tokens(edit_on, output_ranks):
+    whole, batch = models.seeded(Model).double(), LENGTHS
+    probe = models.seeded(nn.Linear, 8, 8, seed=5).double()
+
+    def edit(module, full, save_ctx, modules):
+        return full + modules["probe"](mix(module, full, save_ctx, modules))
+
+    oracle, oracle_probe = copy.deepcopy(whole), copy.deepcopy(probe)
+    mask = batch.real[..., None]
+    oracle.block.mlp.register_forward_hook(
+        lambda module, args, out: edit(module, out * mask, None, {"probe": oracle_probe})
+    )
+    batch.loss(oracle(batch.padded())).backward()
+    records, rank = {}, dist.get_rank()
+    flex = wrapped(
+        copy.deepcopy(whole), records, dp_batch="global", edit_on=edit_on, output_ranks=output_ranks
+    )
+    flex.register_trainable_module("probe", copy.deepcopy(probe))
+    flex.register_forward_hook(HookFunction("block.mlp", editing_function=edit))
+    batch.loss(flex(own()), rank).backward()
+    if edit_on == "all" or rank == 0:
+        assert_close(flex.trainable_modules["probe"].weight.grad, oracle_probe.weight.grad)
+    assert bool(records.get("block.mlp")) == (output_ranks == "all" or rank == 0)
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_trainable_modules_with_gradients_are_refused_on_a_ranks_own_rows():
+    def edit(module, full, save_ctx, modules):
+        return full + modules["probe"](full)
+
+    flex = wrapped(dp_batch="local")
+    flex.register_trainable_module("probe", nn.Linear(8, 8).double())
+    flex.register_forward_hook(HookFunction("block.mlp", editing_function=edit))
+    with pytest.raises(HookError, match="'probe' is used in a hook with dp_batch='local'"):
+        flex(own())
+    with torch.no_grad():
+        flex(own())
+    flex.trainable_modules.requires_grad_(False)
+    flex(own())
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("records", [True, False])
+def test_an_error_on_one_ranks_own_rows(records):
+    """All ranks raise it where they exchange something at the end of the run."""
+    fails = [True]
+
+    def edit(module, full, save_ctx, modules):
+        if dist.get_rank() == 1 and fails[0]:
+            raise RuntimeError("of rank 1")
+        return full * 2
+
+    flex = wrapped(dp_batch="local")
+    flex.register_forward_hook(HookFunction("block.mlp", None, edit, record=records))
+    if records or dist.get_rank() == 1:
+        with pytest.raises(HookError, match="of rank 1"):
+            flex(own())
+    else:
+        flex(own())
+    fails[0] = False
+    expected = models.seeded(Model).double()
+    expected.block.mlp.register_forward_hook(lambda module, args, out: out * 2)
+    assert_close(flex(own()), expected(own()))
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("first", ["local", "global"])
+def test_hooks_on_own_rows_and_on_the_batch_in_one_run(first):
+    """The second sees what the first has made, or is refused."""
+    second = "global" if first == "local" else "local"
+    records = {}
+    whole, batch = models.seeded(Model).double(), LENGTHS
+    flex = wrapped(copy.deepcopy(whole), records)
+    flex.register_forward_hook(
+        HookFunction("block.mlp.fc1", editing_function=lambda m, full, *_: full * 2, dp_batch=first)
+    )
+    flex.register_forward_hook(HookFunction("block.mlp.act", None, mix, dp_batch=second))
+    oracle, mask = copy.deepcopy(whole), batch.real[..., None]
+    oracle.block.mlp.fc1.register_forward_hook(lambda module, args, out: out * 2)
+
+    def edit(module, args, out):
+        if second == "global":
+            return mix(None, out * mask, None, None)
+        parts = [mix(None, part, None, None) for part in (out[:2, :10], out[2:])]
+        return torch.cat([nn.functional.pad(parts[0], (0, 0, 0, 2)), parts[1]])
+
+    oracle.block.mlp.act.register_forward_hook(edit)
+    rank = dist.get_rank()
+    expected = oracle(batch.padded())[2 * rank : 2 * rank + 2, : batch.lengths[rank]]
+    for _ in range(2):
+        if first == "local":  # nothing is known of what each rank made of its own rows
+            with pytest.raises(ValueError, match="over the data-parallel ranks is not known"):
+                flex(own())
+        else:
+            assert_close(flex(own()), expected)
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_a_stand_in_is_refused_by_hooks_that_would_count_its_rows():
+    batch = Batch((2, 2), (4, 4))
+    flex = wrapped()
+    flex.register_forward_hook(HookFunction("block.mlp"))
+    none = flex.no_rows() if dist.get_rank() == 1 else contextlib.nullcontext()
+    with pytest.raises(ValueError, match=r"no_rows\(\)"), none:
+        flex(own(batch))
+    flex.register_forward_hook(HookFunction("block.mlp.fc1", dp_batch="global"))
+    none = flex.no_rows() if dist.get_rank() == 1 else contextlib.nullcontext()
+    with pytest.raises(ValueError, match=r"block.mlp'.*no_rows\(\)"), none:
+        flex(own(batch))
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_batches_without_rows_that_the_model_can_run():
+    records, model, whole = {}, models.mlp(), models.mlp()
+    flex = wrapped(model, records, dp_batch="global")
+    flex.register_forward_hook(HookFunction("fc1", editing_function=lambda m, full, *_: full * 2))
+    for rows in ((2, 0), (0, 3), (2, 1)):
+        x = models.random(sum(rows), 6)
+        output = flex(x.split(rows)[dist.get_rank()])
+        model.zero_grad()
+        output.sum().backward()
+        assert output.shape == (rows[dist.get_rank()], 5)
+        if dist.get_rank() == 0:
+            assert_close(records["fc1"], [whole.fc1(whole.inp(x)).detach()])
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_an_epoch_that_ends_sooner_on_one_rank():
+    """The rank without rows runs its last batch as a stand-in, with no loss."""
+    whole, batches = models.seeded(Model).double(), [Batch((2, 2), (5, 4)), Batch((2, 0), (3, 4))]
+    records, rank = {}, dist.get_rank()
+    oracle, oracle_seen = copy.deepcopy(whole), []
+    model = DistributedDataParallel(copy.deepcopy(whole))
+    flex = FlexModel(model, records, data_parallel_size=2, dp_batch="global", timeout=20)
+    flex.register_forward_hook(HookFunction("block.mlp", editing_function=mix))
+    for batch in batches:
+        mask = batch.real[..., None]
+        handle = oracle.block.mlp.register_forward_hook(
+            lambda module, args, out, mask=mask: (
+                oracle_seen.append((out * mask).detach()) or mix(module, out * mask, None, None)
+            )
+        )
+        batch.loss(oracle(batch.padded())).backward()
+        handle.remove()
+        has_rows = batch.rows[rank] > 0
+        with contextlib.nullcontext() if has_rows else flex.no_rows():
+            output = flex(batch.stand_in(rank))
+        (batch.loss(output, rank) * has_rows).backward()
+        if rank == 0:
+            assert_close(records["block.mlp"][0], oracle_seen[-1])
+    for ours, theirs in zip(model.module.parameters(), oracle.parameters()):
+        assert_close(ours.grad, theirs.grad)
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_join_of_ddp_with_hooks_that_exchange_nothing():
+    """With DDP's join a rank without rows does not run the model: hooks on a rank's own rows that
+    record nothing need no other rank.
+    """
+    rank, calls = dist.get_rank(), []
+    model = DistributedDataParallel(models.seeded(Model).double())
+    flex = FlexModel(model, {}, data_parallel_size=2, dp_batch="local", timeout=20)
+    flex.register_forward_hook(
+        HookFunction(
+            "block.mlp", None, lambda m, full, *_: calls.append(1) or full * 2, record=False
+        )
+    )
+    with model.join():
+        for _ in range(1 + 2 * rank):
+            flex(own()).sum().backward()
+    assert len(calls) == 1 + 2 * rank
+    flex.restore()
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("dp_batch", ["global", "local"])
+@pytest.mark.parametrize("form", ["masked", "packed"])
+def test_llama(form, dp_batch):
+    """Rows padded by their rank with a mask, and packed rows whose positions restart."""
+    rank, site = dist.get_rank(), "model.layers.0.mlp"
+    generator = torch.Generator().manual_seed(0)
+    if form == "masked":
+        lengths = [(4, 6), (7, 5)]
+        tokens = [torch.randint(1, 64, (2, max(of)), generator=generator) for of in lengths]
+        masks = [torch.arange(max(of)) < torch.tensor(of)[:, None] for of in lengths]
+        keywords = [{"attention_mask": mask.long()} for mask in masks]
+    else:
+        parts = [(3, 4), (2, 6, 1)]
+        tokens = [torch.randint(1, 64, (1, sum(of)), generator=generator) for of in parts]
+        positions = [torch.cat([torch.arange(n) for n in of])[None] for of in parts]
+        keywords = [{"position_ids": one} for one in positions]
+    whole, width = models.llama(), 32
+    longest = max(one.shape[1] for one in tokens)
+    padded = [nn.functional.pad(one, (0, longest - one.shape[1])) for one in tokens]
+    more = {
+        name: torch.cat(
+            [nn.functional.pad(one[name], (0, longest - one[name].shape[1])) for one in keywords]
+        )
+        for name in keywords[0]
+    }
+    rows = len(tokens[0])
+    real = torch.cat([(torch.arange(longest) < one.shape[1]).expand(rows, -1) for one in tokens])
+    seen = []
+
+    def edit(module, args, out):
+        full = out * real[..., None]
+        seen.append(full.detach())
+        if dp_batch == "global":
+            return mix(module, full, None, None)
+        cut = [full[i * rows : i * rows + rows, : one.shape[1]] for i, one in enumerate(tokens)]
+        edited = [mix(module, part, None, None) for part in cut]
+        return torch.cat([nn.functional.pad(x, (0, 0, 0, longest - x.shape[1])) for x in edited])
+
+    oracle = copy.deepcopy(whole)
+    oracle.get_submodule(site).register_forward_hook(edit)
+    expected = oracle(torch.cat(padded), use_cache=False, **more).logits
+    weight = torch.cat([torch.ones(rows, one.shape[1]) for one in tokens], 1).numel() / 2
+    (expected.sin().mean(-1) * real).sum().div(weight * 2).backward()
+    records = {}
+    model = DistributedDataParallel(copy.deepcopy(whole))
+    flex = FlexModel(model, records, data_parallel_size=2, dp_batch=dp_batch, timeout=30)
+    flex.register_forward_hook(HookFunction(site, None, mix))
+    logits = flex(tokens[rank], use_cache=False, **keywords[rank]).logits
+    logits.sin().mean(-1).sum().div(weight).backward()
+    mine = slice(rank * rows, rank * rows + rows), slice(0, tokens[rank].shape[1])
+    if form == "masked":  # what a row computes at its own padding depends on the mask's form
+        keep = masks[rank]
+        assert_close(logits[keep], expected[mine][keep])
+    else:
+        assert_close(logits, expected[mine])
+        for ours, theirs in zip(model.module.parameters(), oracle.parameters()):
+            assert_close(ours.grad, theirs.grad)
+    if rank == 0 and dp_batch == "global" and form == "packed":
+        assert_close(records[site], seen)
+    assert width == model.module.config.hidden_size
+    flex.restore()
