@@ -58,7 +58,7 @@ def test_blocks_run_on_two_ranks(name, tmp_path):
 
 NOT_RUN = {
     "cluster.md": ["it makes the world, which tests/integrations/test_slurm.py does"],
-    "notebooks.md": ["a script of its own, run by notebook/test_page"],
+    "notebooks.md": ["a script of its own, run by notebook/test_notebook_page"],
     "start.md": ["a script of its own, run by test_the_first_script"],
     "from_nnsight.md": ["nnsight's"] * 6,
     "from_transformerlens.md": ["TransformerLens's"] * 5,
