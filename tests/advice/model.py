@@ -28,6 +28,14 @@ class Tuples(nn.Module):
         return self.after(x)
 
 
+def patterns(name, *queries, is_training=False):
+    """Hook the attention patterns of a layer, and run."""
+    flex = FlexModel(models.llama(attention_dropout=0.1).train(is_training), {})
+    for i, one in enumerate(queries or (None,)):
+        flex.register_forward_hook(flex.attention(name, queries=one, output_name=f"pattern {i}"))
+    flex(torch.arange(10).view(2, 5))
+
+
 class Box:
     def __init__(self, x):
         self.x = x
@@ -306,6 +314,22 @@ ROWS = [
         "contradicts part_sizes",
         lambda: Shard(0, 2, part_sizes=(4, 2, 2)),
         lambda: Shard(0, part_sizes=(4, 2, 2)),
+    ),
+    # Attention patterns.
+    Row(
+        "name the module that does, such as 'model.layers.3.self_attn'",
+        lambda: patterns("model.layers.0"),
+        lambda: patterns("model.layers.0.self_attn"),
+    ),
+    Row(
+        "use the same for all hooks on a layer, the union",
+        lambda: patterns("model.layers.0.self_attn", [0], [1]),
+        lambda: patterns("model.layers.0.self_attn", [0, 1], [0, 1]),
+    ),
+    Row(
+        "call model.eval(), or set attention_dropout to 0",
+        lambda: patterns("model.layers.0.self_attn", is_training=True),
+        lambda: patterns("model.layers.0.self_attn"),
     ),
     # Hook functions.
     Row(
