@@ -225,7 +225,7 @@ def test_a_compiled_model(way, dynamic):
     [("dtensor", "blocks"), ("fsdp2", "blocks"), ("fsdp2", "in place"), ("ddp", "whole")],
 )
 def test_a_compiled_model_on_two_ranks(name, way):
-    """Layouts are inferred, without expected_shape. Shapes of DTensors are static: with others, dynamo
-    (torch 2.11) may fail where a hook breaks the graph.
+    """Layouts are inferred, without expected_shape. Shapes of DTensors are static: with others,
+    dynamo (torch 2.11) may fail where a hook breaks the graph.
     """
     check(Walk(models.TWO_RANKS[name], way, seed=3, dynamic=False if name == "dtensor" else None))
