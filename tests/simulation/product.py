@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import queue
 import sys
 import threading
@@ -179,6 +180,8 @@ def simulated(cluster: Cluster, server: Server) -> Iterator[None]:
     )
     instead = [
         (time, clock),
+        # All ranks parse the same long texts: they do so at the same time, but these one by one.
+        (json, _Instead(json, loads=functools.lru_cache(maxsize=64)(json.loads))),
         (threading, _Instead(threading, Thread=Thread, Event=Event)),
         (queue, _Instead(queue, SimpleQueue=SimpleQueue)),
         (_C, _Instead(_C, **names)),
