@@ -204,7 +204,7 @@ class TensorSpec:
             return [_copy(shard) for _ in range(number)] if is_first else None
         if not self.rank_0_gathers:
             return None
-        one = Gathered(self.plan, [*range(len(self.plan.shard_sizes))], shard, number, stays=True)
+        one = Gathered(self.plan, [*range(len(self.ranks_of_first))], shard, number, stays=True)
         return self.communicator.gather_to_first(self.axes, [one])
 
     def gather_to_first(self, shard: Tensor) -> Tensor | None:

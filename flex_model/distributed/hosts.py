@@ -93,13 +93,21 @@ class Hosts:
             raise HookError(f"FLEX_MODEL_TRANSPORT=shared_memory is not available: {reason}")
         return replace(self, here=None, why_not_shared=reason, viewed_bytes=-1)
 
-    def ranks_of(self, name: str) -> list[int]:
-        return [rank for rank, other in enumerate(self.names) if other == name]
+    @cached_property
+    def by_name(self) -> dict[str, list[int]]:
+        """The ranks of each host, in the order of the first ones."""
+        ranks: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.names):
+            ranks.setdefault(name, []).append(rank)
+        return ranks
 
-    @property
+    def ranks_of(self, name: str) -> list[int]:
+        return self.by_name[name]
+
+    @cached_property
     def leaders(self) -> list[int]:
         """The first rank of each host, in order."""
-        return [self.names.index(name) for name in dict.fromkeys(self.names)]
+        return [ranks[0] for ranks in self.by_name.values()]
 
 
 class Offer(NamedTuple):

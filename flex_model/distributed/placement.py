@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NoReturn
 
 from flex_model._C import GatherPlan
@@ -181,7 +181,7 @@ class ShardLayout:
         """Shape of the full tensor, from the local shapes of the ranks in the order (dp, tp).
         Local.
         """
-        return self._along_dims(shapes, dp_size, tp_size)[0]
+        return _along_dims(self, _as_key(shapes), dp_size, tp_size)[0]
 
     def plan(
         self, shapes: Sequence[Shape], dp_size: int, tp_size: int, element_bytes: int
@@ -204,7 +204,11 @@ class ShardLayout:
         """As ``plan``, for the part of the full tensor with these indices by dim. Also returns, by
         rank, the ascending indices of its shard that are in the part, and their boxes.
         """
-        full_shape, along_dims = self.without_copies._along_dims(shapes, dp_size, tp_size)
+        if not indices:
+            plan, boxes = _plan_of_all(self, _as_key(shapes), dp_size, tp_size, element_bytes)
+            return plan, [{} for _ in shapes], boxes
+        full_shape, of_dims = _along_dims(self.without_copies, _as_key(shapes), dp_size, tp_size)
+        along_dims = list(of_dims)
         part_shape, part_shapes = list(full_shape), [list(shape) for shape in shapes]
         held: list[dict[int, list[int]]] = [{} for _ in shapes]
         for dim, chosen in indices.items():
@@ -218,23 +222,7 @@ class ShardLayout:
         boxes = _boxes(along_dims, len(shapes))
         return GatherPlan(part_shape, part_shapes, boxes, element_bytes), held, boxes
 
-    def _along_dims(
-        self, shapes: Sequence[Shape], dp_size: int, tp_size: int
-    ) -> tuple[Shape, list[list[list[_Range]]]]:
-        """The full shape, and by dim and rank where its shard's indices lie in it."""
-        if len(shapes) != dp_size * tp_size:
-            raise ValueError(
-                f"a layout over dp {dp_size} x tp {tp_size} needs {dp_size * tp_size} shapes, got "
-                f"{len(shapes)}"
-            )
-        full, along_dims = [], []
-        for dim in range(len(shapes[0])):
-            size, ranges = self._along(dim, shapes, dp_size, tp_size)
-            full.append(size)
-            along_dims.append(ranges)
-        return tuple(full), along_dims
-
-    def _along(
+    def along(
         self, dim: int, shapes: Sequence[Shape], dp_size: int, tp_size: int
     ) -> tuple[int, list[list[_Range]]]:
         """The full size along ``dim``, and where each rank's indices along it lie in it."""
@@ -302,6 +290,37 @@ class ShardLayout:
 
     def __str__(self) -> str:
         return f"dp {self.dp}, tp {self.tp}" + (", tp first" if self.tp_first else "")
+
+
+def _as_key(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    return tuple(map(tuple, shapes))
+
+
+# Kept, because the hooks of all layers have the same shapes, mostly, and a plan of a thousand ranks
+# takes milliseconds.
+
+
+@lru_cache(maxsize=32)
+def _along_dims(
+    layout: ShardLayout, shapes: tuple[Shape, ...], dp_size: int, tp_size: int
+) -> tuple[Shape, list[list[list[_Range]]]]:
+    """The full shape, and by dim and rank where its shard's indices lie in it."""
+    if len(shapes) != dp_size * tp_size:
+        raise ValueError(
+            f"a layout over dp {dp_size} x tp {tp_size} needs {dp_size * tp_size} shapes, got "
+            f"{len(shapes)}"
+        )
+    of_dims = [layout.along(dim, shapes, dp_size, tp_size) for dim in range(len(shapes[0]))]
+    return tuple(size for size, _ in of_dims), [ranges for _, ranges in of_dims]
+
+
+@lru_cache(maxsize=32)
+def _plan_of_all(
+    layout: ShardLayout, shapes: tuple[Shape, ...], dp_size: int, tp_size: int, element_bytes: int
+) -> tuple[GatherPlan, list[Box]]:
+    full_shape, along_dims = _along_dims(layout.without_copies, shapes, dp_size, tp_size)
+    boxes = _boxes(along_dims, len(shapes))
+    return GatherPlan(full_shape, shapes, boxes, element_bytes), boxes
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:

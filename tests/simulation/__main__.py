@@ -61,9 +61,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    plan = Plan(
-        args.ranks, args.hosts, args.tp or args.ranks // args.hosts, args.pp, num_runs=args.runs
-    )
+    tp = args.tp or args.ranks // args.hosts
+    plan = Plan(args.ranks, args.hosts, tp, args.pp, num_runs=args.runs, is_in_step=True)
     start = time.perf_counter()
     job = Job(plan, args.seed, Speeds()).run()
     if job.errors:

@@ -1,14 +1,13 @@
-"""gloo, simulated: connections between all ranks of a group, and the algorithms of its collectives.
+"""gloo, simulated: connections between all ranks of a group, and the messages on them.
 
-Source: gloo's allgather.cc (a ring, in two halves), broadcast.cc (a binomial tree), alltoallv.cc
-(each rank to each), gather.cc; ProcessGroupGloo.cpp for the rendezvous by the store.
+Source: ProcessGroupGloo.cpp for the rendezvous by the store, send and recv; gloo's
+transport/tcp/unbound_buffer.cc for a wait that is too late, which closes all connections.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,52 +17,64 @@ from simulation.scheduler import Signal, Steps, current_owner
 from simulation.store import Store
 
 _CLOSED_S = 1e-4  # until the other end sees that a connection is closed
+_CLOSED = "Connection closed by peer"
 
 
 class Work:
     """See ``dist.Work``."""
 
-    def __init__(self) -> None:
-        self.is_done, self.error = False, ""
-        self.done = Signal()
+    def __init__(self, gloo: Gloo) -> None:
+        self._gloo = gloo
+        self._is_done, self._error = False, ""
+        self._done = Signal()
 
-    def until_done(self) -> Steps[None]:
-        while not self.is_done:
-            yield self.done, None
+    def end(self, error: str = "") -> None:
+        """Let it be done, or have failed."""
+        if not self._is_done:
+            self._is_done, self._error = True, error
+            self._done.notify()
 
-    def is_completed(self) -> bool:
-        return self.is_done
-
-    def wait(self) -> None:
-        if self.error:
-            raise RuntimeError(self.error)
+    def wait(self, timeout: timedelta | None = None) -> None:
+        scheduler = self._gloo.cluster.scheduler
+        until = scheduler.now + (timeout or self._gloo.timeout).total_seconds()
+        while not self._is_done:
+            if scheduler.now >= until:
+                self._gloo.close()
+                raise RuntimeError("Timed out waiting for an operation to complete")
+            scheduler.wait(self._done, until - scheduler.now)
+        if self._error:
+            raise RuntimeError(self._error)
 
 
 class Gloo:
-    """A ProcessGroupGloo of a process."""
+    """A ProcessGroupGloo of a process.
+
+    Attributes:
+        timeout: Of waits that have none of their own.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self.process: Process = current_owner()
-        self._cluster = self.process.cluster
+        self.cluster, self.timeout = self.process.cluster, timeout
         self._rank, self._size = rank, size
         self._peers: list[Gloo] = []
-        self._num_collectives = 0
-        self._boxes: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
-        self._arrived: defaultdict[tuple[int, int], Signal] = defaultdict(Signal)
+        # Of each rank and tag: what has arrived, or the receives that wait for it.
+        self._arrived: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self._awaited: defaultdict[tuple[int, int], deque[tuple[Work, Tensor]]]
+        self._awaited = defaultdict(deque)
         self._lost: set[int] = set()  # ranks whose connection is closed
-        connected = Work()
-        self._follow(self._connect(store, timeout), connected)
-        self._cluster.scheduler.complete(connected.until_done())
-        if connected.error:
-            raise RuntimeError(f"Gloo connectFullMesh failed with {connected.error}")
+        try:
+            self.cluster.scheduler.complete(self._connect(store))
+        except RuntimeError as error:
+            raise RuntimeError(f"Gloo connectFullMesh failed with {error}") from None
 
-    def _connect(self, store: Store, timeout: timedelta) -> Steps[None]:
-        cluster, address = self._cluster, f"{self.process.rank} {len(self._cluster.addresses)}"
+    def _connect(self, store: Store) -> Steps[None]:
+        cluster, address = self.cluster, f"{self.process.rank} {len(self.cluster.addresses)}"
         cluster.addresses[address] = self
-        until = cluster.scheduler.now + timeout.total_seconds()
+        until = cluster.scheduler.now + self.timeout.total_seconds()
         yield from store.set_steps(f"rank_{self._rank}", address)
         for peer in range(self._size):
-            yield from store.wait_steps([f"rank_{peer}"], timeout)
+            yield from store.wait_steps([f"rank_{peer}"], self.timeout)
             found = yield from store.get_steps(f"rank_{peer}")
             self._peers.append(cluster.addresses[found.decode()])
         cluster.step("gloo: connect", self.process)
@@ -75,113 +86,68 @@ class Gloo:
                 raise RuntimeError("connect timeout")
             if other.process.is_dead:
                 raise RuntimeError("Connection refused")
-            other.process.on_end.append(lambda peer=peer: self._lose_soon(peer))
+            other.process.on_end.append(lambda peer=peer: self.lose_soon(peer))
 
-    def _lose_soon(self, peer: int) -> None:
-        self._cluster.scheduler.after(_CLOSED_S, lambda: self._lose(peer))
+    # ---- Connections that close ------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the connections to all other ranks."""
+        for peer, other in enumerate(self._peers):
+            if peer != self._rank:
+                self._lose(peer)
+                other.lose_soon(self._rank)
+
+    def lose_soon(self, peer: int) -> None:
+        """See, in a moment, that the connection to another rank is closed."""
+
+        def lose() -> None:
+            if self.cluster.can_reach(self.process.host, self._peers[peer].process.host):
+                self._lose(peer)
+
+        self.cluster.scheduler.after(_CLOSED_S, lose)
 
     def _lose(self, peer: int) -> None:
-        if not self._cluster.can_reach(self.process.host, self._peers[peer].process.host):
-            return
         self._lost.add(peer)
-        for (other, _), arrived in list(self._arrived.items()):
-            if other == peer:
-                arrived.notify()
-
-    def abort(self) -> None:
-        """As torch's, which stops what this rank does; the connections stay."""
-        self._cluster.scheduler.check_lives(self.process)
-
-    # ---- Collectives -----------------------------------------------------------------------------
-
-    def _allgather_base(self, gathered: Tensor, data: Tensor) -> Work:
-        rows = gathered.view(-1).view(torch.uint8).view(self._size, -1)
-        rows[self._rank].copy_(data.view(-1).view(torch.uint8))
-
-        def steps(number: int) -> Steps[None]:
-            half = (rows.shape[1] + 1) // 2
-            right, left = (self._rank + 1) % self._size, (self._rank - 1) % self._size
-            for i in range(self._size - 1):
-                row = rows[(self._rank - i) % self._size]
-                self._send(right, number, row[:half])
-                self._send(right, number, row[half:])
-                row = rows[(self._rank - i - 1) % self._size]
-                yield from self._receive(left, number, row[:half])
-                yield from self._receive(left, number, row[half:])
-
-        return self._start("all-gather", steps)
-
-    def broadcast(self, tensors: list[Tensor], options: Any) -> Work:
-        data, root = tensors[0].view(-1).view(torch.uint8), options.rootRank
-        place = (self._rank - root) % self._size
-
-        def steps(number: int) -> Steps[None]:
-            first = place.bit_length()
-            if place:
-                parent = place - (1 << first - 1)
-                yield from self._receive((parent + root) % self._size, number, data)
-            for i in range(first, self._size.bit_length() + 1):
-                child = place + (1 << i)
-                if child < self._size:
-                    self._send((child + root) % self._size, number, data)
-
-        return self._start("broadcast", steps)
-
-    def alltoall_base(
-        self, received: Tensor, data: Tensor, receive: list[int], send: list[int]
-    ) -> Work:
-        to, into = data.split(send), received.split(receive)
-        into[self._rank].copy_(to[self._rank])
-
-        def steps(number: int) -> Steps[None]:
-            others = [(self._rank + i) % self._size for i in range(1, self._size)]
-            for peer in others:
-                self._send(peer, number, to[peer])
-            for peer in reversed(others):
-                yield from self._receive(peer, number, into[peer])
-
-        return self._start("all-to-all", steps)
-
-    def _start(self, what: str, steps: Any) -> Work:
-        self._cluster.step(f"gloo: {what}")
-        self._num_collectives += 1
-        work = Work()
-        self._follow(steps(self._num_collectives), work)
-        return work
-
-    def _follow(self, steps: Steps[None], work: Work) -> None:
-        def run() -> Steps[None]:
-            try:
-                yield from steps
-            except (ConnectionError, RuntimeError) as error:
-                work.error = str(error)
-            work.is_done = True
-            work.done.notify()
-            self.process.changed.notify()
-
-        self._cluster.scheduler.follow(self.process, run())
+        for (other, _), awaited in self._awaited.items():
+            while other == peer and awaited:
+                awaited.popleft()[0].end(_CLOSED)
 
     # ---- Messages --------------------------------------------------------------------------------
 
-    def _send(self, peer: int, number: int, data: Tensor) -> None:
-        self._check_connected(peer)
-        other, copy = self._peers[peer], data.clone()
-        key = self._rank, number
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """Send a message, which the kernel takes at once."""
+        self.cluster.step("gloo: send")
+        work, other, copy = Work(self), self._peers[peer], _bytes_of(tensors).clone()
+        if peer in self._lost:
+            work.end(_CLOSED)
+            return work
 
         def arrive() -> None:
-            if not other.process.is_dead:
-                other._boxes[key].append(copy)
-                other._arrived[key].notify()
+            if not other.process.is_dead and self._rank not in other._lost:
+                other._arrived[self._rank, tag].append(copy)
+                other._match(self._rank, tag)
 
-        self._cluster.send(self.process, other.process.host, data.nbytes, arrive)
+        self.cluster.send(self.process, other.process.host, copy.nbytes, arrive)
+        work.end()
+        return work
 
-    def _receive(self, peer: int, number: int, into: Tensor) -> Steps[None]:
-        box = self._boxes[peer, number]
-        while not box:
-            self._check_connected(peer)
-            yield self._arrived[peer, number], None
-        into.copy_(box.popleft())
-
-    def _check_connected(self, peer: int) -> None:
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work:
+        """Receive a message, in the order of the receives from a rank with a tag."""
+        work = Work(self)
+        self._awaited[peer, tag].append((work, _bytes_of(tensors)))
+        self._match(peer, tag)
         if peer in self._lost:
-            raise ConnectionError("Connection closed by peer")
+            self._lose(peer)
+        return work
+
+    def _match(self, peer: int, tag: int) -> None:
+        arrived, awaited = self._arrived[peer, tag], self._awaited[peer, tag]
+        while arrived and awaited:
+            work, into = awaited.popleft()
+            into.copy_(arrived.popleft())
+            work.end()
+
+
+def _bytes_of(tensors: list[Tensor]) -> Tensor:
+    (tensor,) = tensors
+    return tensor.view(-1).view(torch.uint8)

@@ -22,7 +22,7 @@ from flex_model.distributed.mesh import GRID, Mesh
 from flex_model.distributed.placement import Shard, ShardLayout
 from simulation.cluster import Cluster, Counted, Fault, Process, Speeds
 from simulation.product import simulated
-from simulation.scheduler import current_owner
+from simulation.scheduler import Signal, current_owner
 from simulation.store import Server
 
 _SITE = site_hash("simulated")
@@ -40,6 +40,8 @@ class Plan:
         rows, columns: The size of each rank's shard.
         late_s: How late ranks come, at most; each at a random time.
         num_wraps: How often they wrap, one after the other.
+        is_in_step: Whether ranks wait for one another before each transfer, at no cost: the times
+            of transfers add up then, which else overlap.
         stays: Whether the store is on a host of its own, which no fault ends; else it ends with
             rank 0.
     """
@@ -54,6 +56,7 @@ class Plan:
     late_s: float = 0.5
     num_wraps: int = 1
     num_runs: int = 2
+    is_in_step: bool = False
     stays: bool = True
 
 
@@ -73,6 +76,7 @@ class Job:
         self.errors: dict[int, Exception] = {}
         self.ended_s: dict[int, float] = {}
         self.began_s: dict[str, float] = {}
+        self._num_ready, self._all_ready = 0, Signal()
 
     def run(self) -> Job:
         """Run it. HangError: ranks wait forever."""
@@ -131,21 +135,39 @@ class Job:
         self, communicator: Communicator, spec: TensorSpec, full: Tensor, shard: Tensor
     ) -> None:
         def compare(kind: str) -> None:
+            self._step()
             communicator.check_consistency(
                 Header(kind, _SITE, dtype=_DTYPE, shape=tuple(shard.shape)), f"a {kind} hook"
             )
 
         is_first = communicator.mesh.group_rank == 0
+
+        def gather_to_first() -> None:
+            self._step()
+            gathered = spec.gather_to_first(shard)
+            assert torch.equal(gathered, full) if is_first else gathered is None
+
         compare("forward")  # an edit
+        self._step()
         assert torch.equal(spec.all_gather(shard), full)
         compare("forward_pre")  # an edit on rank 0
-        gathered = spec.gather_to_first(shard)
-        assert torch.equal(gathered, full) if is_first else gathered is None
+        gather_to_first()
+        self._step()
         scattered = spec.scatter_from_first(full * 2 if is_first else None, shard)
         assert torch.equal(scattered, shard * 2)
         compare("end of the run")
-        gathered = spec.gather_to_first(shard)
-        assert torch.equal(gathered, full) if is_first else gathered is None
+        gather_to_first()
+        self._step()
+
+    def _step(self) -> None:
+        """Let the calling rank wait until all are there, if they are in step."""
+        if not self.plan.is_in_step:
+            return
+        self._num_ready += 1
+        if self._num_ready % self.plan.num_ranks:
+            self.cluster.scheduler.wait(self._all_ready)
+        else:
+            self._all_ready.notify()
 
     def _begin(self, phase: str) -> None:
         """Begin a phase of the calling rank."""

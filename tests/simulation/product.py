@@ -9,9 +9,13 @@ each process has of its own are kept by process.
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
+import queue
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -113,6 +117,50 @@ def simulated(cluster: Cluster, server: Server) -> Iterator[None]:
     def get_rank() -> int:
         return int(current_owner().rank)
 
+    class Thread:
+        """See ``threading.Thread``."""
+
+        def __init__(self, target: Callable[..., None], args: tuple[Any, ...], **_: Any) -> None:
+            self._run = functools.partial(target, *args)
+
+        def start(self) -> None:
+            cluster.step("start a thread")
+            scheduler.spawn(current_owner(), self._run, is_awaited=False)  # as daemons
+
+    class Event:
+        """See ``threading.Event``; whoever polls for it in its process looks at once."""
+
+        def __init__(self) -> None:
+            self._process: Process = current_owner()
+            self._is_set = False
+
+        def is_set(self) -> bool:
+            return self._is_set
+
+        def set(self) -> None:
+            self._is_set = True
+            self._process.changed.notify()
+
+        def wait(self) -> None:
+            while not self._is_set:
+                scheduler.wait(self._process.changed)
+
+    class SimpleQueue:
+        """See ``queue.SimpleQueue``."""
+
+        def __init__(self) -> None:
+            self._items: deque[Any] = deque()
+            self._filled = Signal()
+
+        def put(self, item: Any) -> None:
+            self._items.append(item)
+            self._filled.notify()
+
+        def get(self) -> Any:
+            while not self._items:
+                scheduler.wait(self._filled)
+            return self._items.popleft()
+
     clock = _Instead(time, monotonic=lambda: scheduler.now, sleep=scheduler.sleep)
     engine = Engine(cluster)
     names = {name: getattr(engine, name) for name in dir(engine) if not name.startswith("_")}
@@ -132,6 +180,10 @@ def simulated(cluster: Cluster, server: Server) -> Iterator[None]:
     )
     instead = [
         (time, clock),
+        # All ranks parse the same long texts: they do so at the same time, but these one by one.
+        (json, _Instead(json, loads=functools.lru_cache(maxsize=64)(json.loads))),
+        (threading, _Instead(threading, Thread=Thread, Event=Event)),
+        (queue, _Instead(queue, SimpleQueue=SimpleQueue)),
         (_C, _Instead(_C, **names)),
         (dist, of_torch),
         (hosts.os, of_system),
@@ -143,7 +195,6 @@ def simulated(cluster: Cluster, server: Server) -> Iterator[None]:
         (rendezvous._spares, _OfProcess(list)),
         (process_groups._groups, _OfProcess(dict)),
         (process_groups._released, _OfProcess(list)),
-        (process_groups._broken, _OfProcess(list)),
         (process_groups._acquired, _OfProcess(Counter)),
         (processes._known, _OfProcess(processes._Known)),
     ]

@@ -40,9 +40,8 @@ class AcrossHosts:
     ) -> None:
         self.group = group
         self._inside, self._between = inside, between
-        names = list(dict.fromkeys(hosts.names))
-        self._ranks_of_hosts = [hosts.ranks_of(name) for name in names]
-        self._host = names.index(hosts.names[group.rank])
+        self._ranks_of_hosts = list(hosts.by_name.values())
+        self._host = list(hosts.by_name).index(hosts.names[group.rank])
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         return transport.exchange_bytes(self, data)
@@ -89,7 +88,8 @@ class AcrossHosts:
         return assemble_all(everyone[0], self._starts(list(before), sizes), starts, tensors)
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
-        sizes = self._of_hosts(plan.shard_bytes)
+        of_ranks = plan.shard_bytes
+        sizes = self._of_hosts(of_ranks)
         of_host = None
         if self._between is not None:
             of_hosts = torch.empty(0, dtype=torch.uint8)
@@ -107,8 +107,8 @@ class AcrossHosts:
                 torch.empty(sizes[self._host], dtype=torch.uint8),
                 end_to_end(sizes),
             )
-        here = [plan.shard_bytes[r] for r in self._ranks_of_hosts[self._host]]
-        local = torch.empty(plan.shard_bytes[self.group.rank], dtype=torch.uint8)
+        here = [of_ranks[r] for r in self._ranks_of_hosts[self._host]]
+        local = torch.empty(of_ranks[self.group.rank], dtype=torch.uint8)
         received = self._inside.scatter_from_first(of_host, local, end_to_end(here))
         return received.view(like.dtype).reshape(like.shape).to(like.device)
 

@@ -6,6 +6,7 @@ Offsets and sizes are in bytes. A plan's shards are numbered by rank.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -87,7 +88,7 @@ class Packing:
                 placed.append(totals[holder])
                 totals[holder] += aligned(num_bytes)
             offsets.append(placed)
-        starts = [sum(totals[:rank]) for rank in range(num_ranks)]
+        starts = list(itertools.accumulate(totals, initial=0))[:-1]
         return Packing(offsets, [holders for _, holders in tensors], totals, starts)
 
     def of_rank(self, rank: int) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ plans, and it handles failed waits.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -218,8 +219,8 @@ def pack_shards(
     starts, local = [], []
     for tensor in tensors:
         starts.append([sizes[holder] for holder in tensor.ranks])
-        for i, holder in enumerate(tensor.ranks):
-            sizes[holder] += tensor.plan.shard_bytes[i]
+        for holder, num_bytes in zip(tensor.ranks, tensor.plan.shard_bytes):
+            sizes[holder] += num_bytes
             if holder == rank:
                 local.append(as_bytes(tensor.shard))
     data = torch.cat(local) if local else torch.empty(0, dtype=torch.uint8)
@@ -228,7 +229,8 @@ def pack_shards(
 
 def end_to_end(sizes: list[int]) -> GatherPlan:
     """The plan that concatenates bytes of several ranks."""
-    boxes = [(r, [sum(sizes[:r])], [0], [size]) for r, size in enumerate(sizes)]
+    starts = itertools.accumulate(sizes, initial=0)
+    boxes = [(r, [start], [0], [size]) for r, (start, size) in enumerate(zip(starts, sizes))]
     return GatherPlan([sum(sizes)], [[size] for size in sizes], boxes, 1)
 
 
