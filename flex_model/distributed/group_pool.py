@@ -146,6 +146,7 @@ class GroupPool:
             self._by_device.pop().close()
         self._transports.clear()
         self._by_axes.clear()
+        self._notices = None  # which has the memory that the ranks share
         while self._groups:
             group = self._groups.popitem()[1]
             group.forget(self)
