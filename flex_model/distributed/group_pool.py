@@ -22,6 +22,7 @@ from flex_model.diagnostics import FlightRecorder, logger
 from flex_model.distributed import process_groups
 from flex_model.distributed.failure import Failure
 from flex_model.distributed.mesh import GRID, Axis, Mesh
+from flex_model.distributed.messages import LostError
 from flex_model.distributed.notices import Notices
 from flex_model.distributed.polling import sleeps
 from flex_model.distributed.transports.by_device import ByDevice
@@ -146,6 +147,7 @@ class GroupPool:
             self._by_device.pop().close()
         self._transports.clear()
         self._by_axes.clear()
+        self._notices = None  # which has the memory that the ranks share
         while self._groups:
             group = self._groups.popitem()[1]
             group.forget(self)
@@ -346,19 +348,25 @@ class GroupPool:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            raise self.abort(self._who_is_lost(self._groups[GRID])) from error
+            lost = error.rank if isinstance(error, LostError) else None
+            raise self.abort(self._who_is_lost(self._groups[GRID], lost)) from error
 
-    def _who_is_lost(self, group: process_groups.PrivateGroup) -> str:
-        """Name the rank of a lost connection. Gloo does not report it; the ranks that live do."""
-        lost = f"the connection to another rank was lost at {self.where}:"
+    def _who_is_lost(self, group: process_groups.PrivateGroup, lost: int | None) -> str:
+        """Name the rank of a lost connection: to the global rank ``lost``, which may also have
+        closed it because of a third rank. So the ranks that live answer first.
+        """
+        what = f"the connection to another rank was lost at {self.where}:"
         broken = functools.partial(group.bounded_store.read, "broken")
         try:
             silent = group.roll_call.silent(lambda: group.size == 2 or broken() is not None)
             reason = broken()
         except RuntimeError:
-            return f"{lost} a rank ended or died, and with it the store by which ranks connect."
-        names = ", ".join(group.name_of(rank) for rank in silent if rank in group.connected_ranks)
-        return reason or (f"{lost} {names or 'a rank that was there a moment ago'} ended or died.")
+            return f"{what} a rank ended or died, and with it the store by which ranks connect."
+        gone = [rank for rank in silent if rank in group.connected_ranks]
+        # Others of them may live, and not answer because they wait for nothing.
+        surely_gone = [rank for rank in gone if group.ranks[rank] == lost] or gone
+        names = ", ".join(map(group.name_of, surely_gone))
+        return reason or (f"{what} {names or 'a rank that was there a moment ago'} ended or died.")
 
     def _on_poll(self, waited_s: float) -> None:
         """Publish where this rank waits, and raise if a peer aborted or the deadline has passed."""

@@ -18,19 +18,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed.rounds import Round
+from flex_model.distributed.rounds import Part, Round
 
 _TAG, _NEVER_SENT = 0, 1  # tags of messages
 _AT_ONCE = timedelta(milliseconds=1)
 
 
+class LostError(RuntimeError):
+    """A connection was lost.
+
+    Attributes:
+        rank: The global rank at its other end.
+    """
+
+    def __init__(self, text: str, rank: int) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
 class Exchange:
-    """Messages under way: a work, as torch.distributed has them. RuntimeError from ``wait`` if a
+    """Messages under way: a work, as torch.distributed has them. LostError from ``wait`` if a
     connection was lost.
     """
 
     def __init__(self) -> None:
         self._done = threading.Event()
+        self._peer = 0  # of the message that is begun, or waited for
         self._error: BaseException | None = None
 
     def is_completed(self) -> bool:
@@ -42,26 +55,38 @@ class Exchange:
         if self._error is not None:
             raise self._error
 
-    def run(self, backend: Any, buffer: Tensor, rounds: Sequence[Round]) -> None:
+    def run(
+        self, backend: Any, ranks: Sequence[int], buffer: Tensor, rounds: Sequence[Round]
+    ) -> None:
         """Send and receive, and wait. In a thread that may wait."""
         try:
-            # A receive that is there before its message saves a message back to the sender.
-            received = [
-                [backend.recv([buffer[start:stop]], rank, _TAG) for rank, start, stop in receives]
-                for _, receives in rounds
-            ]
-            sent = []
-            for (sends, _), works in zip(rounds, received):
-                sent += [
-                    backend.send([buffer[start:stop]], rank, _TAG) for rank, start, stop in sends
-                ]
-                for work in works:
-                    work.wait()
-            for work in sent:
-                work.wait()
+            self._run(backend, buffer, rounds)
+        except RuntimeError as error:
+            self._error = LostError(str(error), ranks[self._peer])
         except BaseException as error:
             self._error = error
         self._done.set()
+
+    def _run(self, backend: Any, buffer: Tensor, rounds: Sequence[Round]) -> None:
+        # A receive that is there before its message saves a message back to the sender.
+        received = [self._begin(backend.recv, buffer, receives) for _, receives in rounds]
+        sent = []
+        for (sends, _), works in zip(rounds, received):
+            sent += self._begin(backend.send, buffer, sends)
+            self._finish(works)
+        self._finish(sent)
+
+    def _begin(
+        self, begin: Callable[..., Any], buffer: Tensor, parts: Sequence[Part]
+    ) -> list[tuple[int, Any]]:
+        works = []
+        for self._peer, start, stop in parts:
+            works.append((self._peer, begin([buffer[start:stop]], self._peer, _TAG)))
+        return works
+
+    def _finish(self, works: Sequence[tuple[int, Any]]) -> None:
+        for self._peer, work in works:
+            work.wait()
 
 
 class Messages:
@@ -69,11 +94,12 @@ class Messages:
 
     Args:
         backend: A ProcessGroupGloo, whose methods torch's stubs leave out.
-        rank: This process's index among its ranks, of which there are at least two.
+        ranks: Its global ranks, at least two.
+        rank: This process's index among them.
     """
 
-    def __init__(self, backend: Any, rank: int) -> None:
-        self._backend, self._rank = backend, rank
+    def __init__(self, backend: Any, ranks: Sequence[int], rank: int) -> None:
+        self._backend, self._ranks, self._rank = backend, ranks, rank
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -86,7 +112,7 @@ class Messages:
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None)
         exchange = Exchange()
-        self._jobs.put(functools.partial(exchange.run, self._backend, buffer, rounds))
+        self._jobs.put(functools.partial(exchange.run, self._backend, self._ranks, buffer, rounds))
         return exchange
 
     def abort(self) -> None:

@@ -286,7 +286,7 @@ def _make(
             why_not = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(texts) if why)
         hosts = hosts.apart(why_not) if here is None else replace(hosts, here=here)
     if hosts.here is None:
-        messages, leaders = Messages(meeting.backend(), meeting.me), None
+        messages, leaders = Messages(meeting.backend(), meeting.ranks, meeting.me), None
         # A rank may drop them as soon as they are made, while others still connect to it.
         meeting.all_gather("made", "")
     return PrivateGroup(
@@ -344,7 +344,7 @@ def _leaders(
     ranks = tuple(meeting.ranks[rank] for rank in hosts.leaders)
     place = hosts.leaders.index(meeting.me)
     of_leaders = replace(meeting.of("leaders"), ranks=ranks, me=place)
-    messages = Messages(of_leaders.backend(), place)
+    messages = Messages(of_leaders.backend(), ranks, place)
     shared = of_leaders.all_gather("made", json.dumps(is_shared))
     names = [hosts.names[rank] for rank in hosts.leaders]
     group = PrivateGroup(

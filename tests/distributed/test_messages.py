@@ -20,6 +20,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import GRID, Mesh
 from flex_model.distributed.rounds import Part, Round
+from flex_model.distributed.transports.transport import Gathered, stacking
 
 
 @contextlib.contextmanager
@@ -123,6 +124,26 @@ def test_an_abort_ends_waits_and_leaves_nothing_behind(monkeypatch):
         del messages, work
     gc.collect()
     assert until(lambda: not waiting() and num_sockets() <= held - 2)
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("gone", [1, 2])
+def test_of_the_silent_ranks_the_one_whose_connection_is_lost_is_named(gone, monkeypatch):
+    """The other one has sent its part, and waits for nothing."""
+    rank = dist.get_rank()
+    with connected(monkeypatch) as communicator:
+        communicator.exchange(torch.ones(1))
+        if rank == gone:
+            communicator.transport(GRID).group.messages.abort()
+            dist.barrier()
+            return
+        one = Gathered(stacking(3, 4, 4), [0, 1, 2], torch.ones(1, 4))
+        if rank == 0:
+            with pytest.raises(HookError, match=f"lost at .*: rank {gone} [^,]* ended or died"):
+                communicator.gather_to_first(GRID, [one])
+        else:
+            assert communicator.gather_to_first(GRID, [one]) is None
+        dist.barrier()
 
 
 def num_sockets():
