@@ -214,7 +214,7 @@ def check(walk):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_compiled_model(way, dynamic):
     check(Walk(models.ONE_RANK, way, seed=len(way), dynamic=dynamic))
 

@@ -395,7 +395,7 @@ if __name__ == "__main__":  # as torch asks of scripts that spawn
 """
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_workers_of_a_loader_that_is_made_after_the_wrap(ranks, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOADING.format(tests=str(TESTS)))
