@@ -110,9 +110,9 @@ def count_launches():
     for name in TRANSFERS:
         original = getattr(PeerMemory, name)
 
-        def counted(*args, _name=name, _original=original):
+        def counted(*args, _name=name, _original=original, **kwargs):
             with Launches() as launches:
-                result = _original(*args)
+                result = _original(*args, **kwargs)
             transfers.append((_name, launches.count))
             return result
 
