@@ -356,17 +356,18 @@ class GroupPool:
         closed it because of a third rank. So the ranks that live answer first.
         """
         what = f"the connection to another rank was lost at {self.where}:"
-        broken = functools.partial(group.bounded_store.read, "broken")
+        told = functools.partial(group.bounded_store.read, "broken")
         try:
-            silent = group.roll_call.silent(lambda: group.size == 2 or broken() is not None)
-            reason = broken()
+            found = group.roll_call.ask(told, waits=group.size > 2)
         except RuntimeError:
             return f"{what} a rank ended or died, and with it the store by which ranks connect."
-        gone = [rank for rank in silent if rank in group.connected_ranks]
+        if isinstance(found, str):
+            return found
+        gone = [rank for rank in found if rank in group.connected_ranks]
         # Others of them may live, and not answer because they wait for nothing.
         surely_gone = [rank for rank in gone if group.ranks[rank] == lost] or gone
         names = ", ".join(map(group.name_of, surely_gone))
-        return reason or (f"{what} {names or 'a rank that was there a moment ago'} ended or died.")
+        return f"{what} {names or 'a rank that was there a moment ago'} ended or died."
 
     def _on_poll(self, waited_s: float) -> None:
         """Publish where this rank waits, and raise if a peer aborted or the deadline has passed."""

@@ -288,14 +288,12 @@ class Rendezvous:
     def _explained(self, why: str) -> HookError:
         """Return why gloo has failed, with the ranks that are gone, or what another rank told."""
         try:
-            told = self._told()
-            silent = [] if told else self._roll_call.silent(lambda: self._told() is not None)
-            told = told or self._told()
+            found = self._roll_call.ask(self._told)
         except RuntimeError as error:
             return self.failure(f"the store by which they connect is lost: {error}")
-        if told is not None:
-            return HookError(told)
-        ranks = [self.ranks[rank] for rank in silent]
+        if isinstance(found, str):
+            return HookError(found)
+        ranks = [self.ranks[rank] for rank in found]
         return self.failure(
             f"global ranks {ranks} ended, or can't be reached: {why}" if ranks else why
         )

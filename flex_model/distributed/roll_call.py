@@ -27,15 +27,24 @@ class RollCall:
         if not self._has_answered and self._store.read("lost") is not None:
             self._present()
 
-    def silent(self, is_over: Callable[[], bool]) -> list[int]:
-        """Return the ranks that don't answer within 2 s, or until ``is_over()``."""
+    def ask(self, told: Callable[[], str | None], waits: bool = True) -> str | list[int]:
+        """Return what a rank that failed has told, by ``told()``; if none does within 2 s, or all
+        answer, the ranks that don't answer. ``waits=False``: those that have not answered yet.
+        """
+        reason = told()
+        if reason is not None:
+            return reason
         self._store.set("lost", "")
         self._present()
         until = time.monotonic() + _ANSWER_S
         while True:
             present = set((self._store.read("lives") or "").split())
             silent = [rank for rank in range(self._size) if str(rank) not in present]
-            if not silent or time.monotonic() > until or is_over():
+            is_over = not silent or not waits or time.monotonic() > until
+            reason = told()
+            if reason is not None:
+                return reason
+            if is_over:
                 return silent
             time.sleep(_PAUSE_S)
 

@@ -139,11 +139,12 @@ class PeerMemory:
             for holders, placed in zip(packing.holders, packing.offsets)
         ]
 
-    def _pull(self, full: Tensor, addresses: list[int], plan: GatherPlan, barrier: list[int]):
+    def _pull(
+        self, full: Tensor, addresses: list[int], plan: GatherPlan, barrier: list[int]
+    ) -> None:
         # Each rank begins with the rank after it, so that they don't all read from the same one.
         first = (self.group.rank + 1) % len(addresses)
         torch.ops.flex_model.pull_(full, addresses, plan.code, first, barrier)
-        return full
 
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
