@@ -112,11 +112,10 @@ class RandomCalls:
 
     def note(self, tensor: Tensor, number: int) -> None:
         """Note the input and the number of a call. Local."""
-        if not tensor.is_cuda:
-            self._add(int(values.fingerprint(tensor)[0]), number)
+        hashed = _hash_of(tensor)
+        if not hashed.is_cuda:
+            self._add(int(hashed), number)
             return
-        with torch.no_grad():
-            hashed = values.hash_on_device(tensor)
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(tensor.device))
         self._unread.append((hashed, ready, number))
@@ -129,15 +128,17 @@ class RandomCalls:
         for hashed, ready, number in unread:
             ready.wait(torch.cuda.current_stream(hashed.device))
             self._add(int(hashed), number)
-        if not tensor.is_cuda:
-            key = int(values.fingerprint(tensor)[0])
-        else:
-            with torch.no_grad():
-                key = int(values.hash_on_device(tensor))
-        return self._numbers.get(key, self.AMBIGUOUS)
+        return self._numbers.get(int(_hash_of(tensor)), self.AMBIGUOUS)
 
     def _add(self, key: int, number: int) -> None:
         self._numbers[key] = self.AMBIGUOUS if key in self._numbers else number
+
+
+def _hash_of(tensor: Tensor) -> Tensor:
+    """Return a hash of the tensor, on its device if that is a GPU."""
+    if tensor.is_cuda:
+        return values.hash_on_device(tensor)
+    return values.fingerprint(tensor)[0]
 
 
 def renew_seed() -> None:

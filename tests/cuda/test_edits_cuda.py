@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flex_model import FlexModel, HookError, HookFunction
 from tests import models
+from tests.cuda.processes import Model
 
 pytestmark = [
     pytest.mark.cuda,
@@ -14,13 +14,8 @@ pytestmark = [
 ]
 
 
-class Recomputed(nn.Module):
+class Recomputed(Model):
     """Calls a module on several inputs, each of which is recomputed in backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Identity()
-        self.register_buffer("where_it_is", torch.zeros(1))
 
     def forward(self, inputs):
         def square(x):
