@@ -127,7 +127,7 @@ class HookCosts:
         num_hosts = len(set(hosts))
         self.parts = list(parts)
         self._title = f"{what} on {num_hosts} hosts, edits on {edits_on}"
-        firsts = [hosts.index(host) == rank for rank, host in enumerate(hosts)]
+        firsts = are_firsts(hosts)
         # What the first rank of a host takes at most, and another rank.
         self._connected = [
             max(one for one, is_its in zip(connected, firsts) if is_its is is_first)
@@ -192,6 +192,11 @@ class HookCosts:
         }
 
 
+def are_firsts(hosts: Sequence[str]) -> list[bool]:
+    """Return whether each rank is the first one of its host."""
+    return [hosts.index(host) == rank for rank, host in enumerate(hosts)]
+
+
 def hosts_in_order(num_ranks: int, num_hosts: int) -> tuple[str, ...]:
     """Return a host for each rank, where ranks fill one host after the other.
 
@@ -225,9 +230,7 @@ def predict(
     if backward != Cost():
         parts.append(Part("all hooks, and what they share", "backward", backward))
     num_hosts = len(set(hosts))
-    connected = [
-        Connected.of(num_hosts, hosts.index(host) == rank) for rank, host in enumerate(hosts)
-    ]
+    connected = [Connected.of(num_hosts, is_first) for is_first in are_firsts(hosts)]
     return HookCosts(f"{len(hosts)} ranks", hosts, edit_on, parts, connected, link)
 
 

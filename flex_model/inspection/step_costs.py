@@ -17,6 +17,7 @@ from flex_model.inspection.hook_costs import (
     HookLine,
     Link,
     Part,
+    are_firsts,
     calls_of,
     parts_of,
     rows_of,
@@ -218,7 +219,7 @@ class Step:
 
     def _connected(self, group: Sequence[int], rank: int) -> tuple[int, bool]:
         names = [self.hosts[one] for one in group]
-        return len(set(names)), group[names.index(self.hosts[rank])] == rank
+        return len(set(names)), are_firsts(names)[group.index(rank)]
 
     def _held(self, stage: int, num_bytes: int) -> list[int]:
         """The bytes of each rank, of which the first one of a stage holds some for rank 0."""
