@@ -57,11 +57,17 @@ class AttentionPattern(nn.Module):
         return bool(self._forward_hooks or self._forward_pre_hooks)
 
     def kernel(self, layer: nn.Module) -> Callable[..., Any]:
-        """Return the function by which the layer computes attention."""
-        names = _names_of(layer)
+        """Return the function by which the layer computes attention. ValueError for one whose masks
+        are not known.
+        """
+        names = _forward_of(layer).__globals__
         implementation = self._config._attn_implementation
         if implementation not in _KERNELS:
-            raise ValueError(_not_supported(self._name, implementation))
+            raise ValueError(
+                f"attention({self._name!r}): expected one of the attention implementations "
+                f"{list(_KERNELS)}, got {implementation!r}, whose masks are not known; "
+                "model.set_attn_implementation('sdpa') sets one"
+            )
         functions = names["ALL_ATTENTION_FUNCTIONS"]
         return functions.get_interface(implementation, names.get("eager_attention_forward"))
 
@@ -138,35 +144,29 @@ class AttentionPattern(nn.Module):
         query: Tensor,
         key: Tensor,
         mask: Any,
-        queries: Tensor,
+        chosen: slice | Sequence[int],
         arguments: dict[str, Any],
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Return the keys that the chosen queries see, and what is added to their scores, as the
         layer's kernel takes its mask.
         """
         size, num_keys = query.shape[2], key.shape[2]
+        position_bias = arguments.get("position_bias")
+        bias = [] if position_bias is None else [_of_queries(position_bias, chosen, num_keys)]
+        if isinstance(mask, Tensor):
+            part = _of_queries(mask, chosen, num_keys)
+            return (part, bias) if mask.dtype == torch.bool else (None, [part, *bias])
+        queries = _take(torch.arange(size, device=query.device), 0, chosen)
         keys = torch.arange(num_keys, device=key.device)
         if mask is None:
             is_causal = arguments.get("is_causal")
             is_causal = getattr(layer, "is_causal", True) if is_causal is None else is_causal
             if self._config._attn_implementation != "sdpa" or not is_causal or size == 1:
-                return None, []
-            return queries[:, None] >= keys, []
-        if isinstance(mask, Tensor):
-            (part,) = self.of_queries([mask], size, num_keys)
-            return (part, []) if mask.dtype == torch.bool else (None, [part])
+                return None, bias
+            return queries[:, None] >= keys, bias
         rows, heads = (torch.arange(n, device=key.device) for n in mask.shape[:2])
         grid = rows[:, None, None, None], heads[:, None, None], queries[:, None], keys
-        return mask.mask_mod(*grid), []
-
-    def of_queries(self, tensors: Sequence[Tensor | None], size: int, keys: int) -> list[Tensor]:
-        """Return the parts of masks or biases (rows, heads, queries, keys) of chosen queries."""
-        chosen = self.chosen(size)
-        return [
-            (tensor if tensor.shape[2] == 1 else _take(tensor, 2, chosen))[..., :keys]
-            for tensor in tensors
-            if tensor is not None
-        ]
+        return mask.mask_mod(*grid), bias
 
     @torch.no_grad()
     def verify(
@@ -219,7 +219,7 @@ def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:
         TypeError, ValueError: the layer computes no attention by a function of ``transformers``, by
             one that is not known, is compiled, or computes the pattern of other queries.
     """
-    forward: Any = inspect.unwrap(type(layer).forward)
+    forward = _forward_of(layer)
     looked_up = forward.__code__.co_names if inspect.isfunction(forward) else ()
     if "ALL_ATTENTION_FUNCTIONS" not in looked_up or not hasattr(layer, "config"):
         raise ValueError(
@@ -240,12 +240,11 @@ def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:
                 " of what they need"
             )
         return present.use(layer)
-    config: Any = copy.deepcopy(layer.config)
-    if config._attn_implementation not in _KERNELS:
-        raise ValueError(_not_supported(name, config._attn_implementation))
     pattern = AttentionPattern(layer, name, queries)
+    pattern.kernel(layer)
     _register()
     layer.add_module(CHILD, pattern)
+    config: Any = copy.deepcopy(layer.config)
     config._attn_implementation = _NAME
     layer.config = config
     return pattern.use(layer)
@@ -266,15 +265,13 @@ def _attend(
     if not pattern.is_hooked:
         return (output, weights, *rest)
     pattern.refuse(arguments)
-    size = query.shape[2]
-    chosen = pattern.chosen(size)
-    queries = _take(torch.arange(size, device=query.device), 0, chosen)
-    allowed, bias = pattern.masks(layer, query, key, attention_mask, queries, arguments)
+    chosen = pattern.chosen(query.shape[2])
+    allowed, bias = pattern.masks(layer, query, key, attention_mask, chosen, arguments)
     part = _take(query, 2, chosen)
     scaling = arguments.get("scaling")
     scores = {
         "allowed": allowed,
-        "bias": [*bias, *pattern.of_queries([arguments.get("position_bias")], size, key.shape[2])],
+        "bias": bias,
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
         "softcap": arguments.get("softcap"),
         "sinks": arguments.get("s_aux"),
@@ -296,6 +293,12 @@ def _take(tensor: Tensor, dim: int, chosen: slice | Sequence[int]) -> Tensor:
     if isinstance(chosen, slice):
         return tensor.narrow(dim, literal(chosen.start), literal(chosen.stop - chosen.start))
     return torch.cat([tensor.narrow(dim, literal(index), 1) for index in chosen], dim)
+
+
+def _of_queries(tensor: Tensor, chosen: slice | Sequence[int], num_keys: int) -> Tensor:
+    """Return the part of a mask or bias, (rows, heads, queries, keys), of chosen queries."""
+    part = tensor if tensor.shape[2] == 1 else _take(tensor, 2, chosen)
+    return part[..., :num_keys]
 
 
 def _replace(whole: Tensor, dim: int, chosen: slice | Sequence[int], part: Tensor) -> Tensor:
@@ -322,17 +325,9 @@ def _weighted(pattern: Tensor, value: Tensor) -> Tensor:
     return torch.matmul(pattern.to(value.dtype), _repeated(value, pattern.shape[1]))
 
 
-def _names_of(layer: nn.Module) -> dict[str, Any]:
-    """Return the names that the layer's forward finds: those of its modeling file."""
-    return getattr(inspect.unwrap(type(layer).forward), "__globals__", {})
-
-
-def _not_supported(name: str, implementation: Any) -> str:
-    return (
-        f"attention({name!r}): expected one of the attention implementations {list(_KERNELS)}, got "
-        f"{implementation!r}, whose masks are not known; model.set_attn_implementation('sdpa') "
-        "sets one"
-    )
+def _forward_of(layer: nn.Module) -> Any:
+    """Return the function that is the layer's forward, without decorators."""
+    return inspect.unwrap(type(layer).forward)
 
 
 def _register() -> None:

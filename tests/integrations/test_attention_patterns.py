@@ -247,6 +247,7 @@ def hooked(flex, queries):
     flex.register_full_backward_pre_hook(
         flex.attention(LAYER, queries=queries, output_name="gradient")
     )
+    flex.register_full_backward_pre_hook(HookFunction("model.layers.0", output_name="upstream"))
     return records
 
 
@@ -299,3 +300,19 @@ def test_patterns_of_a_model_that_transformers_shards(tmp_path):
     assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-6)
     if dist.get_rank() == 0:
         assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_an_error_on_one_rank_is_raised_on_both():
+    """Attention drops on one rank only."""
+    rank = dist.get_rank()
+    model = make("Llama", "sdpa")
+    model = models.tensor_parallel_llama(model, init_device_mesh("cpu", (2,)))
+    flex = FlexModel(model, timeout=20)
+    flex.register_forward_hook(flex.attention(LAYER, mix))
+    flex(TOKENS)
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5 * rank
+    model.train()
+    with pytest.raises(HookError, match="dropout of attention is active"):
+        flex(TOKENS)
