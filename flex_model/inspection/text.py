@@ -18,7 +18,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(texts)
 
 
-def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return the same table as HTML, with its text escaped."""
     lines = [_html_row("th", headers), *(_html_row("td", row) for row in rows)]
     return f"<table>{''.join(lines)}</table>"
@@ -59,7 +59,7 @@ class Printed:
         return "".join(
             f"<pre>{html.escape(block)}</pre>"
             if isinstance(block, str)
-            else html_table(block.headers, block.rows)
+            else _html_table(block.headers, block.rows)
             for block in self._blocks()
         )
 

@@ -54,7 +54,7 @@ class Remote:
         return f"<{self._about}, on {len(self._ranks)} ranks>"
 
 
-class RemoteMapping(Remote, Mapping):
+class RemoteMapping(text.Printed, Remote, Mapping):
     """Records of rank 0, or other named values there. It prints as a table of names, shapes and
     dtypes; a value travels when it is looked up.
     """
@@ -89,11 +89,10 @@ class RemoteMapping(Remote, Mapping):
             rows.append([str(name), *cells, str(len(tensors))])
         return rows
 
-    def __repr__(self) -> str:
-        return text.table(_HEADERS, self._cells())
+    def _blocks(self) -> Iterator[text.Table | str]:
+        yield text.Table(_HEADERS, self._cells())
 
-    def _repr_html_(self) -> str:
-        return text.html_table(_HEADERS, self._cells())
+    __repr__ = text.Printed.__str__
 
 
 _HEADERS = ("name", "shape", "dtype", "tensors")
