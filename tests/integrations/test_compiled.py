@@ -1,7 +1,4 @@
-"""torch.compile: hooks fire whenever they are registered, and an idle wrapper costs no graph break.
-
-With the "eager" backend, which runs what was captured as it is: capturing is what could lose hooks.
-"""
+"""torch.compile: hooks fire whenever they are registered; an idle wrapper breaks no graph."""
 
 import warnings
 from contextlib import nullcontext
@@ -10,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+import compiling
 import models
 from flex_model import FlexModel, HookFunction
 
@@ -24,22 +22,11 @@ def double(module, full, save_ctx, modules):
     return full * 2
 
 
-def compile_whole(model):
-    return torch.compile(model, backend="eager")
-
-
-def compile_in_place(model):
-    model.compile(backend="eager")
-    return model
-
-
-def compile_parts(model):
-    for site in SITES:
-        model.get_submodule(site).compile(backend="eager")
-    return model
-
-
-WAYS = {"whole": compile_whole, "in place": compile_in_place, "parts": compile_parts}
+WAYS = {
+    "whole": compiling.whole,
+    "in place": compiling.in_place,
+    "parts": compiling.modules(SITES),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -124,8 +111,7 @@ def keep_a_function(model):
 
 
 def compile_forward(model):
-    model.forward = torch.compile(model.forward, backend="eager")
-    return model, model
+    return model, compiling.forward(model)
 
 
 def compile_outside(model):

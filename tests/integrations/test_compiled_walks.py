@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+import compiling
 import models
 from flex_model import FlexModel, HookFunction
 
@@ -43,31 +44,11 @@ def mix(module, full, save_ctx, modules):
     return full + full.flip(0) / 4 + full.flip(-1) / 2
 
 
-def compile_whole(model, **settings):
-    return torch.compile(model, **settings)
-
-
-def compile_in_place(model, **settings):
-    model.compile(**settings)
-    return model
-
-
-def compile_blocks(model, **settings):
-    for name in "ab":
-        model.get_submodule(name).compile(**settings)
-    return model
-
-
-def compile_forward(model, **settings):
-    model.forward = torch.compile(model.forward, **settings)
-    return model
-
-
 WAYS = {
-    "whole": compile_whole,
-    "in place": compile_in_place,
-    "blocks": compile_blocks,
-    "forward": compile_forward,
+    "whole": compiling.whole,
+    "in place": compiling.in_place,
+    "blocks": compiling.modules("ab"),
+    "forward": compiling.forward,
 }
 
 
@@ -116,7 +97,7 @@ class Walk:
     def __init__(self, parallelism, way, seed, **settings):
         self.choose = random.Random(seed)
         self.parallelism, self.way = parallelism, way
-        self.settings = {"backend": "eager", **settings}
+        self.settings = settings
         self.model, self.hooks, self.done = parallelism.shard(two()), {}, []
         self.is_compiled = way == "whole" or self.choose.random() < 0.5
         if self.is_compiled:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
+import compiling
 import models
 import scripts
 from flex_model import FlexModel, HookError, HookFunction
@@ -52,17 +53,8 @@ def mamba():
     return models.seeded(MambaForCausalLM, config).double().eval()
 
 
-def compile_flex(flex):
-    return torch.compile(flex, backend="eager")
-
-
-def compile_flex_in_place(flex):
-    flex.compile(backend="eager")
-    return flex
-
-
 def compile_model(flex):
-    flex.module.compile(backend="eager")
+    compiling.in_place(flex.module)
     return flex
 
 
@@ -71,9 +63,9 @@ def compile_model(flex):
 @pytest.mark.parametrize(
     ("make", "compiled"),
     [
-        (models.gpt2, compile_flex),
-        (models.gpt2, compile_flex_in_place),
-        (bert, compile_flex),
+        (models.gpt2, compiling.whole),
+        (models.gpt2, compiling.in_place),
+        (bert, compiling.whole),
         (bert, compile_model),
         (mamba, compile_model),
     ],
