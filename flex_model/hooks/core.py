@@ -120,9 +120,15 @@ class HookCore:
         serves_hooks = communicator.is_local and step is None
         self.table = table = HookTable(output_ptr, serves_hooks, partial(clean, module), dp_batch)
         # These must be equal on all ranks.
-        settings = (
-            edit_on, output_ranks, mesh.describe(), save_ctx_on, batch_dim, follow, pad_value
-        )  # fmt: skip
+        settings = {
+            "edit_on": edit_on,
+            "output_ranks": output_ranks,
+            "mesh": mesh.describe(),
+            "save_ctx_on": save_ctx_on,
+            "batch_dim": batch_dim,
+            "follow": follow,
+            "pad_value": pad_value,
+        }
         self.digests = HookDigests(communicator, table, tracking.statements, settings)
         self._remembered = RememberedRuns()
         self._watch = BackwardWatch(communicator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from flex_model.distributed.communicator import Communicator
@@ -25,7 +26,7 @@ class HookDigests:
         communicator: Communicator,
         table: HookTable,
         statements: Statements,
-        settings: tuple[Any, ...],
+        settings: Mapping[str, Any],
     ) -> None:
         self._communicator, self._table = communicator, table
         self._statements, self._settings = statements, settings
@@ -70,7 +71,7 @@ class HookDigests:
         active, registrations = self._table.active_hooks, self._table.registrations
         digest = site_hash(
             sites_hash(*(registration.site for registration in registrations)),
-            *self._settings,
+            *self._settings.values(),
             self._statements.digest,
         )
         if digest == self._agreed:  # hooks may have come and gone, on this rank only
@@ -79,10 +80,10 @@ class HookDigests:
         names = "; ".join(
             f"{registration.kind} {registration.hook_function!r}" for registration in registrations
         )
+        settings = ", ".join(f"{name} {value!r}" for name, value in self._settings.items())
         self._communicator.check_hooks(
             Header("registered hooks", site=site_hash(digest, active.digest)),
-            f"the start of a run of {active.choice} (edit_on, output_ranks, mesh, save_ctx_on: "
-            f"{self._settings}) with these hooks: {names}",
+            f"the start of a run of {active.choice} ({settings}) with these hooks: {names}",
         )
         self._agreed, self._checked = digest, self._statements.digest
 
