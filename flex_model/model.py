@@ -589,10 +589,10 @@ class FlexModel(nn.Module):
         select = None
         if not is_everything(heads):
             select = Select(heads=heads, dims={"heads": 1})
-        return HookFunction(
-            f"{module_name}.{attention_patterns.CHILD}",
-            None,
-            editing_function,
+        return attention_patterns.PatternHook(
+            module_name,
+            queries,
+            editing_function=editing_function,
             output_name=output_name,
             select=select,
             record=record,

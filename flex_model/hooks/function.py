@@ -171,6 +171,11 @@ class HookFunction:
                 )
         super().__setattr__(name, value)
 
+    @property
+    def settings_of_module(self) -> tuple[str, ...]:
+        """What its module was told for it, which must be equal on all ranks."""
+        return ()
+
     def replace_editing_function(self, editing_function: EditingFunction | None) -> None:
         """Set ``editing_function``, as an assignment does. Every rank must do the same."""
         self.editing_function = editing_function

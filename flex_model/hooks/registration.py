@@ -113,6 +113,7 @@ class Registration:
             *(() if self.joint is None or not self.edits else (self.given.unpack_idx,)),
             *(() if function.record else ("no record",)),
             *(() if self.dp_batch is None else (self.dp_batch,)),
+            *function.settings_of_module,
         )
 
     def expect_microbatches(self, split_dim: int | None, shape: ExpectedShape) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.errors import HookError
+from flex_model.hooks.function import HookFunction
 from flex_model.integrations import compiled
 from flex_model.integrations.torch_private import FakeTensor
 from flex_model.layouts import follow
@@ -210,6 +211,27 @@ class AttentionPattern(nn.Module):
                 layer._modules.pop(CHILD, None)
 
         return end
+
+
+class PatternHook(HookFunction):
+    """A hook on the pattern of an attention layer.
+
+    Args:
+        layer_name: The name of the layer.
+        queries: As of its `AttentionPattern`.
+        arguments: Those of HookFunction.
+    """
+
+    def __init__(self, layer_name: str, queries: Any, *arguments: Any, **others: Any) -> None:
+        super().__init__(f"{layer_name}.{CHILD}", *arguments, **others)
+        self._queries = repr(queries)
+
+    @property
+    def settings_of_module(self) -> tuple[str, ...]:
+        return (self._queries,)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__().removesuffix(')')}, queries={self._queries})"
 
 
 def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import models
 import pipelines
-from flex_model import FlexModel, HookError, HookFunction
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
 
 pytest.importorskip("transformers")
 
@@ -315,4 +315,14 @@ def test_an_error_on_one_rank_is_raised_on_both():
         layer.self_attn.attention_dropout = 0.5 * rank
     model.train()
     with pytest.raises(HookError, match="dropout of attention is active"):
+        flex(TOKENS)
+
+
+@pytest.mark.ranks(2)
+def test_other_queries_on_another_rank():
+    model = models.tensor_parallel_llama(make("Llama", "sdpa"), init_device_mesh("cpu", (2,)))
+    flex = FlexModel(model, timeout=20)
+    queries = [1, 2 + dist.get_rank()]
+    flex.register_forward_hook(flex.attention(LAYER, mix, queries=queries))
+    with pytest.raises(HookMismatchError, match=r"rank 0 .*queries=\[1, 2\].*queries=\[1, 3\]"):
         flex(TOKENS)
