@@ -19,6 +19,7 @@ Environment:
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -288,7 +289,11 @@ class BuildExtensions(build_ext):
             flags = [*CUDA.arch_flags(), "-std=c++17", "-O3", *includes]
             flags.append(f"-Xcompiler=-fPIC,-fvisibility=hidden,{','.join(WARNINGS)}")
             rules["nvcc"] = f"{quoted([*nvcc, *flags])} -MD -MF $out.d -c $in -o $out"
-            link = [*nvcc, "-shared"]  # it knows where its runtime is; static by default
+            # nvcc knows where its runtime is, which is static by default; but the C++ runtime is
+            # that of the other binaries. A compiler that CXX names may have a static one only, and
+            # with that one an error which is raised here ends the process.
+            linker = list(itertools.takewhile(lambda word: word[0] != "-", link))[-1]
+            link = [str(CUDA.nvcc), "-shared", f"-ccbin={linker}"]
         text = [f"builddir = {escaped(folder)}"]
         for name, command in rules.items():
             text += [f"rule {name}", f"  command = {command}", f"  description = {name} $in"]

@@ -1,6 +1,7 @@
 """check_symbols.py BINARY...: none needs a C++ symbol of torch, and _C none of torch at all.
 
-So the binaries load under torch versions other than the one they were built against.
+So the binaries load under torch versions other than the one they were built against. All take the
+process's C++ runtime: an error that one with a runtime of its own raises would end the process.
 """
 
 import re
@@ -18,7 +19,7 @@ def undefined(path: Path) -> list[str]:
     command = ["nm", "--dynamic", "--undefined-only", str(path)]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     # A weak symbol (w, v) may stay undefined, so it needs nothing.
-    return [line.split()[-1] for line in lines if line.split()[-2] == "U"]
+    return [line.split()[-1].split("@")[0] for line in lines if line.split()[-2] == "U"]
 
 
 def main() -> int:
@@ -32,6 +33,9 @@ def main() -> int:
         print(f"symbols: {path.name}: {len(symbols)} undefined, {len(found)} that must not be")
         for name in found:
             print(f"  {name}; use only torch/csrc/stable headers in _ops and _cuda, none in _C")
+        if "__cxa_throw" not in symbols:
+            wrong += 1
+            print("  __cxa_throw is its own; link it with libstdc++.so (setup.py)")
     return 1 if wrong else 0
 
 

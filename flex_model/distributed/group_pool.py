@@ -69,6 +69,9 @@ class GroupPool:
         self._notices: Notices | None = None
         self._pid = os.getpid()
         self._is_closed = False
+        self._has_opened = self.is_local and self._device.type == "cuda"
+        if self._has_opened:
+            process_groups.open_pool()
         if not self.is_local:
             self.transport(GRID)
             self.sequence = self._number << _BITS_OF_SEQUENCE  # unique among these ranks' models
@@ -152,6 +155,9 @@ class GroupPool:
             group = self._groups.popitem()[1]
             group.forget(self)
             group.release()
+        if self._has_opened:
+            self._has_opened = False
+            process_groups.release_pool()
 
     # Notices of this rank's hooks and runs, which others read during a long wait.
 

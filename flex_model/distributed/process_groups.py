@@ -7,6 +7,7 @@ a freed group can't collide with a later one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -35,6 +36,7 @@ _LEADERS_SLACK_S = 3.0  # for the first rank of a host to tell the others why it
 
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
 _released: list[PrivateGroup] = []  # whose memory a GPU may still write to
+_num_local = 0  # wrapped models without peers that use the pool
 _acquired: Counter[tuple[int, ...]] = Counter()  # requests by ranks: the same on all members
 
 
@@ -164,13 +166,7 @@ class PrivateGroup:
             _released.append(self)
         if not _groups:
             rendezvous.close_connection()
-        if host_copies.of_process.may_run():
-            return
-        while _released:
-            _released.pop().locks.release()
-        if not _groups:
-            page_locks.of_arena.release()
-            _C.close_arena()
+        _free_memory()
 
     def abort(self, reason: str) -> None:
         """Mark the group as unusable, and end all waits in it."""
@@ -251,6 +247,39 @@ def acquire(
 
 def _meeting(number: int) -> str:
     return f"meeting/{number}"
+
+
+def open_pool() -> None:
+    """Open this process's pool for a wrapped model without peers, whose GPU copies to page-locked
+    memory. Local.
+
+    ValueError if a setting of the pool is invalid.
+    """
+    global _num_local
+    _C.set_arena_limit(Settings.now().limit_bytes())
+    _num_local += 1
+    with contextlib.suppress(RuntimeError):  # a forked process has none
+        _C.arena_table()
+
+
+def release_pool() -> None:
+    """Undo ``open_pool``. Local."""
+    global _num_local
+    _num_local -= 1
+    _free_memory()
+
+
+def _free_memory() -> None:
+    """Unlock the memory of released groups, and of the pool if nothing uses it, unless a GPU may
+    still write there.
+    """
+    if host_copies.of_process.may_run():
+        return
+    while _released:
+        _released.pop().locks.release()
+    if not _groups and not _num_local:
+        page_locks.of_arena.release()
+        _C.close_arena()
 
 
 def leave_to_parent(owned: object) -> None:

@@ -112,7 +112,7 @@ class LocalPath:
         pick = self._layouts.pick_of_full(call, leaf)
         part = leaf if pick is None else pick.take(leaf)
         if call.records:
-            self._records.now(call.registration, part)
+            self._records.now(call, part)
         return EditInput(call, original, leaf, part, _copied(part), pick)
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:

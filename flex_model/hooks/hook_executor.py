@@ -174,7 +174,7 @@ class HookExecutor:
             elif is_renamed(leaf):
                 leaf = plain(leaf)
             pick = self.layouts.pick_of_full(call, leaf)
-            self._records.now(call.registration, leaf if pick is None else pick.take(leaf.detach()))
+            self._records.now(call, leaf if pick is None else pick.take(leaf.detach()))
             return
         call, shard, known = self.layouts.shard_of(call, leaf)
         self._records.later(call, plain(shard), known)

@@ -137,9 +137,10 @@ class OwnBatch:
             return
         if own.take_draws():
             run.note_draws()
-        if engine.communicator.is_local:
-            return
         try:
+            if engine.communicator.is_local:
+                engine.records.finish(own)
+                return
             engine.communicator.finish_transfers()
             engine.tracking.finish()
             engine.records.join(own, kind, engine.executor.layouts.lookup)

@@ -83,7 +83,7 @@ class Records:
         self._communicator = communicator
         self.keep_parts(False)
         self._step = step
-        self._snapshots = Snapshots(communicator)
+        self._snapshots = Snapshots()
         self.lengths: dict[Any, list[dict[int, Shape]]] = {}
         # Dtypes and shapes on all ranks at the end of runs, by the hashes that ranks exchanged.
         self._tensors: dict[tuple[int, ...], list[list[tuple[torch.dtype, Shape]]]] = {}
@@ -130,21 +130,27 @@ class Records:
         for name, tensors in records.items():
             self.output_ptr.setdefault(name, []).extend(tensors)
 
-    def now(self, registration: Registration, full: Tensor) -> None:
-        """Record a full tensor that this rank holds now."""
+    def now(self, call: HookCall, full: Tensor) -> None:
+        """Record a full tensor that this rank holds, one process's or one of its replicas'."""
         if self.keeps_full or self._communicator.is_local:
-            self._list(registration).append(owned_copy(full))
+            self._keep(call, full)
 
     def put(self, call: HookCall, record: Tensor | None, full: Tensor) -> None:
         """Record ``record``, which has no other owner; if there is none, a copy of ``full``."""
         if not self.keeps_full:
             return
+        if record is None or record is full or host_copies.is_on_gpu(full):
+            self._keep(call, full)
+        else:
+            self._list(call.registration).append(record)
+
+    def _keep(self, call: HookCall, full: Tensor) -> None:
+        """Record a copy; that of a GPU's tensor goes to the CPU when the run ends."""
         if host_copies.is_on_gpu(full):
             snapshot, slot = self._snapshots.take(full), self._reserve(call)
             call.run.pending_fulls.append(PendingRecord(call, snapshot, None, slot))
-            return
-        owned = owned_copy(full) if record is None or record is full else record
-        self._list(call.registration).append(owned)
+        else:
+            self._list(call.registration).append(owned_copy(full))
 
     def later(self, call: HookCall, shard: Tensor, known: ShardLayout | None) -> None:
         """Keep this rank's shard until the run ends. Its place in the list is reserved now: records
@@ -177,6 +183,18 @@ class Records:
         for records in (context.pending, context.pending_fulls):
             self._snapshots.drop([record.snapshot for record in records])
             records.clear()
+
+    def finish(self, context) -> None:
+        """Deliver the full tensors of GPUs on one process, whose other records are there. Local."""
+        if not context.pending_fulls:
+            return
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # records are plain tensors
+                self._fill_whole(context.pending_fulls)
+        except BaseException:
+            self.forget(context)
+            raise
+        self._release(context)
 
     def join(self, context, kind: str, resolve: Resolve) -> bool:
         """Deliver the pending records. Collective over the grid, after one status exchange; True if

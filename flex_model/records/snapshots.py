@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flex_model.distributed import memory
-from flex_model.distributed.communicator import Communicator
+from flex_model.distributed import kernels, memory
 from flex_model.distributed.transports import host_copies
+from flex_model.distributed.transports.to_host import to_host
 from flex_model.hooks import cuda_graphs
 
 MAX_GPU_BYTES = 1 << 30  # of the clones on a rank's GPU
@@ -59,8 +59,7 @@ class Snapshots:
         max_gpu_bytes: The most bytes of snapshots on this rank's GPU.
     """
 
-    def __init__(self, communicator: Communicator, max_gpu_bytes: int = MAX_GPU_BYTES) -> None:
-        self._communicator = communicator
+    def __init__(self, max_gpu_bytes: int = MAX_GPU_BYTES) -> None:
         self._max_gpu_bytes = max_gpu_bytes
         self._on_gpu: deque[Snapshot] = deque()  # the oldest first
         self._gpu_bytes = 0
@@ -95,13 +94,14 @@ class Snapshots:
     def to_cpu(self, snapshots: list[Snapshot]) -> None:
         """Move those that are on a GPU to the CPU."""
         elsewhere = [s for s in snapshots if host_copies.is_on_gpu(s.tensor)]
-        gather = self._communicator.host_gather
-        if gather is not None and elsewhere:
-            copies = gather.to_host([(s.tensor, s.ready) for s in elsewhere])
-        else:
+        if not elsewhere:
+            return
+        if kernels.why_unusable(elsewhere[0].tensor.device):
             for snapshot in elsewhere:
                 snapshot.wait()
             copies = [memory.copy(s.tensor) for s in elsewhere]
+        else:
+            copies = to_host([(s.tensor, s.ready) for s in elsewhere])
         for snapshot, copy in zip(elsewhere, copies):
             snapshot.replace_by(copy)
 

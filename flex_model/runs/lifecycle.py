@@ -385,12 +385,14 @@ class Runs:
         """Deliver the records; renew the seed if an edit drew random numbers on any rank."""
         self._own_batch.finish(run, kind)
         has_drawn = run.has_drawn
-        if not self._communicator.is_local and not run.is_apart:
+        if self._communicator.is_local:
+            self._records.finish(run)
+        elif run.is_apart:
+            self._communicator.raise_own_error()
+        else:
             self._communicator.finish_transfers()
             self._tracking.finish()
             has_drawn = self._records.join(run, kind, self._resolve)
-        elif not self._communicator.is_local:
-            self._communicator.raise_own_error()
         self._own_batch.deliver(run)
         run.take_draws()
         if has_drawn:

@@ -22,7 +22,7 @@ from flex_model import FlexModel, HookFunction
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from flex_model.selection import Select
 from tests import models
-from tests.cuda.processes import join_ranks
+from tests.cuda.processes import join_ranks, waits_are_errors
 
 TIMEOUT_S = 60.0
 SIZE = (64, 32)
@@ -53,10 +53,11 @@ class Waits:
             self.patches.append(mock.patch.object(owner, name, counted))
         for patch in self.patches:
             patch.start()
-        torch.cuda.set_sync_debug_mode("error")
+        self.errors = waits_are_errors()
+        self.errors.__enter__()
 
     def __exit__(self, *_):
-        torch.cuda.set_sync_debug_mode("default")
+        self.errors.__exit__(None, None, None)
         for patch in self.patches:
             patch.stop()
 

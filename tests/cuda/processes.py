@@ -1,8 +1,10 @@
 """One process for each rank, for tests that need a CUDA context of each."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +25,18 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.inner(x)
+
+
+@contextlib.contextmanager
+def waits_are_errors():
+    """What makes the host wait for a GPU is an error of torch inside, where torch sees it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it does not see all
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def run_ranks(tmp_path, module, num_ranks, *arguments):

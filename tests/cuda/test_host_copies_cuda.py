@@ -1,12 +1,11 @@
 """Shards of a GPU in one page-locked full tensor on the host. Needs a GPU."""
 
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.cuda.processes import run_ranks
+from tests.cuda.processes import run_ranks, waits_are_errors
 from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 pytestmark = [
@@ -68,12 +67,11 @@ def test_what_is_copied_is_what_it_was(page_locked):
     from flex_model.records.snapshots import Snapshots
 
     device = torch.device("cuda", torch.cuda.current_device())
-    copies, snapshots = HostCopies(), Snapshots(SimpleNamespace(host_gather=None))
+    copies, snapshots = HostCopies(), Snapshots()
     sizes = (512, 1024)
     plan = plan_of(sizes, blocks(sizes, ([], [])), 2)
     shard = torch.empty(sizes, dtype=torch.bfloat16, device=device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_are_errors():
         for i in range(8):
             torch.cuda._sleep(1_000_000)
             shard.fill_(i)
@@ -81,8 +79,6 @@ def test_what_is_copied_is_what_it_was(page_locked):
             shard.fill_(-1)
             address = page_locked.data_ptr() + i * shard.nbytes
             copies.start(taken.tensor, address, plan, 0, taken.ready)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     copies.wait()
     assert copies.is_completed()
     got = page_locked.view(torch.bfloat16).reshape(8, -1)
@@ -117,22 +113,38 @@ def arena():
 
 def test_memory_of_an_interrupted_copy_is_given_to_nobody(arena, interrupt):
     from flex_model.distributed import memory
-    from flex_model.distributed.page_locks import PageLocks
     from flex_model.distributed.transports import host_copies
-    from flex_model.distributed.transports.host_gather import HostGather
+    from flex_model.distributed.transports.to_host import to_host
 
     sevens = torch.full((1 << 20,), 7, dtype=torch.uint8, device="cuda")
-    place = SimpleNamespace(rank=0, locks=PageLocks())
-    gather = HostGather(place, None, sevens.device)
+    to_host([(sevens, host_copies.ready_now(sevens))])  # the first one page-locks, and waits
     interrupt()
     with pytest.raises(KeyboardInterrupt):
-        gather.to_host([(sevens, host_copies.ready_now(sevens))])
-    del gather, sevens
+        to_host([(sevens, host_copies.ready_now(sevens))])
+    del sevens
     on_host = [memory.empty([1 << 20], torch.uint8).fill_(1) for _ in range(4)]
     on_gpu = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
     assert all(bool((tensor == 1).all()) for tensor in on_host)
     assert not on_gpu.any()
+
+
+def test_records_of_one_process_are_in_page_locked_memory_while_it_is_wrapped():
+    from flex_model import _C, FlexModel, HookFunction
+    from flex_model.distributed import page_locks
+
+    model, records = torch.nn.Linear(64, 512, bias=False).cuda(), {}
+    x = torch.randn(64, 64, device="cuda")
+    with FlexModel(model, records) as flex:
+        flex.register_forward_hook(HookFunction(""))
+        expected = flex(x)
+        record = records[""][0]
+        segment, num_bytes = _C.arena_segment(record.data_ptr())
+        assert num_bytes and page_locks.of_arena.has(segment, num_bytes, x.device)
+    assert torch.equal(record, expected.cpu())
+    records.clear()
+    del record
+    assert _C.arena_bytes()[0] == 0
 
 
 def test_memory_stays_locked_and_mapped_until_the_gpu_has_written(interrupt, monkeypatch):
@@ -180,7 +192,7 @@ def test_a_snapshot_is_not_overwritten_while_another_stream_reads_it():
     from flex_model.records.snapshots import Snapshots
 
     ones, side = torch.ones(512, 1024, device="cuda"), torch.cuda.Stream()
-    snapshot = Snapshots(SimpleNamespace(host_gather=None)).take(ones)
+    snapshot = Snapshots().take(ones)
     with torch.cuda.stream(side):  # the run ends there
         torch.cuda._sleep(1_000_000_000)
         snapshot.wait()

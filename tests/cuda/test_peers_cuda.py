@@ -135,6 +135,11 @@ def test_a_copy_from_peers_waits_for_them(num_shards, width):
     state = torch.zeros(2, dtype=torch.int32, pin_memory=True)
     pads, addresses = [row.data_ptr() for row in flags], [row.data_ptr() for row in slots]
     pulled = [torch.zeros_like(source) for _ in range(2)]
+    # CUDA loads a kernel when it is first launched, and may wait for all that runs meanwhile.
+    torch.cuda._sleep(1)
+    slots[:half].copy_(source[:half])
+    torch.ops.flex_model.pull_(pulled[0], addresses, plan.code, half, [])
+    slots.zero_()
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for rank, (stream, part) in enumerate(zip(streams, (slice(half), slice(half, None)))):

@@ -279,7 +279,7 @@ def test_a_model_with_hooks_gives_the_same_bits(monkeypatch, settings):
 def test_the_oldest_snapshots_move_to_the_cpu(monkeypatch):
     """And all do where the GPU is full."""
     with gpu(monkeypatch):
-        snapshots = Snapshots(SimpleNamespace(host_gather=None), max_gpu_bytes=3_000)
+        snapshots = Snapshots(max_gpu_bytes=3_000)
         moved = []
         to_cpu = snapshots.to_cpu
         monkeypatch.setattr(snapshots, "to_cpu", lambda some: (moved.extend(some), to_cpu(some)))

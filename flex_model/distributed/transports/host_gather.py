@@ -15,10 +15,10 @@ from torch import Tensor
 from flex_model import _C
 from flex_model.distributed import memory, page_locks
 from flex_model.distributed.process_groups import PrivateGroup
-from flex_model.distributed.transports import buffer_layout, host_copies
-from flex_model.distributed.transports.host_copies import Ready
+from flex_model.distributed.transports import host_copies
 from flex_model.distributed.transports.shared_memory import check_bytes
-from flex_model.distributed.transports.transport import Gathered, end_to_end, on_cpu
+from flex_model.distributed.transports.to_host import staged
+from flex_model.distributed.transports.transport import Gathered
 
 
 class HostGather:
@@ -78,54 +78,12 @@ class HostGather:
                 self._copies.start(tensor.shard, address, tensor.plan, place, tensor.ready)
             else:
                 by_cpu.append(i)
-        staged = _on_cpu([(tensors[i].shard, tensors[i].ready) for i in by_cpu])
+        copies = staged([(tensors[i].shard, tensors[i].ready) for i in by_cpu])
         shards: list[Tensor | None] = [None] * len(tensors)
-        for i, shard in zip(by_cpu, staged):
+        for i, shard in zip(by_cpu, copies):
             shards[i] = shard
         self._copies.wait(lambda: self._host.is_broken)  # then `end` raises the reason
         opened.end(shards)
         if not is_first:
             return None
         return [copy for tensor, full in zip(tensors, fulls) for copy in tensor.copies(full)]
-
-    def to_host(self, tensors: list[tuple[Tensor, Ready | None]]) -> list[Tensor]:
-        """Copy tensors to CPU memory of their own, each when it is ready. Local."""
-        results, staged = [], []
-        for tensor, ready in tensors:
-            full = memory.empty(tensor.shape, tensor.dtype)
-            results.append(full)
-            segment, num_bytes = _C.arena_segment(full.data_ptr())
-            if segment and page_locks.of_arena.has(segment, num_bytes, self._device):
-                whole = end_to_end([full.nbytes])
-                self._copies.start(tensor, full.data_ptr(), whole, 0, ready, full)
-            else:
-                staged.append((full, tensor, ready))
-        for (full, *_), host in zip(staged, _on_cpu([(t, ready) for _, t, ready in staged])):
-            full.copy_(host)
-        self._copies.wait()
-        return results
-
-
-def _on_cpu(tensors: list[tuple[Tensor, Ready | None]]) -> list[Tensor]:
-    """Return contiguous CPU tensors of the same values; small ones of a GPU share one copy."""
-    results: list[Tensor | None] = []
-    small: dict[torch.device, list[int]] = {}
-    for i, (tensor, ready) in enumerate(tensors):
-        if ready is not None:
-            ready.wait(tensor)
-        if host_copies.is_on_gpu(tensor) and 0 < tensor.nbytes < memory.POOLED_BYTES:
-            small.setdefault(tensor.device, []).append(i)
-            results.append(None)
-        else:
-            results.append(on_cpu(tensor))
-    for places in small.values():
-        offsets, total = [], 0
-        for i in places:
-            offsets.append(total)
-            total += buffer_layout.aligned(tensors[i][0].nbytes)
-        plain = [tensors[i][0].detach().resolve_conj().resolve_neg() for i in places]
-        packed = torch.ops.flex_model.pack_tensors(plain, offsets, total).cpu()
-        for i, tensor, offset in zip(places, plain, offsets):
-            data = packed[offset : offset + tensor.nbytes]
-            results[i] = data.view(tensor.dtype).view(tensor.shape)
-    return [result for result in results if result is not None]
