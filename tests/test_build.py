@@ -273,13 +273,13 @@ for arg; do
   case $arg in
     *compute_100*) echo "nvcc fatal   : Unsupported gpu architecture 'compute_100'"; exit 1 ;;
     -gencode=*) ;;
-    -ccbin=*) [ "${arg#*=}" = c++ ] || exit 2 ;;
+    -ccbin=*) by=${arg#*=} ;;
     -Xcompiler=*) set -- "$@" $(echo "${arg#*=}" | tr , ' ') ;;
     *.cu) set -- "$@" -x c++ "$arg" ;;
     *) set -- "$@" "$arg" ;;
   esac
 done
-exec c++ "$@"
+exec ${by-c++} "$@"
 """
 
 
@@ -289,7 +289,7 @@ def build_by_nvcc_12_4(settings, tmp_path, monkeypatch, **environment):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     source = tmp_path / "one.cu"
-    source.write_text('extern "C" int one() { return 1; }\n')
+    source.write_text('extern "C" int one() { throw 1; }\n')
     monkeypatch.setattr(settings, "WANTED", os.environ.get("FLEX_MODEL_CUDA", "auto"))
     monkeypatch.setattr(settings, "CUDA", settings.choose_cuda())
     extension = Extension(
@@ -310,7 +310,7 @@ def build_by_nvcc_12_4(settings, tmp_path, monkeypatch, **environment):
     if not stale.exists():
         return facts, []
     shown = subprocess.run(["readelf", "-d", stale], capture_output=True, text=True, check=True)
-    return facts, re.findall(r"NEEDED.*\[(libtorch.*)\]", shown.stdout)
+    return facts, re.findall(r"NEEDED.*\[((?:libtorch|libstdc).*)\]", shown.stdout)
 
 
 def test_an_nvcc_of_another_major_version_than_torchs_builds(settings, tmp_path, monkeypatch):
@@ -318,7 +318,16 @@ def test_an_nvcc_of_another_major_version_than_torchs_builds(settings, tmp_path,
     assert facts["built"] == ["_cuda"]
     assert (facts["nvcc"], facts["cuda_archs"]) == ("12.4", BEFORE_B200)
     assert (facts["torch"], facts["why_no_cuda"]) == (torch.__version__, "")
-    assert needed == ["libtorch_cpu.so", "libtorch_cuda.so"]
+    assert needed == ["libtorch_cpu.so", "libtorch_cuda.so", "libstdc++.so.6"]
+
+
+def test_a_compiler_with_a_runtime_of_its_own_compiles_only(settings, tmp_path, monkeypatch):
+    """An error that is raised in one C++ runtime, and caught in another, ends the process."""
+    compiler = tmp_path / "static"
+    compiler.write_text('#!/bin/sh\nexec c++ -static-libstdc++ "$@"\n')
+    compiler.chmod(0o755)
+    _, needed = build_by_nvcc_12_4(settings, tmp_path, monkeypatch, CXX=str(compiler))
+    assert "libstdc++.so.6" in needed
 
 
 def test_an_nvcc_that_fails_leaves_cuda_out_loudly(settings, tmp_path, monkeypatch, capfd):

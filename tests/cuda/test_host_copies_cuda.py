@@ -112,12 +112,14 @@ def arena():
 
 
 def test_memory_of_an_interrupted_copy_is_given_to_nobody(arena, interrupt):
-    from flex_model.distributed import memory
+    from flex_model import _C
+    from flex_model.distributed import memory, page_locks
     from flex_model.distributed.transports import host_copies
     from flex_model.distributed.transports.to_host import to_host
 
     sevens = torch.full((1 << 20,), 7, dtype=torch.uint8, device="cuda")
-    to_host([(sevens, host_copies.ready_now(sevens))])  # the first one page-locks, and waits
+    segment = _C.arena_segment(memory.empty([1 << 20], torch.uint8).data_ptr())
+    assert page_locks.of_arena.has(*segment, sevens.device)  # which waits for the GPU
     interrupt()
     with pytest.raises(KeyboardInterrupt):
         to_host([(sevens, host_copies.ready_now(sevens))])
