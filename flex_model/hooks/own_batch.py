@@ -96,7 +96,7 @@ class OwnBatch:
         """Note which of these hooks a run has. Collective over the tensor-parallel group, the first
         time that there are some.
         """
-        local = [r for r in hooks.registrations if r.is_local_batch]
+        local = () if hooks.local is None else hooks.local.registrations
         records = any(r.hook_function.record for r in local)
         run.note_batches(len(local) == len(hooks.registrations) and not records, records)
         if local:
