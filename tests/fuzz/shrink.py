@@ -54,8 +54,9 @@ def simpler(program: Program) -> Iterator[Program]:
         if getattr(program, name) != value and (name != "run" or program.run == "train"):
             yield replace(program, **{name: value})
     cell = dict(program.cells[0])  # type: ignore[index]
-    for name, value in {"edit_on": "all", "output_ranks": "rank0", "is_stated": False}.items():
-        if cell[name] != value:
+    simple = {"edit_on": "all", "output_ranks": "rank0", "is_stated": False, "dp_batch": None}
+    for name, value in simple.items():
+        if cell.get(name) not in (value, None):
             yield replace(program, cells=(cell | {name: value},))
     hooks = cell["hooks"]
     if len(hooks) > 1:

@@ -155,7 +155,9 @@ def standalone(program: Program, outcome: Outcome) -> str:
         tp=program.tp,
         wrap="\n".join(f"    {line}" for line in wrap(program, written.code.plan)),
         settings="".join(
-            f", {name}={cell[name]!r}" for name in ("edit_on", "output_ranks") if cell
+            f", {name}={cell[name]!r}"
+            for name in ("edit_on", "output_ranks", "dp_batch")
+            if cell.get(name) is not None
         ),
     )
     needed = [verdict.Hook, verdict.torch_hook, *edits]

@@ -97,6 +97,7 @@ class Cell:
     edit_on: str = "all"
     output_ranks: str = "rank0"
     is_stated: bool = False
+    dp_batch: str | None = None
 
     @staticmethod
     def from_json(data: dict) -> Cell:
@@ -193,6 +194,8 @@ def make_flex(bench: Bench, model: nn.Module, cell: Cell, records: dict) -> Flex
     }
     if program.dp > 1 and accepts("batch_dim"):
         settings["batch_dim"] = row_dims
+    if cell.dp_batch is not None:
+        settings["dp_batch"] = cell.dp_batch
     return FlexModel(
         model,
         records,
@@ -304,7 +307,9 @@ class Bench:
             )
             edit_on = "rank0" if rng.random() < 0.2 else "all"
             output_ranks = "all" if rng.random() < 0.2 else "rank0"
-            cells.append(Cell(tuple(hooks), edit_on, output_ranks, is_stated))
+            # Of other lengths in no program: its rows would have to be right with padding, too.
+            dp_batch = "global" if self.program.dp > 1 and rng.random() < 0.2 else None
+            cells.append(Cell(tuple(hooks), edit_on, output_ranks, is_stated, dp_batch))
         return cells
 
     def draw_hook(self, rng: python_random.Random) -> Hook:
