@@ -407,7 +407,12 @@ class FlexModel(nn.Module):
             yield self
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the wrapped model's forward, as ``flex.module.compile`` does."""
+        """Compile the wrapped model's forward, as ``flex.module.compile`` does.
+
+        Raises:
+            RuntimeError: a schedule is wrapped.
+        """
+        self._runner.check_runs_whole_model("compile")
         self.module.compile(*args, **kwargs)
 
     def run_until(

@@ -263,6 +263,6 @@ class ScheduleRunner:
     def check_runs_whole_model(self, operation: str) -> None:
         """RuntimeError: this needs a model that can be run without a schedule."""
         raise RuntimeError(
-            f"{operation} runs a model, and a pipeline's stages are run by their schedule only; "
-            f"call {operation} on the unsplit model, or compare the records of a step"
+            f"{operation} is for a model that runs as a whole, and a pipeline's stages are run by "
+            f"their schedule only; call {operation} on the unsplit model"
         )

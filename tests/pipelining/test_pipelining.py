@@ -485,6 +485,14 @@ def test_a_sequential_run_refuses_a_schedule():
 
 
 @pytest.mark.ranks(2)
+def test_what_needs_the_whole_model_is_refused():
+    with FlexModel(make_schedule(ALL[0], make_mlp())) as flex:
+        for name in ("compile", "dry_run"):
+            with pytest.raises(RuntimeError, match=f"{name} is for a model that runs as a whole"):
+                getattr(flex, name)()
+
+
+@pytest.mark.ranks(2)
 def test_names_that_no_stage_can_serve():
     with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE)) as flex:
         for name, match in (
