@@ -1,4 +1,4 @@
-"""Adapters of PEFT, and transformers' Trainer around a hooked model."""
+"""Adapters of PEFT on a hooked model."""
 
 import warnings
 
@@ -108,59 +108,3 @@ def test_adapters_that_are_merged():
         again = FlexModel(merged, {})
         again.register_forward_hook(HookFunction("model.layers.0.mlp.act_fn", editing_function=mix))
         assert_close(again(IDS).logits, before)
-
-
-# ---- transformers' Trainer -----------------------------------------------------------------------
-
-
-def half_more(module, full, save_ctx, modules):
-    return full * 1.5
-
-
-def test_a_trainer_of_a_hooked_model(tmp_path):
-    """Training, evaluation and checkpoints of ``flex.module``, against torch's own hook."""
-    pytest.importorskip("accelerate")
-    from safetensors.torch import load_file
-    from transformers import Trainer, TrainingArguments
-
-    texts = [1 + models.random(6, seed=i).argsort() for i in range(16)]
-    rows = [{"input_ids": ids, "labels": ids} for ids in texts]
-    results, seen, site = [], [], "model.layers.0.mlp"
-
-    def count(module, full, save_ctx, modules):
-        seen.append(tuple(full.shape))
-
-    for is_wrapped in (False, True):
-        model, folder = models.llama().float(), tmp_path / str(is_wrapped)
-        if is_wrapped:
-            flex = FlexModel(model, {})
-            flex.register_forward_hook(HookFunction(site, editing_function=half_more))
-            flex.register_full_backward_hook(
-                HookFunction(site, None, count, output_name="gradient")
-            )
-        else:
-            model.get_submodule(site).register_forward_hook(lambda m, a, output: output * 1.5)
-        settings = TrainingArguments(
-            output_dir=str(folder),
-            per_device_train_batch_size=4,
-            num_train_epochs=1,
-            learning_rate=1e-2,
-            eval_strategy="steps",
-            eval_steps=2,
-            save_steps=2,
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        )
-        trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=rows[:4])
-        trainer.train()
-        losses = [
-            {k: v for k, v in log.items() if "loss" in k} for log in trainer.state.log_history
-        ]
-        results.append((losses, load_file(folder / "checkpoint-4" / "model.safetensors")))
-    assert len(results[0][0]) >= 6
-    assert_close(results[1], results[0])
-    assert seen == [(4, 6, 32)] * 4
-    assert [tuple(one.shape) for one in flex.output_ptr[site]] == [(4, 6, 32)]
