@@ -1087,18 +1087,12 @@ CASES = {
     "hf-llama-2": Case(HF, "Llama", 2, P(huggingface, name="llama", tp=2), when="make test"),
     "hf-llama-uneven-2": Case(HF, "Llama, MLP 97", 2, P(huggingface, name="llama uneven", tp=2)),
     "hf-qwen2-2": Case(HF, "Qwen2", 2, P(huggingface, name="qwen2", tp=2)),
-    "hf-qwen3moe-2": Case(
-        HF, "Qwen3-MoE", 2, P(huggingface, name="qwen3-moe", tp=2), when="make check"
-    ),
+    "hf-qwen3moe-2": Case(HF, "Qwen3-MoE", 2, P(huggingface, name="qwen3-moe", tp=2)),
     "hf-mixtral-2": Case(HF, "Mixtral", 2, P(huggingface, name="mixtral", tp=2)),
     "hf-deepseek-v3-2": Case(HF, "DeepSeek-V3", 2, P(huggingface, name="deepseek-v3", tp=2)),
     "hf-llama-4": Case(HF, "Llama", 4, P(huggingface, name="llama", tp=4)),
     "hf-tp-fsdp-4": Case(
-        "Hugging Face tp 2 x fsdp 2",
-        "Llama",
-        4,
-        P(huggingface, name="llama", tp=2, fsdp=2),
-        when="make check",
+        "Hugging Face tp 2 x fsdp 2", "Llama", 4, P(huggingface, name="llama", tp=2, fsdp=2)
     ),
     "native-tp-2": Case(NATIVE + ", tp", "decoder", 2, P(native, kind="tp")),
     "native-sp-2": Case(
@@ -1108,22 +1102,14 @@ CASES = {
         NATIVE + ", use_local_output=False", "decoder", 2, P(native, kind="dtensor")
     ),
     "native-tp-4": Case(NATIVE + ", tp", "decoder", 4, P(native, kind="tp")),
-    "native-sp-4": Case(
-        NATIVE + ", sequence parallel", "decoder", 4, P(native, kind="sp"), when="make check"
-    ),
+    "native-sp-4": Case(NATIVE + ", sequence parallel", "decoder", 4, P(native, kind="sp")),
     "fairscale-2": Case("fairscale", "MLP", 2, P(fairscale, tp=2), when="make check"),
     "fairscale-4": Case("fairscale", "MLP", 4, P(fairscale, tp=4)),
     "fairscale-ddp-4": Case("fairscale tp 2 x DDP 2", "MLP", 4, P(fairscale, tp=2)),
     "megatron-tp-2": Case("Megatron-core", "GPT", 2, megatron),
-    "megatron-sp-2": Case(
-        "Megatron-core, sequence parallel", "GPT", 2, P(megatron, sp=True), when="make check"
-    ),
+    "megatron-sp-2": Case("Megatron-core, sequence parallel", "GPT", 2, P(megatron, sp=True)),
     "megatron-moe-2": Case(
-        "Megatron-core, sequence parallel",
-        "GPT MoE",
-        2,
-        P(megatron, sp=True, experts=4),
-        when="make check",
+        "Megatron-core, sequence parallel", "GPT MoE", 2, P(megatron, sp=True, experts=4)
     ),
     "pp-gpipe-2": Case(PP + ", GPipe", "decoder", 2, P(pipelined, schedule="ScheduleGPipe")),
     "pp-1f1b-micro-2": Case(
@@ -1144,7 +1130,6 @@ CASES = {
         "decoder",
         2,
         P(pipelined, schedule="ScheduleInterleavedZeroBubble", mode="micro"),
-        when="make check",
     ),
     "pp-zbv-2": Case(PP + ", ZBV", "decoder", 2, P(pipelined, schedule="ScheduleZBVZeroBubble")),
     "pp-dualpipev-micro-2": Case(
@@ -1171,7 +1156,7 @@ CASES = {
         when="make check",
     ),
     "ddp-2": Case("DDP", "decoder", 2, P(data_parallel, kind="ddp")),
-    "ddp-gpt2-2": Case("DDP", "GPT-2", 2, gpt2_ddp, when="make check"),
+    "ddp-gpt2-2": Case("DDP", "GPT-2", 2, gpt2_ddp),
     "fsdp1-2": Case("FSDP1", "decoder", 2, P(data_parallel, kind="fsdp1")),
     "fsdp1-orig-2": Case(
         "FSDP1, use_orig_params", "decoder", 2, P(data_parallel, kind="fsdp1 orig")
@@ -1189,7 +1174,7 @@ CASES = {
     "sp-fsdp2-4": Case(
         "parallelize_module sp 2 x FSDP2", "decoder", 4, P(tensor_and_data_parallel, kind="sp")
     ),
-    "bert-ddp-2": Case("DDP", "BERT, padded", 2, P(bert, kind="ddp"), when="make check"),
+    "bert-ddp-2": Case("DDP", "BERT, padded", 2, P(bert, kind="ddp")),
     "bert-fsdp2-2": Case("FSDP2", "BERT, padded", 2, P(bert, kind="fsdp2")),
     "masked-ddp-2": Case("DDP", "shared mask and positions as long as the batch", 2, masked),
     "positions-first-ddp-2": Case("DDP", "TransformerEncoder, positions first", 2, positions_first),
@@ -1210,11 +1195,7 @@ CASES |= {
     "hf-batch-1-one-token-2": like("hf-llama-2", "batch 1, one token", inputs=(tokens(1, 1),)),
     "hf-one-head-2": Case(HF, "Llama, one head a rank", 2, TWO_HEADS),
     "hf-one-head-batch-1-2": Case(
-        HF,
-        "Llama, one head a rank, batch 1",
-        2,
-        P(changed, build=TWO_HEADS, inputs=(tokens(1),)),
-        when="make check",
+        HF, "Llama, one head a rank, batch 1", 2, P(changed, build=TWO_HEADS, inputs=(tokens(1),))
     ),
     "hf-inference-2": like("hf-llama-2", "inference_mode", run=inference),
     "hf-first-batch-1-2": like("hf-llama-2", "after a batch of 1", first=(tokens(1),)),

@@ -33,14 +33,14 @@ def test_two_ranks_equal_one(name, kind):
     check_all_cells(models.TWO_RANKS[name], kind)
 
 
-def slow_if(condition, value):
-    return pytest.param(value, marks=pytest.mark.slow) if condition else value
+def in_the_table_if(condition, value):
+    return pytest.param(value, marks=[pytest.mark.slow, pytest.mark.table]) if condition else value
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "name", [slow_if(name not in ("tp", "tp x dp"), name) for name in models.FOUR_RANKS]
+    "name", [in_the_table_if(name not in ("tp", "tp x dp"), name) for name in models.FOUR_RANKS]
 )
 def test_four_ranks_equal_one(name, kind):
     check_all_cells(models.FOUR_RANKS[name], kind)
@@ -53,6 +53,7 @@ def test_seven_columns_on_two_ranks_equal_one(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.table
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_seven_columns_on_four_ranks_equal_one(kind):
