@@ -67,6 +67,7 @@ def replicated_axes(
     if (
         call.registration.is_backward
         or call.is_replay
+        or not tensor.is_cpu  # the host would wait for the GPU
         or not replicas.are_compared(tensor, tensor.numel())
     ):
         return []

@@ -19,7 +19,7 @@ from flex_model.inspection.on_shapes import Seen
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
 
-_FINGERPRINT_BYTES = 16
+_HASH_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class CallCosts:
         )
         if not is_replicated or not self._seen.is_compared:
             return Cost()
-        traffic = self._between.exchange(_FINGERPRINT_BYTES)
+        traffic = self._between.exchange(_HASH_BYTES)
         return Cost(between=traffic.of_shared, is_compared=True)
 
     def _edit(self) -> Cost:
@@ -273,7 +273,7 @@ def of_end(setup: Setup, of_hooks: Cost, is_backward: bool) -> Cost:
     Args:
         of_hooks: What the hooks cost, with the bytes of the records.
     """
-    compared = setup.between.exchange(_FINGERPRINT_BYTES).without_bytes
+    compared = setup.between.exchange(_HASH_BYTES).without_bytes
     cost = Cost(between=compared) if of_hooks.is_compared else Cost()
     if setup.keeps_parts:
         return cost + setup.header if is_backward else cost + setup.header + setup.header

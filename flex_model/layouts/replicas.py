@@ -17,14 +17,13 @@ from flex_model.layouts.resolve import AXIS_NAMES, Site
 
 
 def are_compared(tensor: Tensor, num_elements: int) -> bool:
-    """Whether a hash of the tensor is sent with its header: not for a tensor on a GPU, for which
-    the host would wait, nor for one without elements or with too many dims to leave room in the
-    header.
+    """Whether ranks exchange a hash of the tensor: not of one without elements, or with too many
+    dims to leave room in a header.
 
     Args:
         num_elements: Of this rank's tensor, or, where all ranks decide alike, of the full one.
     """
-    return tensor.device.type == "cpu" and num_elements > 0 and tensor.dim() <= MAX_HASHED_DIMS
+    return num_elements > 0 and tensor.dim() <= MAX_HASHED_DIMS
 
 
 def hash_of(tensor: Tensor) -> int:

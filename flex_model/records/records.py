@@ -305,13 +305,17 @@ class Records:
         ]
         if not compared:
             return
-        rows = [values.fingerprint(record.snapshot.tensor) for record, _ in compared]
-        table = self._communicator.exchange(torch.stack(rows)).tolist()
+        hashes = [record.snapshot.hash() for record, _ in compared]
+        if on_gpu := [i for i, one in enumerate(hashes) if not one.is_cpu]:
+            for i, one in zip(on_gpu, torch.stack([hashes[i] for i in on_gpu]).cpu()):
+                hashes[i] = one
+        table = self._communicator.exchange(torch.stack(hashes)).tolist()
         for i, (record, layout) in enumerate(compared):
-            prints = values.Fingerprints.of(self._communicator.mesh, [rank[i] for rank in table])
+            prints = values.Fingerprints(self._communicator.mesh, tuple(row[i] for row in table))
             axes = resolve.differing_axes(layout, prints)
             if axes:
                 site = record.call.registration.layout_site
+                self._snapshots.to_cpu([record.snapshot])  # not all ranks may have moved theirs
                 own = record.snapshot.tensor
                 first = replicas.reconciled(self._communicator, site, own, axes)
                 record.snapshot.replace_by(owned_copy(first))

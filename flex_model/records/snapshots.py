@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flex_model.distributed import kernels, memory
+from flex_model.distributed import kernels, memory, values
 from flex_model.distributed.transports import host_copies
 from flex_model.distributed.transports.to_host import to_host
 from flex_model.hooks import cuda_graphs
@@ -28,10 +28,20 @@ class Snapshot:
     Attributes:
         tensor: Contiguous, on its GPU or on the CPU.
         ready: For a tensor on a GPU: the event after which its values are there.
+        is_of_gpu: Whether the hook's tensor was on a GPU.
     """
 
     tensor: Tensor
     ready: host_copies.Ready | None = None
+    is_of_gpu: bool = False
+
+    def hash(self) -> Tensor:
+        """An int64 hash of the values, on the tensor's device, after ``wait``; the same wherever
+        the tensor is by now.
+        """
+        if self.is_of_gpu:
+            return values.hash_on_device(self.tensor)
+        return values.fingerprint(self.tensor)[0]
 
     def wait(self) -> None:
         """Make the current stream wait for its values; see ``Ready.wait``."""
@@ -77,11 +87,12 @@ class Snapshots:
         try:
             clone = tensor.detach().clone(memory_format=torch.contiguous_format)
         except torch.OutOfMemoryError:  # the model needs the memory
-            return Snapshot(memory.copy(tensor))
+            return Snapshot(memory.copy(tensor), is_of_gpu=True)
         # An event of a capture can't be waited for after it; and while it goes on, nothing can be
         # moved to the CPU.
         is_captured = cuda_graphs.is_captured(clone)
-        snapshot = Snapshot(clone, None if is_captured else host_copies.ready_now(clone))
+        ready = None if is_captured else host_copies.ready_now(clone)
+        snapshot = Snapshot(clone, ready, is_of_gpu=True)
         self._on_gpu.append(snapshot)
         self._gpu_bytes += clone.nbytes
         oldest = []

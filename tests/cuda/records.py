@@ -11,9 +11,11 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 from flex_model import FlexModel, HookError, HookFunction
+from flex_model.distributed import values
 from flex_model.distributed.transports import host_copies
 from flex_model.records.snapshots import Snapshots
 from tests import models
@@ -57,6 +59,35 @@ def check_records(rank, num_ranks, dp, device):
     flex.restore()
 
 
+class Noisy(nn.Module):
+    """An activation that is replicated, but for a fraction of its largest value on one rank."""
+
+    def __init__(self, fraction):
+        super().__init__()
+        self.register_buffer("moved", torch.tensor(float(fraction)))
+
+    def forward(self, x):
+        return x + x.abs().max() * self.moved
+
+
+def check_replicas(rank, num_ranks, device):
+    """As on the CPU: all keep the first rank's values, or it is an error."""
+    bound = values.tolerance(torch.zeros(1))
+    for fraction, is_close in ((0.0, True), (bound / 2, True), (bound * 2, False)):
+        records, model = {}, nn.Sequential(Noisy(fraction * (rank == num_ranks - 1))).to(device)
+        flex = FlexModel(model, records, tensor_parallel_size=num_ranks, output_ranks="all")
+        flex.annotate_layout("moved", kind="parameter", tp=Replicate())
+        flex.register_forward_hook(HookFunction("0"))
+        x = torch.ones(600, 64, device=device)
+        if is_close:
+            flex(x)
+            assert torch.equal(records["0"][0], torch.ones(600, 64))
+        else:
+            with pytest.raises(ValueError, match="hold different values"):
+                flex(x)
+        flex.restore()
+
+
 def check_interrupted(rank, num_ranks, device):
     """Ctrl-C while the GPUs are late: they write to memory that is still mapped and locked."""
     flex = wrapped({}, num_ranks, 1, device)
@@ -91,6 +122,7 @@ def main():
     check_interrupted(rank, num_ranks, device)
     for max_gpu_bytes in (1 << 30, 1 + rank << 20):  # ranks move different shards to the CPU
         Snapshots.__init__.__defaults__ = (max_gpu_bytes,)
+        check_replicas(rank, num_ranks, device)
         for dp in (1, 2):
             check_records(rank, num_ranks, dp, device)
     dist.destroy_process_group()
