@@ -128,7 +128,14 @@ def test_a_run_on_two_ranks_moves_what_is_predicted(tp, dp, settings, sites, mon
 
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("settings, sites", CASES, ids=str)
-@pytest.mark.parametrize("tp, dp", [(4, 1), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    "tp, dp",
+    [
+        pytest.param(4, 1, marks=pytest.mark.slow),
+        (2, 2),
+        pytest.param(1, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_on_four_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
     for where in ("two hosts", "interleaved hosts", "a host of each"):
         check_run(tp, dp, where, settings, sites, monkeypatch)

@@ -241,13 +241,17 @@ def check(folder, kind, pp, dp, tp, monkeypatch):
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("kind", [ScheduleGPipe, Schedule1F1B], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [ScheduleGPipe, pytest.param(Schedule1F1B, marks=pytest.mark.slow)],
+    ids=lambda kind: kind.__name__,
+)
 def test_a_step_on_two_ranks_moves_what_is_predicted(kind, tmp_path, monkeypatch):
     check(tmp_path, kind, 2, 1, 1, monkeypatch)
 
 
 @pytest.mark.ranks(4, timeout=300)
-@pytest.mark.parametrize("dp, tp", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("dp, tp", [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_a_step_on_four_ranks_moves_what_is_predicted(dp, tp, tmp_path, monkeypatch):
     check(tmp_path, Schedule1F1B, 2, dp, tp, monkeypatch)
 
