@@ -10,11 +10,14 @@ import concurrent.futures
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+_TELL_S = 1.0  # how long a rank that fails waits for the store, to tell the others
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
@@ -36,35 +39,71 @@ def is_done(future: Future[Any], within_s: float) -> bool:
     return bool(concurrent.futures.wait([future], within_s).done)
 
 
+class LostStoreError(RuntimeError):
+    """The store is lost, or did not answer; the message names its host."""
+
+
+@dataclass
+class Silence:
+    """What is known of a store: ``is_silent`` once it has left a call without an answer."""
+
+    is_silent: bool = False
+
+    def note(self) -> None:
+        """Note that a call was not answered."""
+        self.is_silent = True
+
+
 class BoundedStore:
     """A store that answers each call within ``limit_s`` seconds, or none from then on.
 
-    Attributes:
-        is_silent: Whether it left a call without an answer.
+    Args:
+        silence: Shared by all that ask the same store for one purpose, so that they wait once for
+            one that is silent. Default: its own.
 
     Raises:
-        RuntimeError: the store is lost, or did not answer.
+        LostStoreError: the store is lost, or did not answer.
     """
 
-    def __init__(self, store: dist.Store, limit_s: float) -> None:
+    def __init__(self, store: dist.Store, limit_s: float, silence: Silence | None = None) -> None:
         self._store: Any = store  # torch's stubs leave `append` out
         self._limit_s = limit_s
-        self.is_silent = False
+        self._silence = silence or Silence()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it left a call without an answer."""
+        return self._silence.is_silent
 
     def call(self, function: Callable[[Any], T]) -> T:
         """Return ``function(store)``."""
         if not self.is_silent:
             answer = in_thread(lambda: function(self._store))
             if is_done(answer, self._limit_s):
-                return answer.result()
-            self.is_silent = True
-        raise RuntimeError(f"the store of torch.distributed did not answer in {self._limit_s:g} s")
+                try:
+                    return answer.result()
+                except RuntimeError as error:
+                    raise self.lost(error) from error
+            self._silence.note()
+        raise LostStoreError(f"{name_of(self._store)} did not answer in {self._limit_s:g} s")
+
+    def lost(self, error: RuntimeError) -> LostStoreError:
+        """Return what a call of the store means that has failed with this error."""
+        if isinstance(error, LostStoreError):
+            return error
+        return LostStoreError(f"{name_of(self._store)} is lost: {error}")
+
+    def tell(self, key: str, value: str) -> bool:
+        """Set a key that has no value, for other ranks to see that this one fails; return whether
+        the store has answered. It raises nothing: it must neither hide the error nor hold it up.
+        """
+        if self.is_silent:
+            return False
+        told = in_thread(lambda: self._store.compare_set(key, "", value))
+        return is_done(told, min(self._limit_s, _TELL_S))
 
     def set(self, key: str, value: str) -> None:
         self.call(lambda store: store.set(key, value))
-
-    def set_if_absent(self, key: str, value: str) -> None:
-        self.call(lambda store: store.compare_set(key, "", value))
 
     def append(self, key: str, value: str) -> None:
         self.call(lambda store: store.append(key, value))
@@ -83,3 +122,12 @@ def read(store: Any, key: str) -> str | None:
     absent = "no value"  # returned for a key without value; no value here is equal to it
     value = store.compare_set(key, absent, absent).decode()
     return None if value == absent else value
+
+
+def name_of(store: Any) -> str:
+    """Return what messages call a store, with the address of the host that has it."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    at = f" at {host}:{port}" if isinstance(host, str) else ""  # other stores have no host
+    return f"the store of torch.distributed{at}"

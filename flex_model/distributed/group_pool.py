@@ -365,8 +365,8 @@ class GroupPool:
         told = functools.partial(group.bounded_store.read, "broken")
         try:
             found = group.roll_call.ask(told, waits=group.size > 2)
-        except RuntimeError:
-            return f"{what} a rank ended or died, and with it the store by which ranks connect."
+        except RuntimeError as error:
+            return f"{what} a rank ended or died, and {error}."
         if isinstance(found, str):
             return found
         gone = [rank for rank in found if rank in group.connected_ranks]
@@ -410,11 +410,11 @@ class GroupPool:
         self.failure.agree()
         for to in self._by_device:
             to.abort()
+        is_told = True
         for group in self._groups.values():
             if group.broken is None:
-                with contextlib.suppress(RuntimeError):  # the store may have ended with its host
-                    if group.bounded_store.read("broken") is None:
-                        group.bounded_store.set("broken", reason)
+                # They have one store: where it is silent, it is waited for once.
+                is_told = is_told and group.bounded_store.tell("broken", reason)
                 group.abort(reason)
                 logger.error("%s Last steps: %s", reason, self.steps)
         anchor = "ranks-differ" if kind is HookMismatchError else "a-rank-is-missing"

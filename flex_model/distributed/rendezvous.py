@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from flex_model.distributed import processes
-from flex_model.distributed.bounded_store import BoundedStore, in_thread, is_done, read
+from flex_model.distributed.bounded_store import BoundedStore, Silence, in_thread, is_done, read
 from flex_model.distributed.polling import sleeps
 from flex_model.distributed.roll_call import RollCall
 from flex_model.errors import HookError, see
@@ -77,7 +76,8 @@ class Rendezvous:
     Attributes:
         path: The prefix of its keys in the store.
         failures: The store in which a rank that fails tells the others why; None: none does. One
-            for all that belongs to a group, because a store that is silent is waited for once.
+            for all that belongs to a group.
+        silence: Of the store, for all rendezvous of the group together.
     """
 
     path: tuple[str, ...]
@@ -85,6 +85,7 @@ class Rendezvous:
     me: int
     timeout_s: float
     failures: BoundedStore | None = None
+    silence: Silence = field(default_factory=Silence)
 
     def of(self, place: str) -> Rendezvous:
         """Return a rendezvous of the same ranks at a sub-prefix of the store."""
@@ -102,7 +103,7 @@ class Rendezvous:
     @cached_property
     def bounded_store(self) -> BoundedStore:
         """The store, for calls that end."""
-        return BoundedStore(self.store, self.timeout_s)
+        return BoundedStore(self.store, self.timeout_s, self.silence)
 
     @cached_property
     def _roll_call(self) -> RollCall:
@@ -112,8 +113,7 @@ class Rendezvous:
         """Tell the other ranks, which wait for this one, why it fails. Local."""
         what = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
         if self.failures is not None:
-            with contextlib.suppress(RuntimeError):  # lost: they will see that
-                self.failures.set_if_absent("broken", what)
+            self.failures.tell("broken", what)
 
     def _told(self) -> str | None:
         return None if self.failures is None else self.failures.read("broken")
@@ -132,7 +132,7 @@ class Rendezvous:
             raise
         except RuntimeError as error:
             self.check_alive(processes.ended(self.ranks))
-            raise self.failure(f"the store by which they connect is lost: {error}") from error
+            raise self._lost_store(error) from error
         return [texts[rank] or "" for rank in range(len(self.ranks))]
 
     def _meet(self, place: str, text: str, stale: Sequence[str]) -> dict[int, str | None]:
@@ -177,8 +177,7 @@ class Rendezvous:
             return texts
         finally:
             if not met.done():  # ends the thread, and makes the others look
-                with contextlib.suppress(RuntimeError):  # the store may be lost
-                    self.bounded_store.set(_met(place), "")
+                self.bounded_store.tell(_met(place), "")
 
     def _line(self, text: str | None) -> str:
         """This rank's line of the log; None: it does not wait any more."""
@@ -290,7 +289,7 @@ class Rendezvous:
         try:
             found = self._roll_call.ask(self._told)
         except RuntimeError as error:
-            return self.failure(f"the store by which they connect is lost: {error}")
+            return self._lost_store(error)
         if isinstance(found, str):
             return HookError(found)
         ranks = [self.ranks[rank] for rank in found]
@@ -308,6 +307,9 @@ class Rendezvous:
     def check_alive(self, ended: Iterable[int]) -> None:
         if ended:
             raise self.failure(f"global ranks {sorted(ended)} ended or died")
+
+    def _lost_store(self, error: RuntimeError) -> HookError:
+        return self.failure(f"{self.bounded_store.lost(error)}")
 
     def failure(self, what: str) -> HookError:
         return HookError(

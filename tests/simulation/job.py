@@ -28,6 +28,7 @@ from simulation.store import Server
 _SITE = site_hash("simulated")
 _DTYPE = torch.float32
 _SLACK_S = 3.5  # after the deadline: to ask who lives, and to tell the ranks of a host
+_STORE = "the store of torch.distributed at host0:"  # as errors name it
 _UNTIL_S = 3600.0  # of virtual time; whoever waits then waits forever
 
 
@@ -234,30 +235,36 @@ class Job:
 
     def problems(self) -> list[str]:
         """What is wrong after a fault: ranks that live and have not ended in time, or whose error
-        does not name a rank that failed, or says that a rank that lives has ended.
+        does not name a rank that failed, or says that a rank that lives has ended. The ranks of a
+        host that is cut off can name those of others.
         """
         died = self.cluster.died
         if not died:
             return [f"{rank}: {error!r}" for rank, error in self.errors.items()]
         limit = max(died.values()) + self.plan.late_s + self.plan.timeout_s + _SLACK_S
         found = []
-        for rank in set(range(self.plan.num_ranks)) - set(died):
+        for process in self.cluster.processes:
+            rank = process.rank
+            if process.is_dead:
+                continue
             if self.ended_s.get(rank, _UNTIL_S) > limit:
                 found.append(f"rank {rank}: ended at {self.ended_s.get(rank)}, not by {limit:.1f}")
             error = self.errors.get(rank)
             if error is None:
                 continue
             named, text = named_in(str(error)), str(error)
-            if not named & set(died) and not (self._has_lost_store and "the store" in text):
-                found.append(f"rank {rank}: names none of {sorted(died)}: {error!r}")
-            if named - set(died) and ("ended" in text or "died" in text):
+            gone = set(died)
+            if rank in died:  # cut off
+                gone = set(range(self.plan.num_ranks)) - gone
+            if not named & gone and not (self._has_lost_store(process) and _STORE in text):
+                found.append(f"rank {rank}: names none of {sorted(gone)}: {error!r}")
+            if named - gone and ("ended" in text or "died" in text):
                 found.append(f"rank {rank}: names {sorted(named)}, which live: {error!r}")
         return found
 
-    @property
-    def _has_lost_store(self) -> bool:
-        host = self.cluster.hosts[0]
-        return host.is_silent or (not self.plan.stays and self.cluster.processes[0].is_dead)
+    def _has_lost_store(self, process: Process) -> bool:
+        has_ended = not self.plan.stays and self.cluster.processes[0].is_dead
+        return has_ended or not self.cluster.can_reach(process.host, self.cluster.hosts[0])
 
 
 def named_in(text: str) -> set[int]:

@@ -1,6 +1,7 @@
 """Many ranks in one process: what is counted is what the cost model predicts."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -83,16 +84,17 @@ def test_a_thousand_ranks():
 # ---- Faults --------------------------------------------------------------------------------------
 
 SMALL = Plan(6, 3, tp=2)  # ranks 0, 2 and 4 are the first ones of their hosts
+HELD = replace(SMALL, stays=False)  # rank 0 has the store
 
 
-def explore(rank, kind, seed, every=1):
+def explore(rank, kind, seed, every=1, plan=SMALL):
     """Let a rank, or its host, fail at each step that it makes; all others must end as they
     should.
     """
-    steps = Job(SMALL, seed, Speeds(jitter=1.0)).run().cluster.processes[rank].steps
+    steps = Job(plan, seed, Speeds(jitter=1.0)).run().cluster.processes[rank].steps
     assert len(steps) > 20
     for number, step in enumerate(steps[::every]):
-        job = Job(SMALL, seed, Speeds(jitter=1.0), Fault(rank, number * every, kind)).run()
+        job = Job(plan, seed, Speeds(jitter=1.0), Fault(rank, number * every, kind)).run()
         assert job.cluster.died
         assert not job.problems(), (seed, rank, kind, number * every, step)
 
@@ -105,6 +107,18 @@ def test_a_rank_that_dies_at_any_step_is_named(rank):
 @pytest.mark.parametrize("kind", ["host", "silent host"])
 def test_a_host_that_fails_at_any_step_is_named(kind):
     explore(2, kind, 0, every=6)
+
+
+@pytest.mark.parametrize("kind", ["rank", "host", "silent host"])
+def test_the_host_of_the_store_is_named_at_whatever_step_it_fails(kind):
+    explore(0, kind, 0, every=7, plan=HELD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["rank", "host", "silent host"])
+def test_the_host_of_the_store_is_named_at_any_step(kind, seed):
+    explore(0, kind, seed, plan=HELD)
 
 
 @pytest.mark.slow
