@@ -24,7 +24,7 @@ from flex_model.distributed.failure import Failure
 from flex_model.distributed.mesh import GRID, Axis, Mesh
 from flex_model.distributed.messages import LostError
 from flex_model.distributed.notices import Notices
-from flex_model.distributed.polling import sleeps
+from flex_model.distributed.polling import Looks, sleeps
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
@@ -32,7 +32,7 @@ from flex_model.distributed.transports.transport import TransferError, Transport
 from flex_model.errors import HookError, HookMismatchError, agreed, see
 from flex_model.integrations.torch_private import current_transform, is_batched
 
-_CHECK_S = 0.1  # between checks of the store for a peer's error
+_LOOK_S = 0.1  # until a wait first looks in the store for a peer's error
 _BITS_OF_SEQUENCE = 32  # above them: the number of the FlexModel
 
 
@@ -342,14 +342,12 @@ class GroupPool:
         return reason or f"{failure}, in a transfer at or before {self.where}."
 
     def _wait(self, works: list) -> None:
-        start = time.monotonic()
-        check_at = start + _CHECK_S
+        start, looks = time.monotonic(), Looks(_LOOK_S)
         is_done = lambda: all(work.is_completed() for work in works)  # noqa: E731
         for _ in sleeps(is_done):
-            now = time.monotonic()
-            if now > check_at:
-                self._on_poll(now - start)
-                check_at = now + _CHECK_S
+            waited_s = time.monotonic() - start
+            if looks.are_due(waited_s, self.timeout_s):
+                self._on_poll(waited_s)
         try:
             for work in works:
                 work.wait()

@@ -43,6 +43,7 @@ class Plan:
         num_wraps: How often they wrap, one after the other.
         is_in_step: Whether ranks wait for one another before each transfer, at no cost: the times
             of transfers add up then, which else overlap.
+        rest_s: How long the last rank rests before each run.
         stays: Whether the store is on a host of its own, which no fault ends; else it ends with
             rank 0.
     """
@@ -58,6 +59,7 @@ class Plan:
     num_wraps: int = 1
     num_runs: int = 2
     is_in_step: bool = False
+    rest_s: float = 0.0
     stays: bool = True
 
 
@@ -114,6 +116,8 @@ class Job:
             spec = TensorSpec.of(communicator, layout, [shape] * len(mesh.stage_ranks), _DTYPE)
             full, shard = self._tensors(mesh)
             for _ in range(plan.num_runs):
+                if plan.rest_s and rank == plan.num_ranks - 1:
+                    scheduler.sleep(plan.rest_s)
                 self._run_hooks(communicator, spec, full, shard)
             self._begin("end")
             communicator.close()

@@ -21,6 +21,8 @@ SIZES = [
     Plan(32, 8, tp=4, pp=2, is_in_step=True),
     Plan(64, 8, tp=8, is_in_step=True),
 ]
+SMALL = Plan(6, 3, tp=2)  # ranks 0, 2 and 4 are the first ones of their hosts
+HELD = replace(SMALL, stays=False)  # rank 0 has the store
 
 
 def check(job):
@@ -42,6 +44,26 @@ def check(job):
 )
 def test_what_is_counted_is_what_is_predicted(plan):
     check(Job(plan, 0, Speeds()).run())
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_slow_host_moves_what_a_fast_one_does(host):
+    slow = Job(SMALL, 0, Speeds(slow_host=host, times=1e3)).run()
+    counted, predicted = slow.counted("runs"), slow.predicted_by_host()
+    assert not slow.errors
+    assert +counted.messages == +predicted.messages and +counted.sent == +predicted.sent
+    assert sum(slow.counted("wrap").requests.values()) == sum(slow.predicted_requests())
+    fast = Job(SMALL, 0, Speeds()).run()
+    assert max(slow.ended_s.values()) > 3 * max(fast.ended_s.values())
+
+
+def test_ranks_that_wait_for_long_ask_the_store_about_once_a_second():
+    rest_s, requests_of_look = 15.0, 5
+    plan = replace(SMALL, rest_s=rest_s)
+    job = Job(plan, 0, Speeds()).run()
+    assert not job.errors
+    most = max(job.counted("runs").requests.values())
+    assert 0 < most < plan.num_runs * (rest_s + 8) * requests_of_look
 
 
 def test_a_seed_decides_all():
@@ -82,9 +104,6 @@ def test_a_thousand_ranks():
 
 
 # ---- Faults --------------------------------------------------------------------------------------
-
-SMALL = Plan(6, 3, tp=2)  # ranks 0, 2 and 4 are the first ones of their hosts
-HELD = replace(SMALL, stays=False)  # rank 0 has the store
 
 
 def explore(rank, kind, seed, every=1, plan=SMALL):
