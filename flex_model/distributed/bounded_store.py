@@ -7,17 +7,19 @@ in a thread of its own, for which the caller waits as long as it likes.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
 
-_TELL_S = 1.0  # how long a rank that fails waits for the store, to tell the others
+_TELL_S = 2.0  # how long a rank that fails waits for the store, to ask or tell the others
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
@@ -43,13 +45,33 @@ class LostStoreError(RuntimeError):
     """The store is lost, or did not answer; the message names its host."""
 
 
-@dataclass
-class Silence:
-    """What is known of a store: ``is_silent`` once it has left a call without an answer."""
+class Patience:
+    """How long calls of a store are waited for.
 
-    is_silent: bool = False
+    Attributes:
+        is_silent: Whether the store has left a call without an answer: then none is made any more.
+    """
 
-    def note(self) -> None:
+    def __init__(self) -> None:
+        self.is_silent = False
+        self._until = math.inf
+
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Inside, a wait of so many seconds, each call ends with it, or two seconds after it began:
+        a store that is slow must not hold up the error of the wait.
+        """
+        before, self._until = self._until, time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._until = before
+
+    def seconds(self, limit_s: float) -> float:
+        """The most seconds for a call that begins now."""
+        return min(limit_s, max(self._until - time.monotonic(), _TELL_S))
+
+    def note_silence(self) -> None:
         """Note that a call was not answered."""
         self.is_silent = True
 
@@ -58,34 +80,40 @@ class BoundedStore:
     """A store that answers each call within ``limit_s`` seconds, or none from then on.
 
     Args:
-        silence: Shared by all that ask the same store for one purpose, so that they wait once for
+        patience: Shared by all that ask the same store for one purpose, so that they wait once for
             one that is silent. Default: its own.
 
     Raises:
         LostStoreError: the store is lost, or did not answer.
     """
 
-    def __init__(self, store: dist.Store, limit_s: float, silence: Silence | None = None) -> None:
+    def __init__(self, store: dist.Store, limit_s: float, patience: Patience | None = None) -> None:
         self._store: Any = store  # torch's stubs leave `append` out
         self._limit_s = limit_s
-        self._silence = silence or Silence()
+        self.patience = patience or Patience()
 
     @property
     def is_silent(self) -> bool:
         """Whether it left a call without an answer."""
-        return self._silence.is_silent
+        return self.patience.is_silent
 
     def call(self, function: Callable[[Any], T]) -> T:
         """Return ``function(store)``."""
+        limit_s = self._limit_s
         if not self.is_silent:
+            limit_s = self.patience.seconds(limit_s)
             answer = in_thread(lambda: function(self._store))
-            if is_done(answer, self._limit_s):
+            if is_done(answer, limit_s):
                 try:
                     return answer.result()
                 except RuntimeError as error:
                     raise self.lost(error) from error
-            self._silence.note()
-        raise LostStoreError(f"{name_of(self._store)} did not answer in {self._limit_s:g} s")
+            self.patience.note_silence()
+        raise self.unanswered(limit_s)
+
+    def unanswered(self, seconds: float) -> LostStoreError:
+        """Return the error of a call that was not answered in so many seconds."""
+        return LostStoreError(f"{name_of(self._store)} did not answer in {seconds:.3g} s")
 
     def lost(self, error: RuntimeError) -> LostStoreError:
         """Return what a call of the store means that has failed with this error."""

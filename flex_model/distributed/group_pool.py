@@ -342,6 +342,10 @@ class GroupPool:
         return reason or f"{failure}, in a transfer at or before {self.where}."
 
     def _wait(self, works: list) -> None:
+        with self._groups[GRID].bounded_store.patience.within(self.timeout_s):
+            self._wait_within(works)
+
+    def _wait_within(self, works: list) -> None:
         start, looks = time.monotonic(), Looks(_LOOK_S)
         is_done = lambda: all(work.is_completed() for work in works)  # noqa: E731
         for _ in sleeps(is_done):
@@ -385,7 +389,7 @@ class GroupPool:
             others = group.awaited_ranks if waited_s >= self.timeout_s else []
             at = {rank: store.read(f"at/{rank}") for rank in others}
         except RuntimeError as error:
-            reason = f"rank {group.rank} waited at {self.where}, and {error}."
+            reason = f"{group.name_of(group.rank)} waited at {self.where}, and {error}."
         if reason is not None:
             raise self.abort(reason)
         self.compare(waited_s)

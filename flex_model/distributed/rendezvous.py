@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from flex_model.distributed import processes
-from flex_model.distributed.bounded_store import BoundedStore, Silence, in_thread, is_done, read
+from flex_model.distributed.bounded_store import BoundedStore, Patience, in_thread, is_done, read
 from flex_model.distributed.polling import sleeps
 from flex_model.distributed.roll_call import RollCall
 from flex_model.errors import HookError, see
@@ -77,7 +77,7 @@ class Rendezvous:
         path: The prefix of its keys in the store.
         failures: The store in which a rank that fails tells the others why; None: none does. One
             for all that belongs to a group.
-        silence: Of the store, for all rendezvous of the group together.
+        patience: With the store, of all rendezvous of the group together.
     """
 
     path: tuple[str, ...]
@@ -85,7 +85,7 @@ class Rendezvous:
     me: int
     timeout_s: float
     failures: BoundedStore | None = None
-    silence: Silence = field(default_factory=Silence)
+    patience: Patience = field(default_factory=Patience)
 
     def of(self, place: str) -> Rendezvous:
         """Return a rendezvous of the same ranks at a sub-prefix of the store."""
@@ -103,7 +103,7 @@ class Rendezvous:
     @cached_property
     def bounded_store(self) -> BoundedStore:
         """The store, for calls that end."""
-        return BoundedStore(self.store, self.timeout_s, self.silence)
+        return BoundedStore(self.store, self.timeout_s, self.patience)
 
     @cached_property
     def _roll_call(self) -> RollCall:
@@ -113,7 +113,7 @@ class Rendezvous:
         """Tell the other ranks, which wait for this one, why it fails. Local."""
         what = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
         if self.failures is not None:
-            self.failures.tell("broken", what)
+            self.failures.tell("broken", f"global rank {self.ranks[self.me]}: {what}")
 
     def _told(self) -> str | None:
         return None if self.failures is None else self.failures.read("broken")
@@ -127,7 +127,8 @@ class Rendezvous:
                 message names them. Or the store is lost.
         """
         try:
-            texts = self._meet(place, text, stale)
+            with self.patience.within(self.timeout_s):
+                texts = self._meet(place, text, stale)
         except HookError:
             raise
         except RuntimeError as error:
@@ -191,11 +192,16 @@ class Rendezvous:
         all of them once all have come.
         """
         texts: dict[int, str | None] = {}
-        for rank, text in json.loads(f"[{','.join((log or '').splitlines())}]"):
+        for rank, text in self._lines(log):
             texts[rank] = text
             if self._are_all(texts):
                 break  # whoever leaves after that has not seen it yet
         return texts
+
+    @staticmethod
+    def _lines(log: str | None) -> list[tuple[int, str | None]]:
+        lines: list[tuple[int, str | None]] = json.loads(f"[{','.join((log or '').splitlines())}]")
+        return lines
 
     def _are_all(self, texts: dict[int, str | None]) -> bool:
         return len(texts) == len(self.ranks) and None not in texts.values()
@@ -206,16 +212,31 @@ class Rendezvous:
         ended = processes.ended(self.ranks[rank] for rank in absent)
         if not ended and time.monotonic() < start + self.timeout_s:
             return
+        if not ended and self.me not in texts:  # what it has appended at first
+            raise self.bounded_store.unanswered(self.timeout_s)
         self.bounded_store.append(_log(place), self._line(None))
-        if not self._are_all(self._texts(place)):
+        log = self.bounded_store.read(_log(place))
+        if not self._are_all(self._parsed(log)):
             self.check_alive(ended)
-            raise self._nobody_comes(absent, [rank for rank in absent if rank in texts])
+            left = [rank for rank in absent if rank in texts]
+            raise self._nobody_comes(absent, left, self._waited_for(log))
 
-    def _nobody_comes(self, absent: list[int], left: list[int]) -> HookError:
+    def _waited_for(self, log: str | None) -> set[int]:
+        """Return the ranks that had not come when the first one left."""
+        awaited = set(range(len(self.ranks)))
+        for rank, text in self._lines(log):
+            if text is None:
+                break
+            awaited.discard(rank)
+        return awaited
+
+    def _nobody_comes(self, absent: list[int], left: list[int], awaited: set[int]) -> HookError:
         missing = [self.ranks[rank] for rank in absent if rank not in left]
         whole = f"global ranks {missing} did not arrive within {self.timeout_s:g} s"
         if left:
             have_left = f"global ranks {[self.ranks[rank] for rank in left]} have waited, and left"
+            late = [self.ranks[rank] for rank in sorted(awaited.difference(absent))]
+            have_left += f" before global ranks {late} came" if late else ""
             whole = f"{whole} ({have_left})" if missing else have_left
         return self.failure(
             f"{whole}; every rank of the model must wrap it, and make the same calls in the same "
@@ -244,6 +265,10 @@ class Rendezvous:
 
     def poll(self, awaited: Callable[[], list[int]], what: str) -> None:
         """Poll until ``awaited()`` is empty: the ranks that have not shared ``what`` yet."""
+        with self.patience.within(self.timeout_s):
+            self._poll(awaited, what)
+
+    def _poll(self, awaited: Callable[[], list[int]], what: str) -> None:
         start = time.monotonic()
         check_at = start + _CHECK_S
         watch = _Watch(self)
@@ -262,6 +287,10 @@ class Rendezvous:
 
     def backend(self) -> Any:
         """Make a ProcessGroupGloo of the ranks, whose constructor waits for all of them."""
+        with self.patience.within(self.timeout_s):
+            return self._backend()
+
+    def _backend(self) -> Any:
         limit = timedelta(seconds=self.timeout_s + _SLACK_S)
 
         def make(store: dist.Store) -> Any:
@@ -309,7 +338,8 @@ class Rendezvous:
             raise self.failure(f"global ranks {sorted(ended)} ended or died")
 
     def _lost_store(self, error: RuntimeError) -> HookError:
-        return self.failure(f"{self.bounded_store.lost(error)}")
+        lost = self.bounded_store.lost(error)
+        return self.failure(f"global rank {self.ranks[self.me]} found that {lost}")
 
     def failure(self, what: str) -> HookError:
         return HookError(

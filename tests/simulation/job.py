@@ -240,12 +240,20 @@ class Job:
     def problems(self) -> list[str]:
         """What is wrong after a fault: ranks that live and have not ended in time, or whose error
         does not name a rank that failed, or says that a rank that lives has ended. The ranks of a
-        host that is cut off can name those of others.
+        host that is cut off can name those of others. The same of the ranks of a host that is too
+        slow, for which a rank may wait twice: at the meeting, and to connect. Others may then name
+        the first rank of their host, which still waits for answers.
         """
         died = self.cluster.died
+        is_slow = not died and bool(self.errors)
+        limit = self.plan.late_s + self.plan.timeout_s + _SLACK_S
+        if died:
+            limit += max(died.values())
+        elif is_slow:
+            died = {p.rank: 0.0 for p in self.cluster.processes if p.host.times > 1}
+            limit += self.plan.timeout_s + 2 * _SLACK_S
         if not died:
             return [f"{rank}: {error!r}" for rank, error in self.errors.items()]
-        limit = max(died.values()) + self.plan.late_s + self.plan.timeout_s + _SLACK_S
         found = []
         for process in self.cluster.processes:
             rank = process.rank
@@ -258,17 +266,24 @@ class Job:
                 continue
             named, text = named_in(str(error)), str(error)
             gone = set(died)
-            if rank in died:  # cut off
+            if process.host.is_silent:
                 gone = set(range(self.plan.num_ranks)) - gone
+            elif rank in died:  # slow
+                gone = set(range(self.plan.num_ranks))
+            elif is_slow:
+                gone.add(process.host.processes[0].rank)
             if not named & gone and not (self._has_lost_store(process) and _STORE in text):
                 found.append(f"rank {rank}: names none of {sorted(gone)}: {error!r}")
-            if named - gone and ("ended" in text or "died" in text):
-                found.append(f"rank {rank}: names {sorted(named)}, which live: {error!r}")
+            ended = named_in(re.sub(r"^global rank \d+: ", "", text))  # without who tells it
+            if ended - gone and ("ended" in text or "died" in text):
+                found.append(f"rank {rank}: names {sorted(ended)}, which live: {error!r}")
         return found
 
     def _has_lost_store(self, process: Process) -> bool:
         has_ended = not self.plan.stays and self.cluster.processes[0].is_dead
-        return has_ended or not self.cluster.can_reach(process.host, self.cluster.hosts[0])
+        here, there = process.host, self.cluster.hosts[0]
+        is_slow = max(here.times, there.times) > 1
+        return has_ended or is_slow or not self.cluster.can_reach(here, there)
 
 
 def named_in(text: str) -> set[int]:

@@ -133,6 +133,25 @@ def test_the_host_of_the_store_is_named_at_whatever_step_it_fails(kind):
     explore(0, kind, 0, every=7, plan=HELD)
 
 
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("times", [6e4, 1e5, 2e5, 4e5, 3e6])
+def test_a_host_that_is_too_slow_is_named(host, times):
+    job = Job(SMALL, 0, Speeds(slow_host=host, times=times)).run()
+    assert len(job.errors) == SMALL.num_ranks
+    assert not job.problems()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_host_is_no_error_or_named(seed):
+    for host in range(3):
+        for power in range(20, 66, 2):  # 100 to 3,000,000
+            speeds = Speeds(slow_host=host, times=10 ** (power / 10), jitter=1.0)
+            job = Job(SMALL, seed, speeds).run()
+            assert len(job.errors) in (0, SMALL.num_ranks), (seed, host, power)
+            assert not job.problems(), (seed, host, power)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["rank", "host", "silent host"])
