@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -47,7 +48,10 @@ class _Connection:
 
     @staticmethod
     def take() -> _Connection:
-        spare = _spares.pop() if _spares else None
+        try:
+            spare = _spares.pop()
+        except IndexError:  # another thread may have taken it a moment ago
+            spare = None
         return _Connection() if spare is None or spare._world is not dist.group.WORLD else spare
 
     def give_back(self) -> None:
@@ -139,8 +143,11 @@ class Rendezvous:
     def _meet(self, place: str, text: str, stale: Sequence[str]) -> dict[int, str | None]:
         limit = timedelta(seconds=self.timeout_s + _SLACK_S)
 
+        has_come = threading.Event()
+
         def meet(store: Any) -> dict[int, str | None]:
             store.append(_log(place), self._line(text))
+            has_come.set()
             texts: dict[int, str | None] = {}
             # Who left and comes again counts twice, so the log decides.
             if store.add(_count(place), 1) >= len(self.ranks):
@@ -169,6 +176,8 @@ class Rendezvous:
                     texts = self._texts(place)
                     if self._are_all(texts):
                         return texts  # the last one has come, and may have ended before it told
+                    if not has_come.is_set() and now > start + self.timeout_s:
+                        raise self.bounded_store.unanswered(self.timeout_s)
                     self._check_absent(place, texts, start)
             texts = met.result()
             while not self._are_all(texts):  # told by one that left
@@ -208,12 +217,11 @@ class Rendezvous:
 
     def _check_absent(self, place: str, texts: dict[int, str | None], start: float) -> None:
         """Raise if a rank that has not come has ended, or it is too late; then leave the log."""
-        absent = [rank for rank in range(len(self.ranks)) if texts.get(rank) is None]
+        others = set(range(len(self.ranks))) - {self.me}
+        absent = [rank for rank in sorted(others) if texts.get(rank) is None]
         ended = processes.ended(self.ranks[rank] for rank in absent)
         if not ended and time.monotonic() < start + self.timeout_s:
             return
-        if not ended and self.me not in texts:  # what it has appended at first
-            raise self.bounded_store.unanswered(self.timeout_s)
         self.bounded_store.append(_log(place), self._line(None))
         log = self.bounded_store.read(_log(place))
         if not self._are_all(self._parsed(log)):

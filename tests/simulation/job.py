@@ -8,7 +8,7 @@ with the full tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,9 @@ class Plan:
         rows, columns: The size of each rank's shard.
         late_s: How late ranks come, at most; each at a random time.
         num_wraps: How often they wrap, one after the other.
+        threads: Of each thread of a rank, the ranks of the models that it wraps, one after the
+            other; it leaves out those that it has no part in. Default: one thread, one model.
+        is_turned: Whether each rank begins at the entry of its number, and turns round.
         is_in_step: Whether ranks wait for one another before each transfer, at no cost: the times
             of transfers add up then, which else overlap.
         rest_s: How long the last rank rests before each run.
@@ -57,6 +60,8 @@ class Plan:
     timeout_s: float = 20.0
     late_s: float = 0.5
     num_wraps: int = 1
+    threads: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    is_turned: bool = False
     num_runs: int = 2
     is_in_step: bool = False
     rest_s: float = 0.0
@@ -88,24 +93,31 @@ class Job:
             self.cluster, self.cluster.hosts[0], None if self.plan.stays else processes[0]
         )
         with simulated(self.cluster, server):
+            everyone = ((tuple(range(self.plan.num_ranks)),),)
             for process in processes:
-                self.cluster.scheduler.spawn(process, self._of(process))
+                for groups in self.plan.threads or everyone:
+                    self.cluster.scheduler.spawn(process, self._of(process, groups))
             self.cluster.scheduler.run(_UNTIL_S)
         return self
 
-    def _of(self, process: Process) -> Callable[[], None]:
+    def _of(self, process: Process, groups: Sequence[tuple[int, ...]]) -> Callable[[], None]:
+        turn = process.rank if self.plan.is_turned else 0
+        groups = [*groups[turn:], *groups[:turn]]
+
         def run() -> None:
             try:
-                self._run_rank(process.rank)
+                for ranks in groups:
+                    if process.rank in ranks:
+                        self._run_rank(process.rank, ranks)
             except Exception as error:
-                self.errors[process.rank] = error
+                self.errors.setdefault(process.rank, error)
             self.ended_s[process.rank] = self.cluster.scheduler.now
 
         return run
 
-    def _run_rank(self, rank: int) -> None:
+    def _run_rank(self, rank: int, ranks: tuple[int, ...]) -> None:
         plan, scheduler = self.plan, self.cluster.scheduler
-        mesh = self.mesh(rank)
+        mesh = self.mesh(rank, ranks)
         for _ in range(plan.num_wraps):
             scheduler.sleep(plan.late_s * scheduler.dice.random())
             self._begin("wrap")
@@ -122,11 +134,12 @@ class Job:
             self._begin("end")
             communicator.close()
 
-    def mesh(self, rank: int) -> Mesh:
-        """The mesh, as a rank has it."""
+    def mesh(self, rank: int, ranks: tuple[int, ...] = ()) -> Mesh:
+        """The mesh of some ranks, by default all, as a rank has it."""
         plan = self.plan
-        dp = plan.num_ranks // plan.tp // plan.pp
-        return Mesh(tuple(range(plan.num_ranks)), rank, plan.pp, dp, plan.tp)
+        ranks = ranks or tuple(range(plan.num_ranks))
+        dp = len(ranks) // plan.tp // plan.pp
+        return Mesh(ranks, ranks.index(rank), plan.pp, dp, plan.tp)
 
     def _tensors(self, mesh: Mesh) -> tuple[Tensor, Tensor]:
         """The full tensor, and this rank's shard of it."""

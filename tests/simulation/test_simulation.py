@@ -98,6 +98,48 @@ def test_ranks_that_come_while_others_leave_all_meet_or_all_do_not():
     assert 20 < met < 130  # both happen
 
 
+# ---- Two wraps at once ---------------------------------------------------------------------------
+
+PAIRS = ((0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2, 3))  # groups that overlap
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_groups_that_overlap_may_wrap_at_once_in_one_order(num_hosts):
+    plan = Plan(4, num_hosts, tp=1, threads=(PAIRS,), late_s=1e-3, num_wraps=2)
+    for seed in range(5):
+        assert not Job(plan, seed, Speeds(jitter=1.0)).run().errors
+
+
+def test_groups_that_wrap_in_a_circle_are_an_error_at_the_deadline():
+    """Rank 0 waits for 1, which waits for 2, which waits for 0."""
+    plan = Plan(3, 3, tp=1, threads=(((0, 1), (1, 2), (2, 0)),), is_turned=True)
+    job = Job(plan, 0, Speeds(jitter=1.0)).run()
+    assert len(job.errors) == 3
+    for rank, error in job.errors.items():
+        assert f"global ranks [{(rank + 1) % 3}] did not arrive within 20 s" in str(error)
+        assert job.ended_s[rank] < plan.late_s + plan.timeout_s + 2
+
+
+@pytest.mark.parametrize("kind", ["rank", "silent host"])
+def test_what_fails_while_groups_that_overlap_wrap_is_named(kind):
+    """Ranks that wait for one that has raised an error name that one."""
+    explore(2, kind, 0, every=9, plan=Plan(4, 2, tp=1, threads=(((0, 1), (2, 3), (0, 1, 2, 3)),)))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_two_threads_that_wrap_at_once_end_in_time(num_hosts):
+    """Which is not supported with several ranks: it works, or is an error."""
+    works = 0
+    for threads in (PAIRS[:2], PAIRS[2:4]), (PAIRS[:2], PAIRS[4:]), (PAIRS[4:], PAIRS[4:]):
+        for seed in range(5):
+            plan = Plan(4, num_hosts, tp=1, threads=threads, late_s=1e-3)
+            job = Job(plan, seed, Speeds(jitter=1.0)).run()
+            assert max(job.ended_s.values()) < 2 * plan.timeout_s + 4
+            assert all(isinstance(error, HookError) for error in job.errors.values())
+            works += not job.errors
+    assert works
+
+
 @pytest.mark.slow
 def test_a_thousand_ranks():
     check(Job(Plan(1024, 128, tp=8, is_in_step=True), 0, Speeds()).run())
