@@ -113,7 +113,7 @@ class BoundedStore:
 
     def unanswered(self, seconds: float) -> LostStoreError:
         """Return the error of a call that was not answered in so many seconds."""
-        return LostStoreError(f"{name_of(self._store)} did not answer in {seconds:.3g} s")
+        return LostStoreError(f"{name_of(self._store)} did not answer in {round(seconds, 1):g} s")
 
     def lost(self, error: RuntimeError) -> LostStoreError:
         """Return what a call of the store means that has failed with this error."""

@@ -184,6 +184,13 @@ def test_a_host_that_is_too_slow_is_named(host, times):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rank", "host", "silent host"])
+@pytest.mark.parametrize("rank", [0, 8, 13])
+def test_what_fails_among_many_ranks_is_named(kind, rank):
+    explore(rank, kind, 0, every=29, plan=Plan(64, 16, tp=4, stays=False))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_slow_host_is_no_error_or_named(seed):
     for host in range(3):
