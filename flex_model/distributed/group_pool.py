@@ -24,7 +24,7 @@ from flex_model.distributed.failure import Failure
 from flex_model.distributed.mesh import GRID, Axis, Mesh
 from flex_model.distributed.messages import LostError
 from flex_model.distributed.notices import Notices
-from flex_model.distributed.polling import sleeps
+from flex_model.distributed.polling import Looks, sleeps
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
@@ -32,7 +32,7 @@ from flex_model.distributed.transports.transport import TransferError, Transport
 from flex_model.errors import HookError, HookMismatchError, agreed, see
 from flex_model.integrations.torch_private import current_transform, is_batched
 
-_CHECK_S = 0.1  # between checks of the store for a peer's error
+_LOOK_S = 0.1  # until a wait first looks in the store for a peer's error
 _BITS_OF_SEQUENCE = 32  # above them: the number of the FlexModel
 
 
@@ -342,14 +342,16 @@ class GroupPool:
         return reason or f"{failure}, in a transfer at or before {self.where}."
 
     def _wait(self, works: list) -> None:
-        start = time.monotonic()
-        check_at = start + _CHECK_S
+        with self._groups[GRID].bounded_store.patience.within(self.timeout_s):
+            self._wait_within(works)
+
+    def _wait_within(self, works: list) -> None:
+        start, looks = time.monotonic(), Looks(_LOOK_S)
         is_done = lambda: all(work.is_completed() for work in works)  # noqa: E731
         for _ in sleeps(is_done):
-            now = time.monotonic()
-            if now > check_at:
-                self._on_poll(now - start)
-                check_at = now + _CHECK_S
+            waited_s = time.monotonic() - start
+            if looks.are_due(waited_s, self.timeout_s):
+                self._on_poll(waited_s)
         try:
             for work in works:
                 work.wait()
@@ -365,8 +367,8 @@ class GroupPool:
         told = functools.partial(group.bounded_store.read, "broken")
         try:
             found = group.roll_call.ask(told, waits=group.size > 2)
-        except RuntimeError:
-            return f"{what} a rank ended or died, and with it the store by which ranks connect."
+        except RuntimeError as error:
+            return f"{what} a rank ended or died, and {error}."
         if isinstance(found, str):
             return found
         gone = [rank for rank in found if rank in group.connected_ranks]
@@ -387,7 +389,7 @@ class GroupPool:
             others = group.awaited_ranks if waited_s >= self.timeout_s else []
             at = {rank: store.read(f"at/{rank}") for rank in others}
         except RuntimeError as error:
-            reason = f"rank {group.rank} waited at {self.where}, and {error}."
+            reason = f"{group.name_of(group.rank)} waited at {self.where}, and {error}."
         if reason is not None:
             raise self.abort(reason)
         self.compare(waited_s)
@@ -410,11 +412,11 @@ class GroupPool:
         self.failure.agree()
         for to in self._by_device:
             to.abort()
+        is_told = True
         for group in self._groups.values():
             if group.broken is None:
-                with contextlib.suppress(RuntimeError):  # the store may have ended with its host
-                    if group.bounded_store.read("broken") is None:
-                        group.bounded_store.set("broken", reason)
+                # They have one store: where it is silent, it is waited for once.
+                is_told = is_told and group.bounded_store.tell("broken", reason)
                 group.abort(reason)
                 logger.error("%s Last steps: %s", reason, self.steps)
         anchor = "ranks-differ" if kind is HookMismatchError else "a-rank-is-missing"

@@ -12,11 +12,10 @@ from typing import Any
 from flex_model import _C
 from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.hosts import Hosts
+from flex_model.distributed.polling import Looks
 
 _HOOKS_GRACE_S = 5.0  # how long a rank may take to register its hooks
 _RUN_GRACE_S = 1.0  # how long to wait for the exchange before runs are compared
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between looks at the others' notices
-_LOOKS_IN_DEADLINE = 10  # at least
 
 
 class Board:
@@ -106,7 +105,7 @@ class Notices:
         self._run = ""  # the last published run
         self._active = -1  # the digest of its hooks
         self._waited_s = 0.0  # so far, in this wait
-        self._look_at, self._pause_s = 0.0, _FIRST_PAUSE_S  # of this wait
+        self._looks = Looks()  # of this wait
 
     def publish_hooks(self, digest: str) -> None:
         """Publish a digest of this rank's registered hooks; ``""`` for none. Local."""
@@ -141,25 +140,15 @@ class Notices:
         run_grace_s = min(_RUN_GRACE_S, timeout_s / 2)
         if waited_s > run_grace_s / 2:
             self._board.publish_rest()
-        if waited_s <= run_grace_s or not self._may_look(waited_s, timeout_s):
+        if waited_s < self._waited_s:  # in another wait
+            self._looks = Looks()
+        self._waited_s = waited_s
+        if waited_s <= run_grace_s or not self._looks.are_due(waited_s, timeout_s):
             return ""
         difference = self._of_runs()
         if not difference and compares_hooks and waited_s > min(_HOOKS_GRACE_S, timeout_s / 2):
             difference = self._of_hooks()
         return difference
-
-    def _may_look(self, waited_s: float, timeout_s: float) -> bool:
-        """Whether to read the others' notices, after a longer pause each time: of a thousand ranks
-        that wait for a slow one, each asks the store.
-        """
-        if waited_s < self._waited_s:  # in another wait
-            self._look_at, self._pause_s = 0.0, _FIRST_PAUSE_S
-        self._waited_s = waited_s
-        if waited_s < self._look_at:
-            return False
-        pause_s = min(self._pause_s, _LONGEST_PAUSE_S, timeout_s / _LOOKS_IN_DEADLINE)
-        self._look_at, self._pause_s = waited_s + pause_s, 1.5 * pause_s
-        return True
 
     def _of_runs(self) -> str:
         board = self._board

@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import json
 import os
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -360,7 +361,9 @@ def _across_hosts(
         shared = replace(hosts, here=here)
         where = "the connection of the hosts"
         why = _explained(error, shared, meeting.ranks, meeting.me, where, timeout_s)
-        raise meeting.failure(why.removesuffix(".")) from None
+        failure = meeting.failure(why.removesuffix("."))
+        here.abort(str(failure))
+        raise failure from None
     return leaders, here if rows[0][0] else None
 
 
@@ -373,8 +376,13 @@ def _leaders(
     ranks = tuple(meeting.ranks[rank] for rank in hosts.leaders)
     place = hosts.leaders.index(meeting.me)
     of_leaders = replace(meeting.of("leaders"), ranks=ranks, me=place)
+    start = time.monotonic()
     messages = Messages(of_leaders.backend(), ranks, place)
-    shared = of_leaders.all_gather("made", json.dumps(is_shared))
+    # One deadline for both: the others of the host wait no longer.
+    left_s = max(start + meeting.timeout_s - time.monotonic(), min(1.0, meeting.timeout_s))
+    left_s = round(left_s, 1) or left_s
+    made = replace(of_leaders, timeout_s=left_s)
+    shared = made.all_gather("made", json.dumps(is_shared))
     names = [hosts.names[rank] for rank in hosts.leaders]
     group = PrivateGroup(
         ranks,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from flex_model.distributed import processes
-from flex_model.distributed.bounded_store import BoundedStore, in_thread, is_done, read
+from flex_model.distributed.bounded_store import BoundedStore, Patience, in_thread, is_done, read
 from flex_model.distributed.polling import sleeps
 from flex_model.distributed.roll_call import RollCall
 from flex_model.errors import HookError, see
@@ -48,7 +48,10 @@ class _Connection:
 
     @staticmethod
     def take() -> _Connection:
-        spare = _spares.pop() if _spares else None
+        try:
+            spare = _spares.pop()
+        except IndexError:  # another thread may have taken it a moment ago
+            spare = None
         return _Connection() if spare is None or spare._world is not dist.group.WORLD else spare
 
     def give_back(self) -> None:
@@ -77,7 +80,8 @@ class Rendezvous:
     Attributes:
         path: The prefix of its keys in the store.
         failures: The store in which a rank that fails tells the others why; None: none does. One
-            for all that belongs to a group, because a store that is silent is waited for once.
+            for all that belongs to a group.
+        patience: With the store, of all rendezvous of the group together.
     """
 
     path: tuple[str, ...]
@@ -85,6 +89,7 @@ class Rendezvous:
     me: int
     timeout_s: float
     failures: BoundedStore | None = None
+    patience: Patience = field(default_factory=Patience)
 
     def of(self, place: str) -> Rendezvous:
         """Return a rendezvous of the same ranks at a sub-prefix of the store."""
@@ -102,7 +107,7 @@ class Rendezvous:
     @cached_property
     def bounded_store(self) -> BoundedStore:
         """The store, for calls that end."""
-        return BoundedStore(self.store, self.timeout_s)
+        return BoundedStore(self.store, self.timeout_s, self.patience)
 
     @cached_property
     def _roll_call(self) -> RollCall:
@@ -112,8 +117,7 @@ class Rendezvous:
         """Tell the other ranks, which wait for this one, why it fails. Local."""
         what = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
         if self.failures is not None:
-            with contextlib.suppress(RuntimeError):  # lost: they will see that
-                self.failures.set_if_absent("broken", what)
+            self.failures.tell("broken", f"global rank {self.ranks[self.me]}: {what}")
 
     def _told(self) -> str | None:
         return None if self.failures is None else self.failures.read("broken")
@@ -127,19 +131,23 @@ class Rendezvous:
                 message names them. Or the store is lost.
         """
         try:
-            texts = self._meet(place, text, stale)
+            with self.patience.within(self.timeout_s):
+                texts = self._meet(place, text, stale)
         except HookError:
             raise
         except RuntimeError as error:
             self.check_alive(processes.ended(self.ranks))
-            raise self.failure(f"the store by which they connect is lost: {error}") from error
+            raise self._lost_store(error) from error
         return [texts[rank] or "" for rank in range(len(self.ranks))]
 
     def _meet(self, place: str, text: str, stale: Sequence[str]) -> dict[int, str | None]:
         limit = timedelta(seconds=self.timeout_s + _SLACK_S)
 
+        has_come = threading.Event()
+
         def meet(store: Any) -> dict[int, str | None]:
             store.append(_log(place), self._line(text))
+            has_come.set()
             texts: dict[int, str | None] = {}
             # Who left and comes again counts twice, so the log decides.
             if store.add(_count(place), 1) >= len(self.ranks):
@@ -168,6 +176,8 @@ class Rendezvous:
                     texts = self._texts(place)
                     if self._are_all(texts):
                         return texts  # the last one has come, and may have ended before it told
+                    if not has_come.is_set() and now > start + self.timeout_s:
+                        raise self.bounded_store.unanswered(self.timeout_s)
                     self._check_absent(place, texts, start)
             texts = met.result()
             while not self._are_all(texts):  # told by one that left
@@ -177,8 +187,7 @@ class Rendezvous:
             return texts
         finally:
             if not met.done():  # ends the thread, and makes the others look
-                with contextlib.suppress(RuntimeError):  # the store may be lost
-                    self.bounded_store.set(_met(place), "")
+                self.bounded_store.tell(_met(place), "")
 
     def _line(self, text: str | None) -> str:
         """This rank's line of the log; None: it does not wait any more."""
@@ -192,31 +201,50 @@ class Rendezvous:
         all of them once all have come.
         """
         texts: dict[int, str | None] = {}
-        for rank, text in json.loads(f"[{','.join((log or '').splitlines())}]"):
+        for rank, text in self._lines(log):
             texts[rank] = text
             if self._are_all(texts):
                 break  # whoever leaves after that has not seen it yet
         return texts
+
+    @staticmethod
+    def _lines(log: str | None) -> list[tuple[int, str | None]]:
+        lines: list[tuple[int, str | None]] = json.loads(f"[{','.join((log or '').splitlines())}]")
+        return lines
 
     def _are_all(self, texts: dict[int, str | None]) -> bool:
         return len(texts) == len(self.ranks) and None not in texts.values()
 
     def _check_absent(self, place: str, texts: dict[int, str | None], start: float) -> None:
         """Raise if a rank that has not come has ended, or it is too late; then leave the log."""
-        absent = [rank for rank in range(len(self.ranks)) if texts.get(rank) is None]
+        others = set(range(len(self.ranks))) - {self.me}
+        absent = [rank for rank in sorted(others) if texts.get(rank) is None]
         ended = processes.ended(self.ranks[rank] for rank in absent)
         if not ended and time.monotonic() < start + self.timeout_s:
             return
         self.bounded_store.append(_log(place), self._line(None))
-        if not self._are_all(self._texts(place)):
+        log = self.bounded_store.read(_log(place))
+        if not self._are_all(self._parsed(log)):
             self.check_alive(ended)
-            raise self._nobody_comes(absent, [rank for rank in absent if rank in texts])
+            left = [rank for rank in absent if rank in texts]
+            raise self._nobody_comes(absent, left, self._waited_for(log))
 
-    def _nobody_comes(self, absent: list[int], left: list[int]) -> HookError:
+    def _waited_for(self, log: str | None) -> set[int]:
+        """Return the ranks that had not come when the first one left."""
+        awaited = set(range(len(self.ranks)))
+        for rank, text in self._lines(log):
+            if text is None:
+                break
+            awaited.discard(rank)
+        return awaited
+
+    def _nobody_comes(self, absent: list[int], left: list[int], awaited: set[int]) -> HookError:
         missing = [self.ranks[rank] for rank in absent if rank not in left]
         whole = f"global ranks {missing} did not arrive within {self.timeout_s:g} s"
         if left:
             have_left = f"global ranks {[self.ranks[rank] for rank in left]} have waited, and left"
+            late = [self.ranks[rank] for rank in sorted(awaited.difference(absent))]
+            have_left += f" before global ranks {late} came" if late else ""
             whole = f"{whole} ({have_left})" if missing else have_left
         return self.failure(
             f"{whole}; every rank of the model must wrap it, and make the same calls in the same "
@@ -245,6 +273,10 @@ class Rendezvous:
 
     def poll(self, awaited: Callable[[], list[int]], what: str) -> None:
         """Poll until ``awaited()`` is empty: the ranks that have not shared ``what`` yet."""
+        with self.patience.within(self.timeout_s):
+            self._poll(awaited, what)
+
+    def _poll(self, awaited: Callable[[], list[int]], what: str) -> None:
         start = time.monotonic()
         check_at = start + _CHECK_S
         watch = _Watch(self)
@@ -263,6 +295,10 @@ class Rendezvous:
 
     def backend(self) -> Any:
         """Make a ProcessGroupGloo of the ranks, whose constructor waits for all of them."""
+        with self.patience.within(self.timeout_s):
+            return self._backend()
+
+    def _backend(self) -> Any:
         limit = timedelta(seconds=self.timeout_s + _SLACK_S)
 
         def make(store: dist.Store) -> Any:
@@ -290,7 +326,7 @@ class Rendezvous:
         try:
             found = self._roll_call.ask(self._told)
         except RuntimeError as error:
-            return self.failure(f"the store by which they connect is lost: {error}")
+            return self._lost_store(error)
         if isinstance(found, str):
             return HookError(found)
         ranks = [self.ranks[rank] for rank in found]
@@ -308,6 +344,10 @@ class Rendezvous:
     def check_alive(self, ended: Iterable[int]) -> None:
         if ended:
             raise self.failure(f"global ranks {sorted(ended)} ended or died")
+
+    def _lost_store(self, error: RuntimeError) -> HookError:
+        lost = self.bounded_store.lost(error)
+        return self.failure(f"global rank {self.ranks[self.me]} found that {lost}")
 
     def failure(self, what: str) -> HookError:
         return HookError(

@@ -1,5 +1,6 @@
 """The rendezvous by the store, with threads for ranks."""
 
+import re
 import threading
 import time
 
@@ -7,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from flex_model.distributed import processes, rendezvous
+from flex_model.distributed.bounded_store import BoundedStore, LostStoreError
 from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.errors import HookError
 
@@ -125,11 +127,24 @@ class NoStore:
 
 
 @pytest.mark.parametrize(
-    "answers, why", [(True, "is lost: connection"), (False, "is lost: .* did not answer in 1 s")]
+    "answers, why", [(True, "is lost: connection"), (False, "did not answer in 1 s")]
 )
 def test_a_store_that_is_lost_or_silent_is_an_error(answers, why, monkeypatch):
     meeting, start = Rendezvous((), (0, 1), 0, 1), time.monotonic()
     monkeypatch.setattr(rendezvous, "default_store", lambda: NoStore(answers))
-    with pytest.raises(HookError, match=f"the store by which they connect {why}"):
+    with pytest.raises(HookError, match=f"the store of torch.distributed {why}"):
         meeting.all_gather("place", "")
     assert time.monotonic() - start < 5
+
+
+def test_a_store_that_ends_is_named_by_its_host():
+    """Also behind prefixes, as torch.distributed has it."""
+    server = dist.TCPStore("127.0.0.1", 0, 1, True)
+    port = server.port
+    client = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = BoundedStore(dist.PrefixStore("inner", dist.PrefixStore("outer", client)), 5.0)
+    store.set("key", "value")
+    del server
+    where = f"the store of torch.distributed at 127.0.0.1:{port} is lost: "
+    with pytest.raises(LostStoreError, match=re.escape(where)):
+        store.read("key")

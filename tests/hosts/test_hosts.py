@@ -151,7 +151,7 @@ def test_a_host_that_cant_be_reached_is_an_error_on_every_rank_in_time(mode, tmp
         (tmp_path / "go").touch()
         for result in results(tmp_path, 4):
             assert "error" in result, result
-            assert result["took_s"] < 2 * TIMEOUT_S + 4
+            assert result["took_s"] < TIMEOUT_S + 5
             print(f"{result['took_s']:.1f} s: {result['error'][:300]}")
             where = r"missing: rank 2 \([^()]*\)\. |ranks \[2, 3\] did not arrive|the store of"
             assert re.search(where, result["error"])

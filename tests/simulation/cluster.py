@@ -19,12 +19,15 @@ class Speeds:
         bytes_per_s: Of a host's link, in each direction.
         jitter: How much longer a request to the store takes at most, as a part of its time.
         poll_s: How often a wait that polls looks.
+        slow_host: The number of a host whose messages and requests take ``times`` as long.
     """
 
     latency_s: float = 2e-5
     bytes_per_s: float = 12.5e9
     jitter: float = 0.0
     poll_s: float = 0.1
+    slow_host: int = -1
+    times: float = 1.0
 
 
 @dataclass
@@ -48,10 +51,11 @@ class Host:
     Attributes:
         changed: What its processes write to memory that they share.
         is_silent: Its link carries nothing any more.
+        times: How many times as long its messages and requests take.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, times: float) -> None:
+        self.name, self.times = name, times
         self.changed = Signal()
         self.processes: list[Process] = []
         self.is_silent = False
@@ -117,7 +121,8 @@ class Cluster:
     ) -> None:
         self.scheduler = Scheduler(seed)
         self.speeds = speeds or Speeds()
-        self.hosts = [Host(f"host{i}") for i in range(num_hosts)]
+        slow = {self.speeds.slow_host: self.speeds.times}
+        self.hosts = [Host(f"host{i}", slow.get(i, 1.0)) for i in range(num_hosts)]
         self.processes = [
             Process(self, rank, self.hosts[rank * num_hosts // num_ranks])
             for rank in range(num_ranks)
@@ -171,6 +176,7 @@ class Cluster:
     def latency(self, some: Host, other: Host) -> float:
         """The latency of a request between two hosts, with jitter."""
         base = self.speeds.latency_s * (0.1 if some is other else 1)
+        base *= max(some.times, other.times)
         return base * (1 + self.speeds.jitter * self.scheduler.dice.random())
 
     def send(
@@ -178,7 +184,8 @@ class Cluster:
     ) -> None:
         """Send a message to a host, and call a function when it arrives, if it does."""
         source = sender.host
-        now, seconds = self.scheduler.now, num_bytes / self.speeds.bytes_per_s
+        times = max(source.times, target.times)
+        now, seconds = self.scheduler.now, num_bytes / self.speeds.bytes_per_s * times
         start = max(now, source.sends_until)
         source.sends_until = start + seconds
         ends = max(start, target.receives_until) + seconds
@@ -193,4 +200,4 @@ class Cluster:
             if self.can_reach(source, target):
                 arrive()
 
-        self.scheduler.after(ends - now + self.speeds.latency_s, arrives)
+        self.scheduler.after(ends - now + self.speeds.latency_s * times, arrives)

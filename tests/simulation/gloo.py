@@ -78,8 +78,9 @@ class Gloo:
             found = yield from store.get_steps(f"rank_{peer}")
             self._peers.append(cluster.addresses[found.decode()])
         cluster.step("gloo: connect", self.process)
-        yield None, 2 * cluster.speeds.latency_s
         here = self.process.host
+        times = max(here.times, *(other.process.host.times for other in self._peers))
+        yield None, 2 * cluster.speeds.latency_s * times
         for peer, other in enumerate(self._peers):
             if not cluster.can_reach(here, other.process.host):
                 yield None, max(until - cluster.scheduler.now, 0)

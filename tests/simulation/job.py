@@ -8,7 +8,7 @@ with the full tensor.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ from simulation.store import Server
 _SITE = site_hash("simulated")
 _DTYPE = torch.float32
 _SLACK_S = 3.5  # after the deadline: to ask who lives, and to tell the ranks of a host
+_STORE = "the store of torch.distributed at host0:"  # as errors name it
 _UNTIL_S = 3600.0  # of virtual time; whoever waits then waits forever
 
 
@@ -40,8 +41,12 @@ class Plan:
         rows, columns: The size of each rank's shard.
         late_s: How late ranks come, at most; each at a random time.
         num_wraps: How often they wrap, one after the other.
+        threads: Of each thread of a rank, the ranks of the models that it wraps, one after the
+            other; it leaves out those that it has no part in. Default: one thread, one model.
+        is_turned: Whether each rank begins at the entry of its number, and turns round.
         is_in_step: Whether ranks wait for one another before each transfer, at no cost: the times
             of transfers add up then, which else overlap.
+        rest_s: How long the last rank rests before each run.
         stays: Whether the store is on a host of its own, which no fault ends; else it ends with
             rank 0.
     """
@@ -55,8 +60,11 @@ class Plan:
     timeout_s: float = 20.0
     late_s: float = 0.5
     num_wraps: int = 1
+    threads: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    is_turned: bool = False
     num_runs: int = 2
     is_in_step: bool = False
+    rest_s: float = 0.0
     stays: bool = True
 
 
@@ -85,24 +93,31 @@ class Job:
             self.cluster, self.cluster.hosts[0], None if self.plan.stays else processes[0]
         )
         with simulated(self.cluster, server):
+            everyone = ((tuple(range(self.plan.num_ranks)),),)
             for process in processes:
-                self.cluster.scheduler.spawn(process, self._of(process))
+                for groups in self.plan.threads or everyone:
+                    self.cluster.scheduler.spawn(process, self._of(process, groups))
             self.cluster.scheduler.run(_UNTIL_S)
         return self
 
-    def _of(self, process: Process) -> Callable[[], None]:
+    def _of(self, process: Process, groups: Sequence[tuple[int, ...]]) -> Callable[[], None]:
+        turn = process.rank if self.plan.is_turned else 0
+        groups = [*groups[turn:], *groups[:turn]]
+
         def run() -> None:
             try:
-                self._run_rank(process.rank)
+                for ranks in groups:
+                    if process.rank in ranks:
+                        self._run_rank(process.rank, ranks)
             except Exception as error:
-                self.errors[process.rank] = error
+                self.errors.setdefault(process.rank, error)
             self.ended_s[process.rank] = self.cluster.scheduler.now
 
         return run
 
-    def _run_rank(self, rank: int) -> None:
+    def _run_rank(self, rank: int, ranks: tuple[int, ...]) -> None:
         plan, scheduler = self.plan, self.cluster.scheduler
-        mesh = self.mesh(rank)
+        mesh = self.mesh(rank, ranks)
         for _ in range(plan.num_wraps):
             scheduler.sleep(plan.late_s * scheduler.dice.random())
             self._begin("wrap")
@@ -113,15 +128,18 @@ class Job:
             spec = TensorSpec.of(communicator, layout, [shape] * len(mesh.stage_ranks), _DTYPE)
             full, shard = self._tensors(mesh)
             for _ in range(plan.num_runs):
+                if plan.rest_s and rank == plan.num_ranks - 1:
+                    scheduler.sleep(plan.rest_s)
                 self._run_hooks(communicator, spec, full, shard)
             self._begin("end")
             communicator.close()
 
-    def mesh(self, rank: int) -> Mesh:
-        """The mesh, as a rank has it."""
+    def mesh(self, rank: int, ranks: tuple[int, ...] = ()) -> Mesh:
+        """The mesh of some ranks, by default all, as a rank has it."""
         plan = self.plan
-        dp = plan.num_ranks // plan.tp // plan.pp
-        return Mesh(tuple(range(plan.num_ranks)), rank, plan.pp, dp, plan.tp)
+        ranks = ranks or tuple(range(plan.num_ranks))
+        dp = len(ranks) // plan.tp // plan.pp
+        return Mesh(ranks, ranks.index(rank), plan.pp, dp, plan.tp)
 
     def _tensors(self, mesh: Mesh) -> tuple[Tensor, Tensor]:
         """The full tensor, and this rank's shard of it."""
@@ -234,30 +252,51 @@ class Job:
 
     def problems(self) -> list[str]:
         """What is wrong after a fault: ranks that live and have not ended in time, or whose error
-        does not name a rank that failed, or says that a rank that lives has ended.
+        does not name a rank that failed, or says that a rank that lives has ended. The ranks of a
+        host that is cut off can name those of others. The same of the ranks of a host that is too
+        slow, for which a rank may wait twice: at the meeting, and to connect. Others may then name
+        the first rank of their host, which still waits for answers.
         """
         died = self.cluster.died
+        is_slow = not died and bool(self.errors)
+        limit = self.plan.late_s + self.plan.timeout_s + _SLACK_S
+        if died:
+            limit += max(died.values())
+        elif is_slow:
+            died = {p.rank: 0.0 for p in self.cluster.processes if p.host.times > 1}
+            limit += self.plan.timeout_s + 2 * _SLACK_S
         if not died:
             return [f"{rank}: {error!r}" for rank, error in self.errors.items()]
-        limit = max(died.values()) + self.plan.late_s + self.plan.timeout_s + _SLACK_S
         found = []
-        for rank in set(range(self.plan.num_ranks)) - set(died):
+        for process in self.cluster.processes:
+            rank = process.rank
+            if process.is_dead:
+                continue
             if self.ended_s.get(rank, _UNTIL_S) > limit:
                 found.append(f"rank {rank}: ended at {self.ended_s.get(rank)}, not by {limit:.1f}")
             error = self.errors.get(rank)
             if error is None:
                 continue
             named, text = named_in(str(error)), str(error)
-            if not named & set(died) and not (self._has_lost_store and "the store" in text):
-                found.append(f"rank {rank}: names none of {sorted(died)}: {error!r}")
-            if named - set(died) and ("ended" in text or "died" in text):
-                found.append(f"rank {rank}: names {sorted(named)}, which live: {error!r}")
+            gone = set(died)
+            if process.host.is_silent:
+                gone = set(range(self.plan.num_ranks)) - gone
+            elif rank in died:  # slow
+                gone = set(range(self.plan.num_ranks))
+            elif is_slow:
+                gone.add(process.host.processes[0].rank)
+            if not named & gone and not (self._has_lost_store(process) and _STORE in text):
+                found.append(f"rank {rank}: names none of {sorted(gone)}: {error!r}")
+            ended = named_in(re.sub(r"^global rank \d+: ", "", text))  # without who tells it
+            if ended - gone and ("ended" in text or "died" in text):
+                found.append(f"rank {rank}: names {sorted(ended)}, which live: {error!r}")
         return found
 
-    @property
-    def _has_lost_store(self) -> bool:
-        host = self.cluster.hosts[0]
-        return host.is_silent or (not self.plan.stays and self.cluster.processes[0].is_dead)
+    def _has_lost_store(self, process: Process) -> bool:
+        has_ended = not self.plan.stays and self.cluster.processes[0].is_dead
+        here, there = process.host, self.cluster.hosts[0]
+        is_slow = max(here.times, there.times) > 1
+        return has_ended or is_slow or not self.cluster.can_reach(here, there)
 
 
 def named_in(text: str) -> set[int]:

@@ -47,6 +47,7 @@ class Store:
 
     def __init__(self, server: Server, prefix: str = "") -> None:
         self.server, self._prefix = server, prefix
+        self.host, self.port = server.host.name, 29500
         self._process: Process = current_owner()
 
     def under(self, prefix: str) -> Store:

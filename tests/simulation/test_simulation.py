@@ -1,6 +1,7 @@
 """Many ranks in one process: what is counted is what the cost model predicts."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,8 @@ SIZES = [
     Plan(32, 8, tp=4, pp=2, is_in_step=True),
     Plan(64, 8, tp=8, is_in_step=True),
 ]
+SMALL = Plan(6, 3, tp=2)  # ranks 0, 2 and 4 are the first ones of their hosts
+HELD = replace(SMALL, stays=False)  # rank 0 has the store
 
 
 def check(job):
@@ -41,6 +44,26 @@ def check(job):
 )
 def test_what_is_counted_is_what_is_predicted(plan):
     check(Job(plan, 0, Speeds()).run())
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_a_slow_host_moves_what_a_fast_one_does(host):
+    slow = Job(SMALL, 0, Speeds(slow_host=host, times=1e3)).run()
+    counted, predicted = slow.counted("runs"), slow.predicted_by_host()
+    assert not slow.errors
+    assert +counted.messages == +predicted.messages and +counted.sent == +predicted.sent
+    assert sum(slow.counted("wrap").requests.values()) == sum(slow.predicted_requests())
+    fast = Job(SMALL, 0, Speeds()).run()
+    assert max(slow.ended_s.values()) > 3 * max(fast.ended_s.values())
+
+
+def test_ranks_that_wait_for_long_ask_the_store_about_once_a_second():
+    rest_s, requests_of_look = 15.0, 5
+    plan = replace(SMALL, rest_s=rest_s)
+    job = Job(plan, 0, Speeds()).run()
+    assert not job.errors
+    most = max(job.counted("runs").requests.values())
+    assert 0 < most < plan.num_runs * (rest_s + 8) * requests_of_look
 
 
 def test_a_seed_decides_all():
@@ -75,6 +98,48 @@ def test_ranks_that_come_while_others_leave_all_meet_or_all_do_not():
     assert 20 < met < 130  # both happen
 
 
+# ---- Two wraps at once ---------------------------------------------------------------------------
+
+PAIRS = ((0, 1), (2, 3), (0, 2), (1, 3), (0, 1, 2, 3))  # groups that overlap
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_groups_that_overlap_may_wrap_at_once_in_one_order(num_hosts):
+    plan = Plan(4, num_hosts, tp=1, threads=(PAIRS,), late_s=1e-3, num_wraps=2)
+    for seed in range(5):
+        assert not Job(plan, seed, Speeds(jitter=1.0)).run().errors
+
+
+def test_groups_that_wrap_in_a_circle_are_an_error_at_the_deadline():
+    """Rank 0 waits for 1, which waits for 2, which waits for 0."""
+    plan = Plan(3, 3, tp=1, threads=(((0, 1), (1, 2), (2, 0)),), is_turned=True)
+    job = Job(plan, 0, Speeds(jitter=1.0)).run()
+    assert len(job.errors) == 3
+    for rank, error in job.errors.items():
+        assert f"global ranks [{(rank + 1) % 3}] did not arrive within 20 s" in str(error)
+        assert job.ended_s[rank] < plan.late_s + plan.timeout_s + 2
+
+
+@pytest.mark.parametrize("kind", ["rank", "silent host"])
+def test_what_fails_while_groups_that_overlap_wrap_is_named(kind):
+    """Ranks that wait for one that has raised an error name that one."""
+    explore(2, kind, 0, every=9, plan=Plan(4, 2, tp=1, threads=(((0, 1), (2, 3), (0, 1, 2, 3)),)))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_two_threads_that_wrap_at_once_end_in_time(num_hosts):
+    """Which is not supported with several ranks: it works, or is an error."""
+    works = 0
+    for threads in (PAIRS[:2], PAIRS[2:4]), (PAIRS[:2], PAIRS[4:]), (PAIRS[4:], PAIRS[4:]):
+        for seed in range(5):
+            plan = Plan(4, num_hosts, tp=1, threads=threads, late_s=1e-3)
+            job = Job(plan, seed, Speeds(jitter=1.0)).run()
+            assert max(job.ended_s.values()) < 2 * plan.timeout_s + 4
+            assert all(isinstance(error, HookError) for error in job.errors.values())
+            works += not job.errors
+    assert works
+
+
 @pytest.mark.slow
 def test_a_thousand_ranks():
     check(Job(Plan(1024, 128, tp=8, is_in_step=True), 0, Speeds()).run())
@@ -82,17 +147,15 @@ def test_a_thousand_ranks():
 
 # ---- Faults --------------------------------------------------------------------------------------
 
-SMALL = Plan(6, 3, tp=2)  # ranks 0, 2 and 4 are the first ones of their hosts
 
-
-def explore(rank, kind, seed, every=1):
+def explore(rank, kind, seed, every=1, plan=SMALL):
     """Let a rank, or its host, fail at each step that it makes; all others must end as they
     should.
     """
-    steps = Job(SMALL, seed, Speeds(jitter=1.0)).run().cluster.processes[rank].steps
+    steps = Job(plan, seed, Speeds(jitter=1.0)).run().cluster.processes[rank].steps
     assert len(steps) > 20
     for number, step in enumerate(steps[::every]):
-        job = Job(SMALL, seed, Speeds(jitter=1.0), Fault(rank, number * every, kind)).run()
+        job = Job(plan, seed, Speeds(jitter=1.0), Fault(rank, number * every, kind)).run()
         assert job.cluster.died
         assert not job.problems(), (seed, rank, kind, number * every, step)
 
@@ -105,6 +168,44 @@ def test_a_rank_that_dies_at_any_step_is_named(rank):
 @pytest.mark.parametrize("kind", ["host", "silent host"])
 def test_a_host_that_fails_at_any_step_is_named(kind):
     explore(2, kind, 0, every=6)
+
+
+@pytest.mark.parametrize("kind", ["rank", "host", "silent host"])
+def test_the_host_of_the_store_is_named_at_whatever_step_it_fails(kind):
+    explore(0, kind, 0, every=7, plan=HELD)
+
+
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("times", [6e4, 1e5, 2e5, 4e5, 3e6])
+def test_a_host_that_is_too_slow_is_named(host, times):
+    job = Job(SMALL, 0, Speeds(slow_host=host, times=times)).run()
+    assert len(job.errors) == SMALL.num_ranks
+    assert not job.problems()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rank", "host", "silent host"])
+@pytest.mark.parametrize("rank", [0, 8, 13])
+def test_what_fails_among_many_ranks_is_named(kind, rank):
+    explore(rank, kind, 0, every=29, plan=Plan(64, 16, tp=4, stays=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_host_is_no_error_or_named(seed):
+    for host in range(3):
+        for power in range(20, 66, 2):  # 100 to 3,000,000
+            speeds = Speeds(slow_host=host, times=10 ** (power / 10), jitter=1.0)
+            job = Job(SMALL, seed, speeds).run()
+            assert len(job.errors) in (0, SMALL.num_ranks), (seed, host, power)
+            assert not job.problems(), (seed, host, power)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["rank", "host", "silent host"])
+def test_the_host_of_the_store_is_named_at_any_step(kind, seed):
+    explore(0, kind, seed, plan=HELD)
 
 
 @pytest.mark.slow
