@@ -37,7 +37,7 @@ _LEADERS_SLACK_S = 3.0  # for the first rank of a host to tell the others why it
 
 _groups: dict[tuple[tuple[int, ...], int], PrivateGroup] = {}
 _released: list[PrivateGroup] = []  # whose memory a GPU may still write to
-_num_local = 0  # wrapped models without peers that use the pool
+_num_users = 0  # of the pool, besides groups: wrapped models without peers, groups in the making
 _acquired: Counter[tuple[int, ...]] = Counter()  # requests by ranks: the same on all members
 
 
@@ -165,9 +165,7 @@ class PrivateGroup:
         if self.num_users <= 0:
             _groups.pop((self.ranks, self.number), None)
             _released.append(self)
-        if not _groups:
-            rendezvous.close_connection()
-        _free_memory()
+        _free_unused()
 
     def abort(self, reason: str) -> None:
         """Mark the group as unusable, and end all waits in it."""
@@ -192,6 +190,14 @@ def acquire(
         HookError: some of the ranks did not arrive within ``timeout_s`` seconds; the message names
             them.
     """
+    use_pool()  # the last group may be collected meanwhile
+    try:
+        return _acquire(ranks, timeout_s, device)
+    finally:
+        release_pool()
+
+
+def _acquire(ranks: tuple[int, ...], timeout_s: float, device: str) -> tuple[PrivateGroup, int]:
     _acquired[ranks] += 1
     number = _acquired[ranks]
     path = ("flex_model/" + hashlib.sha1(repr(ranks).encode()).hexdigest()[:16],)
@@ -250,35 +256,42 @@ def _meeting(number: int) -> str:
     return f"meeting/{number}"
 
 
+def use_pool() -> None:
+    """Keep this process's pool open, if it is, and its connection to the store. Local."""
+    global _num_users
+    _num_users += 1
+
+
 def open_pool() -> None:
-    """Open this process's pool for a wrapped model without peers, whose GPU copies to page-locked
-    memory. Local.
+    """Open the pool for a wrapped model without peers, whose GPU copies to page-locked memory, and
+    ``use_pool``. Local.
 
     ValueError if a setting of the pool is invalid.
     """
-    global _num_local
     _C.set_arena_limit(Settings.now().limit_bytes())
-    _num_local += 1
+    use_pool()
     with contextlib.suppress(RuntimeError):  # a forked process has none
         _C.arena_table()
 
 
 def release_pool() -> None:
-    """Undo ``open_pool``. Local."""
-    global _num_local
-    _num_local -= 1
-    _free_memory()
+    """Undo ``use_pool``. Local."""
+    global _num_users
+    _num_users -= 1
+    _free_unused()
 
 
-def _free_memory() -> None:
-    """Unlock the memory of released groups, and of the pool if nothing uses it, unless a GPU may
-    still write there.
+def _free_unused() -> None:
+    """Close what groups share if nothing uses it any more: the connection to the store, and the
+    pool; and unlock the memory of released groups, unless a GPU may still write there.
     """
+    if not _groups and not _num_users:
+        rendezvous.close_connection()
     if host_copies.of_process.may_run():
         return
     while _released:
         _released.pop().locks.release()
-    if not _groups and not _num_local:
+    if not _groups and not _num_users:
         page_locks.of_arena.release()
         _C.close_arena()
 

@@ -20,6 +20,7 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shard, ShardLayout
+from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError
 
@@ -435,6 +436,34 @@ def test_memory_offered_to_a_peer_that_never_came_is_not_given_out_again():
             del again[:]  # this memory is
             assert empty([200_000], torch.float32).data_ptr() in given[1:-1]
         dist.barrier()
+
+
+@pytest.mark.ranks(2, alone=True)
+def test_a_group_may_be_collected_while_another_is_made(monkeypatch):
+    """It was the last one, so it closed the pool and the connection of the one in the making."""
+    layer = torch.nn.Linear(64, 64, bias=False).requires_grad_(False)
+    first = [FlexModel(layer, data_parallel_size=2, timeout=5)]
+    all_gather = Rendezvous.all_gather
+
+    def collected(self, *args):
+        texts = all_gather(self, *args)
+        while first:
+            first.pop().restore()
+        return texts
+
+    monkeypatch.setattr(Rendezvous, "all_gather", collected)
+    x = models.random(512, 64).float()
+    with FlexModel(layer, {}, data_parallel_size=2, timeout=20) as flex:
+        assert not first
+        edit = HookFunction("", editing_function=lambda m, full, s, ms: full + full.flip(0))
+        flex.register_forward_hook(edit)
+        flex.annotate_layout("", dp=Shard(0))
+        for _ in range(2):
+            full = x @ layer.weight.T
+            parts = torch.cat([full, full])
+            mine = slice(512 * dist.get_rank(), 512 * dist.get_rank() + 512)
+            torch.testing.assert_close(flex(x), (parts + parts.flip(0))[mine])
+        assert _C.arena_bytes()[0]  # on both
 
 
 @pytest.mark.ranks(2)
