@@ -56,7 +56,7 @@ class HookHandlers:
         self.runs, self._backwards, self._graphs = runs, backwards, graphs
         self._communicator, self._tracking, self._own_batch = communicator, tracking, own_batch
         self._step, self._on_failure = step, on_failure
-        self._turns = Turns(communicator.timeout_s)
+        self._turns = Turns(communicator.timeout_s, communicator.is_local)
 
     # ---- Forward ---------------------------------------------------------------------------------
 

@@ -6,18 +6,23 @@ import threading
 
 from flex_model.errors import HookError
 
+_of_process = threading.RLock()
+
 
 class Turns:
-    """A lock for the hooks of one FlexModel: autograd has a thread for each device, so a backward
+    """A lock for the hooks of a backward: autograd has a thread for each device, so a backward
     through a model on several devices calls hooks of two of them at the same time. They share the
-    runs, the records, and torch's random numbers on the CPU. Local.
+    runs, the records, and the process's random numbers on the CPU. Local.
 
     Args:
         timeout_s: The deadline of a wait, in seconds.
+        is_local: All hooks of this process take turns, also those of other FlexModels; where they
+            wait for other ranks, only those of one FlexModel, for two FlexModels could wait for
+            each other.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self._lock = threading.RLock()
+    def __init__(self, timeout_s: float, is_local: bool) -> None:
+        self._lock = _of_process if is_local else threading.RLock()
         self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
 
     def __enter__(self) -> None:

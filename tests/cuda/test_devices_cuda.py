@@ -25,7 +25,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize(
+    "places", [pytest.param(p, marks=[pytest.mark.slow] * (p == "two GPUs")) for p in PLACES]
+)
 @pytest.mark.parametrize("case", device_maps.CASES)
 def test_a_dispatched_model(case, places, tmp_path_factory):
     accelerate = pytest.importorskip("accelerate")
@@ -89,7 +91,9 @@ class Branches(nn.Module):
 
 @several
 def test_gradient_hooks_in_the_threads_of_several_devices():
-    """They draw random numbers, and what the user draws afterwards is the same."""
+    """They draw random numbers, those of two FlexModels too, and what the user draws afterwards is
+    the same.
+    """
 
     def run(devices):
         threads, results = set(), []
@@ -101,11 +105,12 @@ def test_gradient_hooks_in_the_threads_of_several_devices():
                 full = full * 1.0
             return full + noise.to(full.device)
 
-        records = {}
-        flex = FlexModel(Branches(devices), records)
+        records, other_records, model = {}, {}, Branches(devices)
+        flex, other = FlexModel(model, records), FlexModel(model, other_records)
         for name in flex.wrapped_module_names:
             if name.count(".") == 2:
-                flex.register_full_backward_hook(HookFunction(name, editing_function=add_noise))
+                for one in (flex, other):
+                    one.register_full_backward_hook(HookFunction(name, editing_function=add_noise))
         parameter = "branches.0.3.weight"
         flex.register_hook(HookFunction(parameter, editing_function=lambda m, g, s, ms: g * 2))
         for seed in range(5):
@@ -113,7 +118,7 @@ def test_gradient_hooks_in_the_threads_of_several_devices():
             x = models.random(4, 8).requires_grad_()
             flex(x).pow(2).sum().backward()
             results += [x.grad, flex.get_module_gradient(parameter), torch.rand(3)]
-        return [results, dict(records)], len(threads)
+        return [results, records, other_records], len(threads)
 
     (expected, _), (found, num_threads) = run(["cpu"] * 3), run(["cpu", "cuda:0", "cuda:1"])
     assert num_threads == 3
@@ -121,7 +126,7 @@ def test_gradient_hooks_in_the_threads_of_several_devices():
 
 
 def test_a_gradient_hook_waits_for_another_thread_until_the_deadline():
-    turns, raised = Turns(0.05), []
+    turns, raised = Turns(0.05, is_local=False), []
 
     def wait():
         try:
