@@ -522,8 +522,8 @@ class FlexModel(nn.Module):
         ``module_name`` is the parameter's name; the editing function's ``current_module`` is None.
 
         Raises:
-            ValueError: an unknown parameter, one that needs no gradient, or one whose full averaged
-                gradient is not available.
+            ValueError: an unknown parameter, one that needs no gradient, one that accelerate
+                offloads, or one whose full averaged gradient is not available.
         """
         return self._register(hook_function, "tensor")
 
@@ -1018,7 +1018,8 @@ class FlexModel(nn.Module):
         rank; None without one. Collective.
 
         Raises:
-            ValueError: as ``get_module_parameter``; a gradient that the ranks have still to reduce;
+            ValueError: as ``get_module_parameter``; a parameter that accelerate offloads, whose
+                gradient is not kept; a gradient that the ranks have still to reduce;
                 FSDP1 with ``use_orig_params=False``, which keeps one for all parameters of a unit.
         """
         self._check_open()

@@ -43,6 +43,16 @@ class Scope:
         return self.modules[name]
 
 
+def input_of(module: nn.Module, part: Tensor) -> Tensor:
+    """Return the part of an activation where a trainable module computes: on the device of its
+    parameters. The activation moves, not the module, which may be used by layers of several
+    devices, and whose weights are larger.
+    """
+    parameter = next(module.parameters(), part)
+    # accelerate loads weights on the meta device when the module runs, and moves the input.
+    return part if parameter.is_meta else part.to(parameter.device)
+
+
 class Edit:
     """An editing function, ``edit(current_module, inputs, save_ctx, modules) -> Tensor``.
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flex_model.editing.edit import Edit, Scope, check_number, format_call
+from flex_model.editing.edit import Edit, Scope, check_number, format_call, input_of
 from flex_model.editing.region import Region
 from flex_model.selection.selectors import Selector
 
@@ -154,7 +154,8 @@ def tuned_lens(
 
     The logits that ``take`` returns are in the translator's graph (not in a pipeline, which sends
     them), so a loss of them trains the translator. Every rank has the same loss and the same
-    gradient; don't sum gradients over ranks. The model gets no gradient.
+    gradient; don't sum gradients over ranks. The model gets no gradient. The translator computes on
+    the device of its own parameters; the logits are on the layer's.
 
     Args:
         translator: The name of a registered trainable module.
@@ -186,7 +187,7 @@ def _lens(
     def logits_of(hidden: Tensor, scope: Scope) -> Tensor:
         if translator is not None:
             module = scope.trainable(translator, what)
-            hidden = hidden + module(hidden)
+            hidden = hidden + module(input_of(module, hidden)).to(hidden.device)
         weight, shift = (
             None if given is None else scope.parameters[given] for given in (norm, norm_bias)
         )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flex_model.editing.edit import Edit, Scope, format_call
+from flex_model.editing.edit import Edit, Scope, format_call, input_of
 from flex_model.editing.region import Region
 from flex_model.selection.selection import SelectionArguments
 
@@ -32,7 +32,9 @@ def splice(
         splice("adapter", add=True)                                 # x + adapter(x)
         splice("sae", latents=clamp(8.0, 8.0, units=41), error=True)  # a feature is set
 
-    Gradients reach the module's parameters, the same on every rank, and the model before it.
+    Gradients reach the module's parameters, the same on every rank, and the model before it. The
+    module computes on the device of its own parameters: where the layer is on another one, the
+    activation moves there and the output back.
 
     Args:
         name: The name passed to ``register_trainable_module``.
@@ -62,14 +64,14 @@ def splice(
         module = scope.trainable(name, "splice")
 
         def change(part: Tensor) -> Tensor:
-            parameter = next(module.parameters(), part)
-            output = _reconstruct(module, part.to(parameter.dtype), latents, error, scope)
+            inputs = input_of(module, part).to(next(module.parameters(), part).dtype)
+            output = _reconstruct(module, inputs, latents, error, scope)
             if not isinstance(output, Tensor) or output.shape != part.shape:
                 got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
                 raise ValueError(
                     f"splice: {name!r} must return a tensor of shape {tuple(part.shape)}, got {got}"
                 )
-            output = output.to(part.dtype)
+            output = output.to(part.device, part.dtype)
             return part + output if add else output
 
         return region.replace(full, change)

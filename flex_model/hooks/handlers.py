@@ -21,6 +21,7 @@ from flex_model.hooks.own_batch import OwnBatch
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
+from flex_model.hooks.turns import Turns
 from flex_model.layouts import follow
 from flex_model.runs import remembered_runs
 from flex_model.runs.backward_passes import BackwardPasses
@@ -55,6 +56,7 @@ class HookHandlers:
         self.runs, self._backwards, self._graphs = runs, backwards, graphs
         self._communicator, self._tracking, self._own_batch = communicator, tracking, own_batch
         self._step, self._on_failure = step, on_failure
+        self._turns = Turns(communicator.timeout_s, communicator.is_local)
 
     # ---- Forward ---------------------------------------------------------------------------------
 
@@ -62,9 +64,11 @@ class HookHandlers:
         """Run a forward or forward-pre hook; return the tree that the model continues with."""
         if self._is_silent():
             return tree
-        self.runs.check_entry()
         if in_backward():
-            return self._replay(registration, module, tree)
+            with self._turns:
+                self.runs.check_entry()
+                return self._replay(registration, module, tree)
+        self.runs.check_entry()
         if registration.hook.replays:
             return tree  # it is installed for a backward that runs in another thread
         run = self.runs.current or self.runs.begin_deferred()
@@ -215,15 +219,16 @@ class HookHandlers:
             module = module_ref()
             if grad is None or module is None or self._is_silent():
                 return grad
-            graph.enter()
-            self._backwards.begin(run)
-            for registration, number, evidence in zip(registrations, numbers, evidences):
-                if self._communicator.failure.held is not None:
-                    break
-                of_call = run.of_calls(registration)
-                call = HookCall(registration, module, of_call, False, number, evidence)
-                grad = self._gradient(call, grad, run.batch)
-            return grad
+            with self._turns:
+                graph.enter()
+                self._backwards.begin(run)
+                for registration, number, evidence in zip(registrations, numbers, evidences):
+                    if self._communicator.failure.held is not None:
+                        break
+                    of_call = run.of_calls(registration)
+                    call = HookCall(registration, module, of_call, False, number, evidence)
+                    grad = self._gradient(call, grad, run.batch)
+                return grad
 
         return Handler(handle, evidences)
 
@@ -233,16 +238,18 @@ class HookHandlers:
         """Run the hooks on a parameter's gradient; return the gradient that replaces it. Without a
         gradient they are not called; ranks that have one find this one at the end of the backward.
         """
-        run = self.runs.of_parameters()
-        self._backwards.begin(run)
-        if grad is None:
-            return None
-        for registration in registrations:
-            if self._communicator.failure.held is not None:
-                break
-            evidence = Evidence(key=self._tracking.num_followed)
-            grad = self._gradient(HookCall(registration, None, run, evidence=evidence), grad, None)
-        return grad
+        with self._turns:
+            run = self.runs.of_parameters()
+            self._backwards.begin(run)
+            if grad is None:
+                return None
+            for registration in registrations:
+                if self._communicator.failure.held is not None:
+                    break
+                evidence = Evidence(key=self._tracking.num_followed)
+                call = HookCall(registration, None, run, evidence=evidence)
+                grad = self._gradient(call, grad, None)
+            return grad
 
     def refuse_parameter_hooks(self, registration: Registration, error: Exception) -> None:
         """Fail with an error that all ranks raise, instead of ``run_parameter_hooks``."""

@@ -30,6 +30,16 @@ def read(root: nn.Module, full_name: str) -> Tensor:
     return weights[key]
 
 
+def check_gradient(what: str, root: nn.Module, full_name: str) -> None:
+    """ValueError for a parameter that gets no gradient because it is offloaded. Local."""
+    if is_offloaded(root, full_name) and root.get_parameter(full_name).requires_grad:
+        raise ValueError(
+            f"{what}: accelerate offloads {clean(root, full_name)!r}: each forward uses a copy of "
+            "it on the device, and the copy's gradient is dropped; keep its layer on a device in "
+            "device_map, or hook the gradients of the module"
+        )
+
+
 def write(root: nn.Module, full_name: str, value: Tensor) -> None:
     """Set the weights of an offloaded parameter, under all its names. Local.
 

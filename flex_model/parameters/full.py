@@ -74,6 +74,7 @@ class Parameters:
     def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
         """Return the full ``.grad``, on the CPU, on every rank; None where there is none."""
         with self._found(name, sharded=True, with_grads=True) as found:
+            offload.check_gradient("get_module_gradient", self._root, found.full_name)
             gradient = found.gradient
             if not self._communicator.is_local:
                 there = gradient is not None

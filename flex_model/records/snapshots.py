@@ -18,7 +18,7 @@ from flex_model.distributed.transports import host_copies
 from flex_model.distributed.transports.to_host import to_host
 from flex_model.hooks import cuda_graphs
 
-MAX_GPU_BYTES = 1 << 30  # of the clones on a rank's GPU
+MAX_GPU_BYTES = 1 << 30  # of the clones on a rank's GPUs, together
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class Snapshots:
     of one tensor on several kinds of devices.
 
     Args:
-        max_gpu_bytes: The most bytes of snapshots on this rank's GPU.
+        max_gpu_bytes: The most bytes of snapshots on this rank's GPUs, together.
     """
 
     def __init__(self, max_gpu_bytes: int = MAX_GPU_BYTES) -> None:
@@ -104,16 +104,16 @@ class Snapshots:
 
     def to_cpu(self, snapshots: list[Snapshot]) -> None:
         """Move those that are on a GPU to the CPU."""
-        elsewhere = [s for s in snapshots if host_copies.is_on_gpu(s.tensor)]
-        if not elsewhere:
-            return
-        if kernels.why_unusable(elsewhere[0].tensor.device):
-            for snapshot in elsewhere:
+        fast = []
+        for snapshot in snapshots:
+            if not host_copies.is_on_gpu(snapshot.tensor):
+                continue
+            if kernels.why_unusable(snapshot.tensor.device):  # the devices of one model may differ
                 snapshot.wait()
-            copies = [memory.copy(s.tensor) for s in elsewhere]
-        else:
-            copies = to_host([(s.tensor, s.ready) for s in elsewhere])
-        for snapshot, copy in zip(elsewhere, copies):
+                snapshot.replace_by(memory.copy(snapshot.tensor))
+            else:
+                fast.append(snapshot)
+        for snapshot, copy in zip(fast, to_host([(s.tensor, s.ready) for s in fast])):
             snapshot.replace_by(copy)
 
     def drop(self, snapshots: list[Snapshot]) -> None:

@@ -15,7 +15,7 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.site import Moment
 from flex_model.hooks.table import EVERYTHING
-from flex_model.integrations import cut, fsdp, model_mesh
+from flex_model.integrations import cut, fsdp, model_mesh, offload
 from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.statements import Statement
 from flex_model.names import clean, find_module, find_parameter, module_names
@@ -196,7 +196,8 @@ class ModuleRunner:
                 "hooks a local, flattened gradient; use torch.distributed.fsdp.fully_shard, or "
                 "hook the module's gradients"
             )
-        _, _, parameter = find_parameter(root, name)
+        full_name, _, parameter = find_parameter(root, name)
+        offload.check_gradient("register_hook", root, full_name)
         if not parameter.requires_grad:
             raise ValueError(
                 f"register_hook: parameter {clean(root, name)!r} does not require a "

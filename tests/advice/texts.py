@@ -26,6 +26,8 @@ ELSEWHERE = {
     "loaded with pp_size": "test_mesh_dims: instead of Hugging Face's pipeline",
     "but the device_mesh {}; give one of them": "test_errors: what is no group and no mesh",
     "give a process_group of its ranks if": "test_model_mesh: a group of some ranks",
+    "keep its layer on a device": "test_device_map: the gradient of an offloaded parameter",
+    "give FlexModel a longer timeout= if it": "cuda/test_devices_cuda: threads of two devices",
     "which is not written to": "needs accelerate's offloading to disk",
     "set it before the model is dispatched": "needs accelerate's offloading",
     "reduce gradients over the ranks first": "needs Megatron's finalize_model_grads",

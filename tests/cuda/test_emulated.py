@@ -100,3 +100,21 @@ def test_freed_memory_goes_to_the_next_tensor_of_the_stream():
         assert torch.empty(SIZES, device="cuda").data_ptr() != place
     assert torch.empty((60, 64), device="cuda").data_ptr() == place
     assert not torch.cuda.current_stream().query()
+
+
+def test_tensors_of_several_devices():
+    """A kernel takes tensors of one device, numbers of the CPU besides; copies wait for both."""
+    full = torch.randn(SIZES)
+    first, second = full.to("cuda:0"), torch.zeros(SIZES, device="cuda:1")
+    for other in (second, full):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            first + other
+    assert torch.equal((first * torch.tensor(2.0)).cpu(), full * 2)
+    assert torch.equal(first[torch.tensor([1, 0])].cpu(), full[[1, 0]])
+    for _ in range(5):
+        torch.cuda._sleep(200_000_000)
+        first.add_(1)
+        full = full + 1
+        assert torch.equal((first.to("cuda:1") + 1).cpu(), full + 1)
+        second.copy_(first)
+        assert torch.equal(second.cpu(), full)

@@ -44,6 +44,13 @@ def refuse_in_capture():
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
+class Graph:
+    """``torch.cuda.CUDAGraph``."""
+
+    def replay(self):
+        pass
+
+
 class Capture:
     """``torch.cuda.graph``: its work is done at once, and a replay does nothing."""
 

@@ -9,7 +9,6 @@ kernels do all their work on the stream.
 import importlib
 import sys
 import warnings
-from types import SimpleNamespace
 
 from tests.cuda.emulated import runtime  # before torch
 
@@ -21,6 +20,8 @@ from tests.cuda.emulated import symmetric_memory
 
 # Left as they are: they move no bytes.
 WITHOUT_WORK = ("set_", "is_set_to", "resize_")
+# Those that take tensors of several devices.
+TAKE_INDICES_OF_THE_CPU = ("index", "index_put", "index_put_", "_index_put_impl_")
 generators = ()
 _library = torch.library.Library("aten", "IMPL")
 _sync_debug_mode = "default"
@@ -62,6 +63,19 @@ def device_among(values):
     return found[0]
 
 
+def check_devices(values, device):
+    """As torch's own kernels, which take numbers of the CPU beside tensors of one GPU."""
+
+    def check(tensor):
+        if tensor.device != device and (tensor.is_cuda or tensor.dim()):
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{device} and {tensor.device}!"
+            )
+
+    tree_map_only(torch.Tensor, check, values)
+
+
 def on_cpu(operator):
     """A kernel that computes on the CPU."""
     schema = operator._schema
@@ -72,6 +86,8 @@ def on_cpu(operator):
     def kernel(*args, **kwargs):
         values = dict(zip(names, args)) | kwargs
         device = device_among(list(values.values()))
+        if operator._schema.name.partition("::")[2] not in TAKE_INDICES_OF_THE_CPU:
+            check_devices(list(values.values()), device)
         if operator is torch.ops.aten._local_scalar_dense.default:
             wait_for_device(device)
         runtime.current_stream(device).settle()
@@ -120,6 +136,8 @@ def call(operator, values):
 
 def copy_(to, source, non_blocking=False):
     source = source.resolve_conj().resolve_neg()
+    if to.is_cuda and source.is_cuda and to.device != source.device:
+        return copy_between_devices(to, source)
     device = to.device if to.is_cuda else source.device
     crosses = to.device.type != source.device.type
     on_host = [t for t in (to, source) if not t.is_cuda and t.numel()]
@@ -136,6 +154,16 @@ def copy_(to, source, non_blocking=False):
             target.copy_(origin)
         return to
     queue_copy(target, origin.expand(to.shape), device)
+    return to
+
+
+def copy_between_devices(to, source):
+    """On the source's stream, after the target's, which waits for the copy: as torch does."""
+    source = source.to(to.dtype).expand(to.shape)
+    sender, receiver = map(runtime.current_stream, (source.device, to.device))
+    sender.wait_stream(receiver)
+    queue_copy(host(to), host(source), source.device)
+    receiver.wait_stream(sender)
     return to
 
 
@@ -205,7 +233,7 @@ def install():
     for name in ("Event", "Stream", "current_device", "current_stream", "device_count"):
         setattr(cuda, name, getattr(runtime, name))
     cuda.is_current_stream_capturing = lambda: runtime.is_capturing
-    cuda.CUDAGraph, cuda.graph = lambda: SimpleNamespace(replay=lambda: None), runtime.Capture
+    cuda.CUDAGraph, cuda.graph = runtime.Graph, runtime.Capture
     for name in ("set_device", "synchronize"):
         setattr(cuda, name, getattr(runtime, name))
     symmetric_memory.install()
