@@ -113,6 +113,8 @@ class Snapshots:
                 snapshot.replace_by(memory.copy(snapshot.tensor))
             else:
                 fast.append(snapshot)
+        if not fast:
+            return
         for snapshot, copy in zip(fast, to_host([(s.tensor, s.ready) for s in fast])):
             snapshot.replace_by(copy)
 
