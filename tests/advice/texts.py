@@ -26,6 +26,7 @@ ELSEWHERE = {
     "loaded with pp_size": "test_mesh_dims: instead of Hugging Face's pipeline",
     "but the device_mesh {}; give one of them": "test_errors: what is no group and no mesh",
     "give a process_group of its ranks if": "test_model_mesh: a group of some ranks",
+    "and such parts can't be joined packed": "test_quantized: shards that unpack themselves",
     "which is not written to": "needs accelerate's offloading to disk",
     "set it before the model is dispatched": "needs accelerate's offloading",
     "reduce gradients over the ranks first": "needs Megatron's finalize_model_grads",
