@@ -8,7 +8,7 @@ no entry is refused: bytes are never returned as values.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +97,33 @@ def _refusal(site: str, kind: Kind, why: str) -> str:
         f"{site} is packed ({kind.name}) and can't be read as full values: {why}; "
         "read the packed tensor with get_module_parameter(..., raw=True)"
     )
+
+
+def parts(module: nn.Module, leaf_name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain tensors that hold a packed weight and are not the module's own, by name: each
+    is whole where the weight is. Local.
+    """
+    if unpacks_itself(tensor):
+        names: list[str] = getattr(tensor, "__tensor_flatten__", lambda: ([], None))()[0]
+        held = [(name, getattr(tensor, name)) for name in names]
+    else:
+        is_4_bit = _bitsandbytes(module, leaf_name, tensor) is not None
+        held = _parts_4bit(_state_4bit(module)) if is_4_bit else []
+    yield from ((name, part) for name, part in held if type(part) is Tensor)
+
+
+def drops_scales(
+    name: str, stored: Tensor, own: Tensor, names: Callable[[], Iterable[str]]
+) -> bool:
+    """Whether a stored weight, cast to the dtype of the model's own, would lose its scales:
+    integers, and float8 with scales beside it. Local.
+
+    Args:
+        names: Returns the names of all stored tensors.
+    """
+    if not own.is_floating_point() or own.dtype in _NARROW or not _is_narrow(stored):
+        return False
+    return not stored.is_floating_point() or any(one.startswith(f"{name}_scale") for one in names())
 
 
 def not_written(kind: Kind, site: str) -> str:
@@ -208,6 +235,15 @@ def _state_4bit(module: nn.Module) -> Any:
     """Return bitsandbytes' state of a weight; None before the weight is quantised."""
     weight = module._parameters.get("weight")
     return getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
+
+
+def _parts_4bit(state: Any) -> list[tuple[str, Any]]:
+    """Return the scales of a weight, and the scales of those, by name."""
+    if state is None:
+        return []
+    held = [(name, getattr(state, name, None)) for name in ("absmax", "code", "offset")]
+    nested = _parts_4bit(getattr(state, "state2", None))
+    return held + [(f"state2.{name}", part) for name, part in nested]
 
 
 def _shape_4bit(module: nn.Module, leaf_name: str, packed: Tensor) -> Shape | None:

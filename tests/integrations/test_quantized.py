@@ -1,5 +1,7 @@
 """Models of quantised and compressed weights, with hooks; their weights, read and not written."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from torch.testing import assert_close
 
 import models
 import quantized_layers
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookFunction, sequential
 from quantized_layers import KINDS, READABLE, UNKNOWN, Int4Linear, Packed, build
 
 BATCH = models.random(4, 8, dtype=torch.float32)
@@ -215,7 +217,7 @@ def tp_mesh():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [*UNKNOWN, "a tensor that unpacks itself"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bitsandbytes 8 bits"])
 def test_hooks_under_data_parallelism_see_what_one_process_sees(kind):
     output, gradient, seen = unhooked(kind)
     records = {}
@@ -229,6 +231,43 @@ def test_hooks_under_data_parallelism_see_what_one_process_sees(kind):
     assert_close(batch.grad / 2, gradient.chunk(2)[rank])
     assert_close(records["blocks.0.act"], [seen["act"]])
     assert_close(records["blocks.1.up"], [seen["up"]])
+    assert_close(records["gradient"], [seen["gradient"]])
+
+
+@pytest.mark.ranks(2)
+def test_outliers_of_a_batch_are_not_those_of_its_parts():
+    """bitsandbytes' 8 bits may treat units by the largest value of all rows."""
+    flex = FlexModel(build("bitsandbytes 8 bits"), data_parallel_size=2)
+    flex.register_forward_hook(HookFunction("blocks.0.act"))
+    with pytest.raises(ValueError, match="over the data-parallel ranks is not known"):
+        flex(BATCH.chunk(2)[dist.get_rank()])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes 4 bits"])
+def test_the_parts_of_a_weight_are_whole_only_where_it_is_stated_to_be(kind):
+    from torch.distributed.tensor import Replicate, Shard
+
+    output, gradient, seen = unhooked(kind)
+    model, records = build(kind), {}
+    flex = FlexModel(model, records, tensor_parallel_size=2, output_ranks="all")
+    handle = flex.register_forward_hook(HookFunction("blocks.0.up"))
+    with pytest.raises(ValueError, match="is not known"):
+        flex(BATCH)
+    flex.annotate_layout("", kind="parameter", tp=Replicate())
+    flex.annotate_layout("blocks.0.up.weight", kind="parameter", tp=Shard(0))
+    with pytest.raises(ValueError, match="is not known"):
+        flex(BATCH)
+    handle.remove()
+    flex = FlexModel(model, records, tensor_parallel_size=2, output_ranks="all")
+    flex.annotate_layout("", kind="parameter", tp=Replicate())
+    hooked(flex, records)
+    batch = BATCH.clone().requires_grad_()
+    ours = flex(batch)
+    (ours * BATCH).sum().backward()
+    assert_close(ours.detach(), output)
+    assert_close(batch.grad, gradient)
+    assert_close(records["blocks.0.act"], [seen["act"]])
     assert_close(records["gradient"], [seen["gradient"]])
 
 
@@ -399,6 +438,47 @@ def test_hooks_under_tensor_parallelism_see_what_one_process_sees_once_layouts_a
     assert_close(records["gradient"], [seen["gradient"]])
     packed = build(kind).blocks[0].up.weight.detach()
     assert torch.equal(flex.get_module_parameter(WEIGHT, raw=True), packed)
+
+
+# ---- Sequential runs -----------------------------------------------------------------------------
+
+
+def sequentially(model, state):
+    """Run the model on ``meta``, its weights read from a state dict, block by block."""
+    flex = FlexModel(copy.deepcopy(model).to("meta"), records := {})
+    flex.register_forward_hook(HookFunction("blocks.0.act", editing_function=edit))
+    weights = sequential.DictWeights(state)
+    with torch.no_grad():
+        (output,) = sequential.run(flex, [BATCH], ["re:blocks.[0-9]$"], weights=weights)
+    return output, records
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_sequential_run_of_quantised_layers_is_that_of_the_model(kind):
+    output, _, seen = unhooked(kind)
+    model = build(kind)
+    ours, records = sequentially(model, model.state_dict())
+    assert_close(ours, output, rtol=0, atol=0)
+    assert_close(records["blocks.0.act"], [seen["act"]], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [*UNKNOWN, "float8"])
+def test_a_sequential_run_does_not_drop_the_scales_of_its_weights(kind):
+    plain = models.seeded(quantized_layers.Model)
+    state = plain.state_dict()
+    if kind == "float8":
+        state[WEIGHT] = (state[WEIGHT] * 4).to(torch.float8_e4m3fn)
+        unscaled = dict(state)
+        state[f"{WEIGHT}_scale_inv"] = torch.full((1, 1), 0.25)
+    else:
+        state = build(kind).state_dict()
+    with pytest.raises(ValueError, match=r"blocks.0.up.weight' is quantised in the weights"):
+        sequentially(plain, state)
+    if kind == "float8":  # float8 without scales is what it is
+        ours, _ = sequentially(plain, unscaled)
+        plain.load_state_dict(unscaled)
+        plain.blocks[0].act.register_forward_hook(lambda module, args, output: mixed(output))
+        assert torch.equal(ours, plain(BATCH))
 
 
 def test_the_layers_made_by_hand_pack_what_they_say():
