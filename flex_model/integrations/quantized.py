@@ -77,7 +77,7 @@ def values(
     if kind.values is None:
         raise ValueError(_refusal(site, kind, "no way to unpack it is known"))
     if is_part and not kind.in_tensor:
-        why = "its scales are in another tensor, and FSDP shards both"
+        why = "FSDP shards it, and its scales are kept apart"
         raise ValueError(_refusal(site, kind, why))
     local = _local(tensor)
     try:

@@ -335,7 +335,7 @@ def test_float8_sharded_by_fsdp_is_not_unpacked_shard_by_shard():
             part = DTensor.from_local(bits_here, mesh, [Shard(0)], run_check=False)
         setattr(layer, name, nn.Parameter(part, requires_grad=False))
     flex = FlexModel(layer)
-    with pytest.raises(ValueError, match=r"FSDP shards both.*raw=True"):
+    with pytest.raises(ValueError, match=r"FSDP shards it, and its scales.*raw=True"):
         flex.get_module_parameter("weight")
     assert flex.get_module_parameter("weight", raw=True).shape == (8, 12)
 
