@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
-import quantized_layers
 from advice.row import BATCH, Row, double, run, wrapped
 from flex_model import FlexModel, HookFunction, Select, pytree
 from flex_model.distributed.placement import Shard
@@ -35,24 +34,6 @@ def patterns(name, *queries, is_training=False):
     for i, one in enumerate(queries or (None,)):
         flex.register_forward_hook(flex.attention(name, queries=one, output_name=f"pattern {i}"))
     flex(torch.arange(10).view(2, 5))
-
-
-PACKED = "blocks.0.up.weight"
-
-
-def set_quantized(kind, replace=False):
-    """Write zeros to a quantised weight, or to that of a plain layer with its values."""
-    model = quantized_layers.build(kind)
-    if replace:
-        values = FlexModel(model).get_module_parameter(PACKED)
-        model.blocks[0].up = nn.Linear(16, 32)
-        FlexModel(model).set_module_parameter(PACKED, values)
-    FlexModel(model).set_module_parameter(PACKED, torch.zeros(32, 16))
-
-
-def read_quantized(raw=False):
-    flex = FlexModel(quantized_layers.build("two in a byte"))
-    assert flex.get_module_parameter(PACKED, raw=raw).dtype == torch.uint8
 
 
 class Box:
@@ -288,13 +269,6 @@ def trainable(name):
 
 
 ROWS = [
-    # Quantised weights.
-    Row(
-        "replace its layer by one that is not",
-        lambda: set_quantized("a tensor that unpacks itself"),
-        lambda: set_quantized("a tensor that unpacks itself", replace=True),
-    ),
-    Row("read the packed tensor with", read_quantized, lambda: read_quantized(raw=True)),
     # Wrapping.
     Row(
         "give sizes that multiply to",
