@@ -958,21 +958,33 @@ class FlexModel(nn.Module):
     # Parameters and trainable modules.
 
     def get_module_parameter(
-        self, parameter_name: str, expected_shape: Sequence[int | None] | None = None
+        self,
+        parameter_name: str,
+        expected_shape: Sequence[int | None] | None = None,
+        *,
+        raw: bool = False,
     ) -> Tensor:
         """Return the full parameter, detached, on the CPU, on every rank. Collective over the ranks
         of the model.
 
+        Of a quantised or compressed weight (torchao, bitsandbytes, compressed-tensors, float8 of
+        transformers) these are the dequantised values, in the shape of the unpacked weight::
+
+            values = flex.get_module_parameter("layers.0.mlp.up_proj.weight")  # (out, in), floats
+            packed = flex.get_module_parameter("layers.0.mlp.up_proj.weight", raw=True)
+
         Args:
             expected_shape: Shape to check the full parameter against; None for sizes that may vary.
+            raw: Return a packed weight as it is stored: bytes, or its package's tensor.
 
         Raises:
             ValueError: an unknown name (the message has the nearest), a buffer, another full shape,
                 or a layout that is not known: DTensors and layers that state their full sizes have
-                one, that of other shards is stated with ``annotate_layout(kind="parameter")``.
+                one, that of other shards is stated with ``annotate_layout(kind="parameter")``; a
+                packed weight of a kind that can't be unpacked.
         """
         self._check_open()
-        return self._runner.parameters.get(parameter_name, expected_shape, sharded=True)
+        return self._runner.parameters.get(parameter_name, expected_shape, sharded=True, raw=raw)
 
     def set_module_parameter(self, parameter_name: str, full: Tensor) -> None:
         """Write a full value, the same on every rank, into the parameter's shards. Collective, as
@@ -981,14 +993,17 @@ class FlexModel(nn.Module):
         ``full`` is cast to the parameter's dtype, as ``load_state_dict`` does.
 
         Raises:
-            ValueError: an unknown name, a shape that the parameter does not have, or values that
-                differ between ranks.
+            ValueError: an unknown name, a shape that the parameter does not have, values that
+                differ between ranks, or a quantised or compressed weight.
         """
         self._check_open()
         self._runner.parameters.set(parameter_name, full)
 
     def iterate_parameters(
-        self, expected_shapes: Mapping[str, Sequence[int | None]] | None = None
+        self,
+        expected_shapes: Mapping[str, Sequence[int | None]] | None = None,
+        *,
+        raw: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield all full parameters, one at a time: ``(clean name, tensor)``, on the CPU, on every
         rank; tied ones once, by their first name.
@@ -1004,12 +1019,13 @@ class FlexModel(nn.Module):
 
         Args:
             expected_shapes: By clean name, of those that are to be checked.
+            raw: Yield packed weights as they are stored: see ``get_module_parameter``.
 
         Raises:
             ValueError: as ``get_module_parameter``.
         """
         self._check_open()
-        return self._runner.parameters.iterate(expected_shapes)
+        return self._runner.parameters.iterate(expected_shapes, raw=raw)
 
     def get_module_gradient(
         self, parameter_name: str, expected_shape: Sequence[int | None] | None = None

@@ -9,11 +9,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from advice import distributed, editing, files, inspection, model, pipelining, sequential, sharded
+from advice import (
+    distributed,
+    editing,
+    files,
+    inspection,
+    model,
+    pipelining,
+    quantized,
+    sequential,
+    sharded,
+)
 from advice.texts import ELSEWHERE, texts
 
 SOURCE = Path(__file__).parent.parent / "flex_model"
-IN_ONE_PROCESS = (model, distributed, editing, files, inspection, pipelining, sequential)
+IN_ONE_PROCESS = (model, distributed, editing, files, inspection, pipelining, quantized, sequential)
 ONE_PROCESS = [row for rows in IN_ONE_PROCESS for row in rows.ROWS]
 TWO_RANKS = [*sharded.TWO_RANKS, *pipelining.TWO_RANKS]
 FOUR_RANKS = sharded.FOUR_RANKS

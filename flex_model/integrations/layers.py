@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Placement, Replicate, Shard, ShardLayout
+from flex_model.integrations import quantized
 from flex_model.integrations.dtensor import axis_names, is_dtensor
 
 # Attributes in which layers state the full sizes of the dims of ``weight``. The first one is the
@@ -45,7 +46,8 @@ def parameter_layout(
         return ShardLayout(tp=Shard(dim % parameter.ndim, parts), source="its layer's marks")
     if _is_megatrons(module):
         return None  # without its marks, a partition_stride above 1 could not be seen from sizes
-    split = _split_dim(module, weight, mesh)
+    own = parameter if leaf_name == "weight" else weight
+    split = _split_dim(module, own, mesh)
     if split is None:
         return None
     is_split = leaf_name == "weight" or split == 0
@@ -76,12 +78,15 @@ def stated_sizes(module: nn.Module, leaf_name: str) -> tuple[int, ...] | None:
 
 
 def dims_smaller_than_stated(module: nn.Module, leaf_name: str, parameter: Tensor) -> list[int]:
-    """Return the dims of a plain weight or bias that are smaller than its layer states. If there
-    are any it is not replicated, but it need not be an even shard. Local.
+    """Return the dims of a plain weight or bias that are smaller than its layer states, or may be:
+    all of one that is packed in a way that is not known. If there are any it is not replicated by
+    what others state, but it need not be an even shard. Local.
     """
     sizes = stated_sizes(module, leaf_name)
     if sizes is None or is_dtensor(parameter) or parameter.ndim != len(sizes):
         return []
+    if not quantized.has_one_value_each(module, leaf_name, parameter):
+        return list(range(parameter.ndim))
     if any(own > full for own, full in zip(parameter.shape, sizes)):
         return []  # packed
     return [dim for dim, own in enumerate(parameter.shape) if own < sizes[dim]]
@@ -98,6 +103,8 @@ def uneven_share(
     dims = dims_smaller_than_stated(module, leaf_name, parameter)
     if sizes is None or len(dims) != 1 or _is_megatrons(module):
         return None
+    if not quantized.has_one_value_each(module, leaf_name, parameter):
+        return None
     return Shard(dims[0]), sizes
 
 
@@ -105,6 +112,8 @@ def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:
     """Return the only dim along which ``weight`` is smaller than its layer states, or None."""
     if not isinstance(weight, Tensor) or weight.ndim != 2 or _is_along_tp(weight, mesh):
         return None
+    if not quantized.has_one_value_each(module, "weight", weight):
+        return None  # half the bytes may be all of the values
     for names in _STATED_SIZES:
         stated: list[Any] = [getattr(module, name, None) for name in names]
         if not all(isinstance(size, int) for size in stated):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flex_model import _C
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Placement, Replicate, Shard
-from flex_model.integrations import dtensor, fsdp, layers
+from flex_model.integrations import dtensor, fsdp, layers, quantized
 from flex_model.layouts.memory_map import version_of
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.layouts.placement_encoding import decode, encode
@@ -26,7 +26,7 @@ Sizes = tuple[int | None, ...] | None
 
 
 # A tensor; the weight's name, its module, its name in the module, and the weight itself: for a
-# DTensor's shard the DTensor.
+# DTensor's shard the DTensor, for a part of a quantised weight the weight.
 _Weight = tuple["weakref.ref[Tensor]", str, nn.Module, str, "weakref.ref[Tensor]"]
 
 
@@ -93,6 +93,10 @@ class Weights:
                 if dtensor.is_dtensor(tensor):  # frameworks compute with its shard itself
                     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
                     self._found[id(local)] = (weakref.ref(local), *of_weight)
+                elif table is tables[0]:
+                    for part_name, part in quantized.parts(module, leaf, tensor):
+                        of_part = (f"{prefix}{leaf}.{part_name}", *of_weight[1:])
+                        self._found[id(part)] = (weakref.ref(part), *of_part)
 
     def _weight(self, tensor: Tensor) -> _Weight | None:
         found = self._found.get(id(tensor))
@@ -116,6 +120,10 @@ class Weights:
         weight = of_weight()
         if weight is None:
             return None
+        if tensor is not weight and not dtensor.is_dtensor(weight):  # a part: whole if that is
+            (dp, tp), _ = self._placements(name, module, leaf, weight)
+            whole = encode(Replicate())
+            return name, (dp if dp == whole else None, tp if tp == whole else None), None
         if self._buffers is not None and leaf in module._buffers:
             state = self._buffers.state(name, weight)
             if state is None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,14 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.placement import Placement, Replicate, Shape, ShardLayout
 from flex_model.errors import HookError, agreed
-from flex_model.integrations import dtensor, fsdp, layers, offload
+from flex_model.integrations import dtensor, fsdp, layers, offload, quantized
 from flex_model.layouts import resolve
 from flex_model.layouts.statements import Statements
 from flex_model.names import clean, find_parameter, shapes_by_name
 from flex_model.records.records import owned_copy
 
 ExpectedShape = Sequence[int | None] | None
+_Use = Literal["values", "raw", "write"]  # what for a parameter that may be packed is found
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class _Found:
     module: nn.Module
     parameter: Tensor
     kept: Tensor
+
+    @property
+    def leaf_name(self) -> str:
+        return self.full_name.rpartition(".")[2]
 
     @property
     def gradient(self) -> Tensor | None:
@@ -55,15 +60,22 @@ class Parameters:
         self._statements = statements
 
     def get(
-        self, name: str, expected_shape: ExpectedShape = None, *, sharded: bool = False
+        self,
+        name: str,
+        expected_shape: ExpectedShape = None,
+        *,
+        sharded: bool = False,
+        raw: bool = False,
     ) -> Tensor:
         """Return the full parameter: detached, on the CPU, on every rank.
 
         FSDP's are read in their current state, whole (and cast by its mixed precision) where the
-        module is in use; with ``sharded``, in their state between forwards.
+        module is in use; with ``sharded``, in their state between forwards. Of a packed weight the
+        values are returned; with ``raw``, what holds them.
         """
         with self._found(name, sharded=sharded) as found:
-            return self._full(name, found, found.kept, expected_shape)
+            use: _Use = "raw" if raw else "values"
+            return self._full(name, found, found.kept, expected_shape, use)
 
     def full_kind(self, name: str) -> tuple[Shape, torch.dtype]:
         """Return the full parameter's shape and dtype, without moving its values."""
@@ -85,7 +97,7 @@ class Parameters:
                 )
             if gradient is None:
                 return None
-            return self._full(f"{name}.grad", found, gradient, expected_shape)
+            return self._full(f"{name}.grad", found, gradient, expected_shape, "raw")
 
     def set(self, name: str, full: Tensor) -> None:
         """Write each rank's shard of ``full`` into the parameter."""
@@ -102,7 +114,7 @@ class Parameters:
                 header, f"a new full value of parameter {shown!r}, of shape {got}"
             )
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
-            local, spec = self._spec(name, found, found.kept, None)
+            local, spec = self._spec(name, found, found.kept, None, use="write")
             shape = tuple(local.shape) if spec is None else spec.full_shape
             if got != shape:
                 raise agreed(
@@ -117,13 +129,21 @@ class Parameters:
                 offload.write(self._root, found.full_name, local)
 
     def iterate(
-        self, expected_shapes: Mapping[str, ExpectedShape] | None = None
+        self,
+        expected_shapes: Mapping[str, ExpectedShape] | None = None,
+        *,
+        raw: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield clean names and full parameters, one at a time, tied ones once."""
         names = {name: clean(self._root, name) for name in self._names()}
+        if not raw:
+            names = {
+                name: quantized.name_of_values(self._root, name, shown)
+                for name, shown in names.items()
+            }
         shapes = shapes_by_name(expected_shapes, names)
         return (
-            (name, self.get(full_name, shapes.get(name), sharded=True))
+            (name, self.get(full_name, shapes.get(name), sharded=True, raw=raw))
             for full_name, name in names.items()
         )
 
@@ -152,36 +172,52 @@ class Parameters:
             )
 
     def _full(
-        self, name: str, found: _Found, tensor: Tensor, expected_shape: ExpectedShape
+        self,
+        name: str,
+        found: _Found,
+        tensor: Tensor,
+        expected_shape: ExpectedShape,
+        use: _Use,
     ) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            local, spec = self._spec(name, found, _summed(tensor), expected_shape)
+            local, spec = self._spec(name, found, _summed(tensor), expected_shape, use)
             return owned_copy(local) if spec is None else spec.all_gather(local).cpu()
 
     def _spec(
-        self, name: str, found: _Found, tensor: Any, expected_shape: ExpectedShape
+        self,
+        name: str,
+        found: _Found,
+        tensor: Any,
+        expected_shape: ExpectedShape,
+        use: _Use = "values",
     ) -> tuple[Tensor, TensorSpec | None]:
         """Return this rank's shard and the plan for all ranks; None for a full tensor."""
         expected = resolve.check_expected_shape(expected_shape)
+        shown = f"parameter {clean(self._root, name)!r}"
+        local, packed, problem = self._unpacked(shown, found, tensor, use)
+        if packed and use == "values":
+            found = replace(found, parameter=local)  # sizes are those of its values
         site = resolve.Site(
-            f"parameter {clean(self._root, name)!r}",
+            shown,
             clean(self._root, found.full_name),
             "parameter",
             parameter=self._sources(found, tensor),
         )
         (dp, tp), stated_axes = site.parameter.placements, self._stated_axes(site.name, tensor)
-        local = (tensor.to_local() if dtensor.is_dtensor(tensor) else tensor).detach()
         shapes = [tuple(local.shape)]
         if not self._communicator.is_local:
             header = Header(
-                "parameter", site=site_hash(name, expected), dtype=local.dtype, shape=shapes[0]
+                "parameter",
+                site=site_hash(name, expected, packed, problem, use),
+                dtype=local.dtype,
+                shape=shapes[0],
             )
-            shapes = [
-                other.shape
-                for other in self._communicator.check_consistency(
-                    header, f"the full value of {site.name}, expected_shape {expected}"
-                )
-            ]
+            what = f"the full value of {site.name}, expected_shape {expected}"
+            if packed:
+                what += f", packed ({packed}), for its {use}{problem and f': {problem}'}"
+            shapes = [o.shape for o in self._communicator.check_consistency(header, what)]
+        if problem:
+            raise agreed(ValueError(problem))
         if not dtensor.is_dtensor(tensor):
             self._check_elements(site.name, found, shapes)
         known = None
@@ -198,14 +234,47 @@ class Parameters:
             raise agreed(error) from None
         if self._communicator.is_local:
             return local, None
+        is_split = layout.dp != Replicate() or layout.tp != Replicate()
+        can_join = use != "raw" or quantized.can_join(found.module, found.leaf_name, tensor)
+        if is_split and not can_join:
+            raise agreed(ValueError(quantized.not_joined(packed, site.name)))
+        if quantized.unpacks_itself(local):  # whole
+            self._check_replicas(site.name, local.dequantize(), layout, stated_axes)
+            return local, None
         self._check_replicas(site.name, local, layout, stated_axes)
         return local, TensorSpec.of(self._communicator, layout, shapes, local.dtype)
+
+    def _unpacked(
+        self, site: str, found: _Found, tensor: Any, use: _Use
+    ) -> tuple[Tensor, str, str]:
+        """Return this rank's tensor, or the values of a packed one; the kind of a packed one, and
+        why it can't be used so, for all ranks to compare. Local.
+        """
+        local = (tensor.to_local() if dtensor.is_dtensor(tensor) else tensor).detach()
+        kind = quantized.kind_of(found.module, found.leaf_name, tensor)
+        if kind is None:
+            return local, "", ""
+        if use == "write":
+            return local, kind.name, quantized.not_written(kind, site)
+        if use == "raw":
+            return local, kind.name, ""
+        mesh, is_part = self._communicator.mesh, False
+        if dtensor.is_dtensor(tensor):
+            layout = dtensor.layout(tensor, mesh, site, batch_on_dp=False)
+            is_part = layout.dp != Replicate()
+        try:
+            found_here = quantized.values(
+                kind, found.module, found.leaf_name, tensor, site, is_part=is_part
+            )
+        except ValueError as error:
+            return local, kind.name, str(error)
+        return found_here, kind.name, ""
 
     def _check_elements(self, site: str, found: _Found, shapes: Sequence[Shape]) -> None:
         """ValueError, on all ranks, where a rank has no elements of a parameter that its layer
         states to be non-empty, unless a split into as many shards leaves that rank's empty.
         """
-        sizes = layers.stated_sizes(found.module, found.full_name.rpartition(".")[2])
+        sizes = layers.stated_sizes(found.module, found.leaf_name)
         if sizes is None or 0 in sizes:
             return
         tp_size = self._communicator.mesh.tp_size
@@ -235,7 +304,7 @@ class Parameters:
     def _sources(self, found: _Found, tensor: Any) -> resolve.ParameterSources:
         """Return what the tensor, its layer, the user or the framework state of a parameter."""
         mesh, name = self._communicator.mesh, clean(self._root, found.full_name)
-        leaf_name = found.full_name.rpartition(".")[2]
+        leaf_name = found.leaf_name
         statement = self._statements.of_parameter(name, found.module)
         dp: Placement | None = Replicate()
         tp: Placement | None = Replicate() if mesh.tp_size == 1 else None
@@ -320,9 +389,10 @@ class Parameters:
                         self._root, wrapper, name, writeback=writeback, with_grads=with_grads
                     )
                 )
-            full_name, module, parameter = find_parameter(self._root, name)
+            stored = quantized.stored_name(self._root, name)
+            full_name, module, parameter = find_parameter(self._root, stored)
             if wrapper is None and sharded:
-                parameter = fsdp.sharded_parameter(self._root, name, parameter)
+                parameter = fsdp.sharded_parameter(self._root, stored, parameter)
             kept: Tensor = parameter
             if offload.is_zero_3(parameter) and not with_grads:
                 self._agree_to_gather(name)

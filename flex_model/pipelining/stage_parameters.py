@@ -68,22 +68,30 @@ class PipelineParameters:
         self._world, self._line = world, line
 
     def get(
-        self, name: str, expected_shape: ExpectedShape = None, *, sharded: bool = False
+        self,
+        name: str,
+        expected_shape: ExpectedShape = None,
+        *,
+        sharded: bool = False,
+        raw: bool = False,
     ) -> Tensor:
         """Return the full parameter, from the first stage that has it."""
-        return self._read(name, lambda p: p.get(name, expected_shape, sharded=sharded))
+        return self._read(name, lambda p: p.get(name, expected_shape, sharded=sharded, raw=raw))
 
     def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
         """Return the full gradient, from the first stage that has the parameter."""
         return self._read(name, lambda p: p.gradient(name, expected_shape))
 
     def iterate(
-        self, expected_shapes: Mapping[str, ExpectedShape] | None = None
+        self,
+        expected_shapes: Mapping[str, ExpectedShape] | None = None,
+        *,
+        raw: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield names and full parameters, one at a time."""
         names = self._index.parameter_names
         shapes = shapes_by_name(expected_shapes, {name: name for name in names})
-        return ((name, self.get(name, shapes.get(name), sharded=True)) for name in names)
+        return ((name, self.get(name, shapes.get(name), sharded=True, raw=raw)) for name in names)
 
     def read_for_hooks(self, names: Iterable[str]) -> None:
         """Keep the full parameters that hooks of the next step named, whichever stage has them."""

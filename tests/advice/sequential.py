@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import models
+import quantized_layers
 from advice.row import Row, double, in_a_folder
 from flex_model import ActivationStore, FlexModel, HookFunction, sequential
 from flex_model.sequential.harvest import harvest
@@ -37,6 +38,15 @@ class Stack(nn.Module):
 
 def on_meta(model):
     return copy.deepcopy(model).to("meta")
+
+
+def run_quantized(layers="quantised"):
+    """Run a model of plain or quantised layers with the weights of quantised ones."""
+    model = quantized_layers.build("int8 beside scales")
+    weights = sequential.DictWeights(model.state_dict())
+    model = model if layers == "quantised" else models.seeded(quantized_layers.Model)
+    batch = models.random(2, 8, dtype=torch.float32)
+    sequential.run(on_meta(model), [batch], ["re:blocks.[0-9]$"], weights=weights)
 
 
 def compare(model, *args, expected=None, **settings):
@@ -388,6 +398,7 @@ ROWS = [
         buffers,
         lambda: [buffers(how) for how in ("persistent", "in the weights", "on the CPU")],
     ),
+    Row("build the model of quantised layers", lambda: run_quantized("plain"), run_quantized),
     Row(
         "give the weights of this model, or build it",
         other_shapes,

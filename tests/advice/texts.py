@@ -28,6 +28,7 @@ ELSEWHERE = {
     "give a process_group of its ranks if": "test_model_mesh: a group of some ranks",
     "keep its layer on a device": "test_device_map: the gradient of an offloaded parameter",
     "give FlexModel a longer timeout= if it": "cuda/test_devices_cuda: threads of two devices",
+    "and such parts can't be joined packed": "test_quantized: shards that unpack themselves",
     "which is not written to": "needs accelerate's offloading to disk",
     "set it before the model is dispatched": "needs accelerate's offloading",
     "reduce gradients over the ranks first": "needs Megatron's finalize_model_grads",

@@ -34,8 +34,12 @@ BY_NAME: dict[str, list] = {}
 for _family, _sample in SAMPLES:
     BY_NAME.setdefault(_sample.name, []).append((_family, _sample))
 
-# Rules of operations that CPU has no kernel of, or that only other devices reach.
+# Rules of operations that CPU has no kernel of, or that only other devices reach, and those of
+# bitsandbytes, which tests/integrations/test_quantized.py runs where it is installed.
 WITHOUT_SAMPLE = {
+    "bitsandbytes::dequantize_4bit",
+    "bitsandbytes::dequantize_blockwise",
+    "bitsandbytes::gemm_4bit",
     "_cudnn_rnn",
     "_cudnn_rnn_backward",
     "_fused_dropout",

@@ -138,4 +138,10 @@ RULES = {
     "matmul": matmul,
     "einsum": einsum,
     "_grouped_mm": grouped_mm,
+    # Of 4-bit weights, which must be whole: the blocks that share a scale don't follow their rows.
+    "bitsandbytes::dequantize_blockwise": form("A:* absmax:* code:* -> *"),
+    "bitsandbytes::dequantize_4bit": form("A:** absmax:* -> **"),
+    "bitsandbytes::gemm_4bit": form(
+        "A:...* B:** absmax:* bias?:* absmax_8bit?:* absmax_code?:* absmax_offset?:... -> ...*"
+    ),
 }

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from flex_model.integrations import torch_private
+from flex_model.integrations import quantized, torch_private
 from flex_model.sequential.interrupts import deferred
 from flex_model.sequential.targets import Target
 from flex_model.sequential.weights.absent import absent
@@ -135,6 +135,13 @@ class WeightLoader:
             raise TypeError(
                 f"sequential.run: the weights give a {type(full).__name__} for {name!r}; read() "
                 "must return a torch.Tensor"
+            )
+        if quantized.drops_scales(name, full, weight.tensor, self._source.names):
+            raise ValueError(
+                f"sequential.run: {weight.names[0]!r} is quantised in the weights ({full.dtype}), "
+                f"and {weight.tensor.dtype} in the model: cast, it would lose its scales; save a "
+                "dequantised checkpoint (from_pretrained with a quantization_config of "
+                "dequantize=True, then save_pretrained), or build the model of quantised layers"
             )
         if full.shape != weight.tensor.shape:
             raise ValueError(
