@@ -411,7 +411,7 @@ TWO_RANKS = [
         lambda: shared(hooks=False),
     ),
     Row(
-        "call {} on the unsplit model, or compare the records of a step",
+        "call {} on the unsplit model",
         lambda: verify("schedule"),
         lambda: (verify("unsplit"), verify("records")),
     ),
