@@ -160,7 +160,7 @@ def stored_name(root: nn.Module, name: str) -> str:
     """Return the name under which compressed-tensors keeps the weight called ``name`` packed; the
     name itself for others. Local.
     """
-    owner, _, leaf = name.rpartition(".")
+    owner, _, leaf = str(name).rpartition(".")
     try:
         module = root.get_submodule(owner)
     except AttributeError:
