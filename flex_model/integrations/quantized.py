@@ -79,9 +79,10 @@ def values(
     if is_part and not kind.in_tensor:
         why = "FSDP shards it, and its scales are kept apart"
         raise ValueError(_refusal(site, kind, why))
-    local = _local(tensor)
+    local = _local(tensor).detach()
     try:
-        found = kind.values(module, leaf_name, local)
+        with torch.no_grad():
+            found = kind.values(module, leaf_name, local)
     except Exception as error:  # of the package that unpacks, of any type
         text = f"{type(error).__name__}: {error}"
         raise ValueError(_refusal(site, kind, f"unpacking it failed ({text})")) from error
@@ -179,8 +180,9 @@ def name_of_values(root: nn.Module, full_name: str, shown: str) -> str:
 
 
 def _local(tensor: Any) -> Tensor:
+    """Return this rank's part; the values of a plain tensor may not be loaded."""
     local: Tensor = to_local(tensor) if is_dtensor(tensor) else tensor
-    return local.detach()
+    return local
 
 
 def _own_shape(module: nn.Module, leaf_name: str, packed: Tensor) -> Shape:
