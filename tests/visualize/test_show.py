@@ -193,7 +193,7 @@ def test_a_pipeline_shows_all_stages():
         flex.register_hook(HookFunction("head.weight"))
         flex(models.random(8, 8, dtype=torch.float32), target=torch.zeros(8, 3))
         shown = shown_by(flex, rank=me, show_all=True)
-        with pytest.raises(RuntimeError, match="show with inputs runs a model"):
+        with pytest.raises(RuntimeError, match="show with inputs is for a model"):
             flex.show(torch.ones(8, 8))
     assert "Schedule1F1B   (pp 2 x dp 1 x tp 1)" in shown
     for name, stage in (("emb", 0), ("0", 0), ("3", 0), ("4", 1), ("7", 1), ("head", 1)):
