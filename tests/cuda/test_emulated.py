@@ -92,13 +92,14 @@ def test_a_memory_set_is_not_waited_for():
 
 def test_freed_memory_goes_to_the_next_tensor_of_the_stream():
     """Also a smaller one, and before what used it there is done."""
-    freed = torch.zeros(SIZES, device="cuda")
-    place, fewer = freed.data_ptr(), freed.numel() - 1  # other tests' memory is smaller or larger
+    size = 123_457  # no other test frees memory of about this size
+    freed = torch.zeros(size, device="cuda")
+    place = freed.data_ptr()
     torch.cuda._sleep(1_000_000_000)
     del freed
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert torch.empty(SIZES, device="cuda").data_ptr() != place
-    assert torch.empty(fewer, device="cuda").data_ptr() == place
+        assert torch.empty(size, device="cuda").data_ptr() != place
+    assert torch.empty(size - 1, device="cuda").data_ptr() == place
     assert not torch.cuda.current_stream().query()
 
 
