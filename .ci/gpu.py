@@ -152,13 +152,18 @@ def run_part(name: str, gpus: Gpus, dry_run: bool) -> dict[str, Any]:
             passed = passed and not failure
             log.seek(0)
             last_line = log.read().strip().splitlines()[-1]
-            ends.append(f"{failure}: {' '.join(command)}" if failure else last_line)
+            ends.append(anywhere(f"{failure}: {' '.join(command)}" if failure else last_line))
     return {
         "passed": passed,
         "seconds": round(time.monotonic() - start),
         "date": datetime.date.today().isoformat(),
         "ends": ends,
     }
+
+
+def anywhere(text: str) -> str:
+    """The text without this machine's paths, for a page that others read."""
+    return text.replace(sys.executable, "python3").replace(str(ROOT), ".")
 
 
 def run(command: Command, log: Any, limit_s: float) -> str:
