@@ -50,30 +50,33 @@ def unhooked(kind):
     return output.detach(), batch.grad, seen
 
 
-def hooked(flex, records):
-    """The same, by hooks of ``flex`` on this rank's rows: output, input's gradient, records."""
+def hooked(flex):
+    """The same, by hooks of ``flex``."""
     flex.register_forward_hook(HookFunction("blocks.0.act", editing_function=edit))
     flex.register_full_backward_hook(
         HookFunction("blocks.0.act", editing_function=edit, output_name="gradient")
     )
     flex.register_forward_hook(HookFunction("blocks.1.up"))
-    return records
+
+
+def check_whole_batch(kind, flex, records, **tolerance):
+    """Hooks of ``flex`` on the whole batch see and edit what torch's hooks do."""
+    output, gradient, seen = unhooked(kind)
+    hooked(flex)
+    batch = BATCH.clone().requires_grad_()
+    ours = flex(batch)
+    (ours * BATCH).sum().backward()
+    assert_close(ours.detach(), output, **tolerance)
+    assert_close(batch.grad, gradient, **tolerance)
+    assert_close(records["blocks.0.act"], [seen["act"]], **tolerance)
+    assert_close(records["blocks.1.up"], [seen["up"]], **tolerance)
+    assert_close(records["gradient"], [seen["gradient"]], **tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_on_quantised_layers_see_and_edit_as_torchs_hooks(kind):
-    output, gradient, seen = unhooked(kind)
     records = {}
-    flex = FlexModel(build(kind), records)
-    hooked(flex, records)
-    batch = BATCH.clone().requires_grad_()
-    ours = flex(batch)
-    (ours * BATCH).sum().backward()
-    assert_close(ours.detach(), output, rtol=0, atol=0)
-    assert_close(batch.grad, gradient, rtol=0, atol=0)
-    assert_close(records["blocks.0.act"], [seen["act"]], rtol=0, atol=0)
-    assert_close(records["blocks.1.up"], [seen["up"]], rtol=0, atol=0)
-    assert_close(records["gradient"], [seen["gradient"]], rtol=0, atol=0)
+    check_whole_batch(kind, FlexModel(build(kind), records), records, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -222,7 +225,7 @@ def test_hooks_under_data_parallelism_see_what_one_process_sees(kind):
     output, gradient, seen = unhooked(kind)
     records = {}
     flex = FlexModel(build(kind), records, data_parallel_size=2, output_ranks="all")
-    hooked(flex, records)
+    hooked(flex)
     rank, rows = dist.get_rank(), BATCH.chunk(2)[dist.get_rank()]
     batch = rows.clone().requires_grad_()
     ours = flex(batch)
@@ -248,7 +251,6 @@ def test_outliers_of_a_batch_are_not_those_of_its_parts():
 def test_the_parts_of_a_weight_are_whole_only_where_it_is_stated_to_be(kind):
     from torch.distributed.tensor import Replicate, Shard
 
-    output, gradient, seen = unhooked(kind)
     model, records = build(kind), {}
     flex = FlexModel(model, records, tensor_parallel_size=2, output_ranks="all")
     handle = flex.register_forward_hook(HookFunction("blocks.0.up"))
@@ -261,14 +263,7 @@ def test_the_parts_of_a_weight_are_whole_only_where_it_is_stated_to_be(kind):
     handle.remove()
     flex = FlexModel(model, records, tensor_parallel_size=2, output_ranks="all")
     flex.annotate_layout("", kind="parameter", tp=Replicate())
-    hooked(flex, records)
-    batch = BATCH.clone().requires_grad_()
-    ours = flex(batch)
-    (ours * BATCH).sum().backward()
-    assert_close(ours.detach(), output)
-    assert_close(batch.grad, gradient)
-    assert_close(records["blocks.0.act"], [seen["act"]])
-    assert_close(records["gradient"], [seen["gradient"]])
+    check_whole_batch(kind, flex, records)
 
 
 @pytest.mark.ranks(2)
@@ -414,7 +409,6 @@ def test_hooks_under_tensor_parallelism_see_what_one_process_sees_once_layouts_a
     from torch.distributed.tensor import Replicate, Shard
 
     kind = "int8 beside scales"
-    output, gradient, seen = unhooked(kind)
     model, records = build(kind), {}
     model.blocks = nn.ModuleList([_Shared(block) for block in model.blocks])
     flex = FlexModel(model, records, tensor_parallel_size=2, output_ranks="all")
@@ -427,15 +421,7 @@ def test_hooks_under_tensor_parallelism_see_what_one_process_sees_once_layouts_a
             place = f"{block}.{name}.weight"
             flex.annotate_layout(place, kind="parameter", tp=of_weight)
             flex.annotate_layout(f"{place}_scale", kind="parameter", tp=of_scales)
-    hooked(flex, records)
-    batch = BATCH.clone().requires_grad_()
-    ours = flex(batch)
-    (ours * BATCH).sum().backward()
-    assert_close(ours.detach(), output)
-    assert_close(batch.grad, gradient)
-    assert_close(records["blocks.0.act"], [seen["act"]])
-    assert_close(records["blocks.1.up"], [seen["up"]])
-    assert_close(records["gradient"], [seen["gradient"]])
+    check_whole_batch(kind, flex, records)
     packed = build(kind).blocks[0].up.weight.detach()
     assert torch.equal(flex.get_module_parameter(WEIGHT, raw=True), packed)
 
