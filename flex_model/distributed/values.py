@@ -39,6 +39,13 @@ def hash_on_device(tensor: Tensor) -> Tensor:
     return mixed.sum() + tensor.numel()
 
 
+def hashed(tensor: Tensor, is_of_gpu: bool) -> Tensor:
+    """An int64 hash, on the tensor's device: ``hash_on_device`` for a tensor that is on a GPU, or
+    was, so that its hash is the same wherever it is by now. Local.
+    """
+    return hash_on_device(tensor) if is_of_gpu else fingerprint(tensor)[0]
+
+
 def difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     """The largest absolute difference of elements, and the largest of ``theirs``. NaN is one
     number, infinities of one sign are equal. Tensors of one shape, with elements. Local.

@@ -68,7 +68,7 @@ def replicated_axes(
         call.registration.is_backward
         or call.is_replay
         or not tensor.is_cpu  # the host would wait for the GPU
-        or not replicas.are_compared(tensor, tensor.numel())
+        or not replicas.are_compared(tensor.shape)
     ):
         return []
     dp, tp = call.evidence.placements if known is None else (known.dp, known.tp)

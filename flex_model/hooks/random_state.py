@@ -112,7 +112,7 @@ class RandomCalls:
 
     def note(self, tensor: Tensor, number: int) -> None:
         """Note the input and the number of a call. Local."""
-        hashed = _hash_of(tensor)
+        hashed = values.hashed(tensor, tensor.is_cuda)
         if not hashed.is_cuda:
             self._add(int(hashed), number)
             return
@@ -128,17 +128,11 @@ class RandomCalls:
         for hashed, ready, number in unread:
             ready.wait(torch.cuda.current_stream(hashed.device))
             self._add(int(hashed), number)
-        return self._numbers.get(int(_hash_of(tensor)), self.AMBIGUOUS)
+        key = int(values.hashed(tensor, tensor.is_cuda))
+        return self._numbers.get(key, self.AMBIGUOUS)
 
     def _add(self, key: int, number: int) -> None:
         self._numbers[key] = self.AMBIGUOUS if key in self._numbers else number
-
-
-def _hash_of(tensor: Tensor) -> Tensor:
-    """Return a hash of the tensor, on its device if that is a GPU."""
-    if tensor.is_cuda:
-        return values.hash_on_device(tensor)
-    return values.fingerprint(tensor)[0]
 
 
 def renew_seed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.header import DTYPES, MAX_HASHED_DIMS, Header, site_hash
+from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.inspection.shapes_only import check_nothing_is_kept, fakes_alive, shapes_only
-from flex_model.layouts import resolve
+from flex_model.layouts import replicas, resolve
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.placement_encoding import decode, encode
@@ -91,7 +90,7 @@ class Seen:
     @property
     def is_compared(self) -> bool:
         """Whether the end of a run compares replicas of it: see ``replicas.are_compared``."""
-        return math.prod(self.shape) > 0 and len(self.shape) <= MAX_HASHED_DIMS
+        return replicas.are_compared(self.shape)
 
     def concluded(self, follower: Follower) -> Seen:
         """Return a copy with the placements that the run proves."""

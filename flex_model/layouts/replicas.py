@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,19 +12,17 @@ from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import MAX_HASHED_DIMS, Header
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.placement import Shard, ShardLayout
+from flex_model.distributed.placement import Shape, Shard, ShardLayout
 from flex_model.errors import agreed
 from flex_model.layouts.resolve import AXIS_NAMES, Site
 
 
-def are_compared(tensor: Tensor, num_elements: int) -> bool:
-    """Whether ranks exchange a hash of the tensor: not of one without elements, or with too many
-    dims to leave room in a header.
-
-    Args:
-        num_elements: Of this rank's tensor, or, where all ranks decide alike, of the full one.
+def are_compared(shape: Shape) -> bool:
+    """Whether ranks exchange a hash of a tensor of this shape, this rank's, or, where all ranks
+    decide alike, the full one: not without elements, or with too many dims to leave room in a
+    header.
     """
-    return num_elements > 0 and tensor.dim() <= MAX_HASHED_DIMS
+    return math.prod(shape) > 0 and len(shape) <= MAX_HASHED_DIMS
 
 
 def hash_of(tensor: Tensor) -> int:

@@ -8,7 +8,6 @@ nothing is gathered: each rank keeps its shard, also for hooks that edit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -301,7 +300,7 @@ class Records:
             for record, spec in zip(pending, specs)
             if self._is_replicated(spec.layout)
             # A data-parallel rank may have no rows of it.
-            and replicas.are_compared(record.snapshot.tensor, math.prod(spec.full_shape))
+            and replicas.are_compared(spec.full_shape)
         ]
         if not compared:
             return

@@ -36,12 +36,8 @@ class Snapshot:
     is_of_gpu: bool = False
 
     def hash(self) -> Tensor:
-        """An int64 hash of the values, on the tensor's device, after ``wait``; the same wherever
-        the tensor is by now.
-        """
-        if self.is_of_gpu:
-            return values.hash_on_device(self.tensor)
-        return values.fingerprint(self.tensor)[0]
+        """Return an int64 hash of the values, on the tensor's device, after ``wait``."""
+        return values.hashed(self.tensor, self.is_of_gpu)
 
     def wait(self) -> None:
         """Make the current stream wait for its values; see ``Ready.wait``."""
