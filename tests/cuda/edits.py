@@ -22,7 +22,7 @@ from flex_model import FlexModel, HookFunction
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from flex_model.selection import Select
 from tests import models
-from tests.cuda.processes import join_ranks, waits_are_errors
+from tests.cuda.processes import join_ranks, run_rank, waits_are_errors
 
 TIMEOUT_S = 60.0
 SIZE = (64, 32)
@@ -229,4 +229,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(main)

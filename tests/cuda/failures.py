@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from flex_model import FlexModel, HookError, HookFunction
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from tests import models
-from tests.cuda.processes import Model, join_ranks
+from tests.cuda.processes import Model, join_ranks, run_rank
 
 TIMEOUT_S = 120.0
 
@@ -89,4 +89,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(main)

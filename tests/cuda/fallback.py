@@ -23,7 +23,7 @@ from flex_model.distributed import kernels
 from flex_model.distributed.transports import nccl, peer_buffers
 from flex_model.integrations.torch_private import symmetric_memory
 from tests import models
-from tests.cuda.processes import join_ranks
+from tests.cuda.processes import join_ranks, run_rank
 
 TIMEOUT_S = 60.0
 SMALL, LARGE = 16, 1 << 14  # rows of 2 x 32 numbers; the large ones do not fit the first buffers
@@ -182,4 +182,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(main)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from flex_model import FlexModel, HookError, HookFunction
 from tests import models
-from tests.cuda.processes import Model, join_ranks
+from tests.cuda.processes import Model, join_ranks, run_rank
 
 TIMEOUT_S = 60.0
 
@@ -81,4 +81,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(main)

@@ -18,7 +18,7 @@ from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.nccl import Nccl
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from flex_model.distributed.transports.transport import Gathered
-from tests.cuda.processes import join_ranks
+from tests.cuda.processes import join_ranks, run_rank
 from tests.ops.test_ops import as_bytes, blocks, plan_of
 
 TIMEOUT_S = 40.0
@@ -127,4 +127,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(main)

@@ -19,7 +19,7 @@ from flex_model.distributed import values
 from flex_model.distributed.transports import host_copies
 from flex_model.records.snapshots import Snapshots
 from tests import models
-from tests.cuda.processes import join_ranks
+from tests.cuda.processes import join_ranks, run_rank
 
 TIMEOUT_S = 60.0
 
@@ -129,4 +129,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_rank(main)
