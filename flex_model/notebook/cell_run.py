@@ -9,15 +9,20 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from signal import SIGINT, SIGKILL
+from signal import SIGINT, SIGKILL, SIGUSR2
 from typing import Any
 
 import psutil
 from IPython.display import publish_display_data
 
 from flex_model.diagnostics.local_ranks import RankError
+from flex_model.runs.interrupts import deferrable
 
 _POLL_S = 0.05
+_PATIENCE_S = 1.0  # until a rank that does not run a FlexModel is interrupted
+#: What a rank gets at Ctrl-C that goes on: twice a request to stop together with the others, which
+#: `rank_process.stop` handles. After an error of another rank it gets the last two.
+_SIGNALS = [SIGUSR2, SIGUSR2, SIGINT, SIGKILL]
 _AGAIN = "ranks.restart() starts all ranks afresh; their models and variables are lost"
 
 
@@ -108,8 +113,8 @@ class CellRun:
 
     Args:
         parts: ipyparallel's results, one for each engine.
-        grace_s: Seconds between an error on one rank (or Ctrl-C) and an interrupt of those that
-            are not done, and from there until they are ended.
+        grace_s: Seconds between an error on one rank (or Ctrl-C, at which runs stop together) and
+            an interrupt of those that are not done, and from there until they are ended.
     """
 
     def __init__(self, parts: Sequence[Any], engines: Sequence[Engine], grace_s: float) -> None:
@@ -122,29 +127,32 @@ class CellRun:
         self._speaker: tuple[int, str] | None = None
 
     def wait(self) -> list[Any]:
-        """Return what the ranks answered.
+        """Return what the ranks answered. Called with Ctrl-C deferred, which is handled here.
 
         Raises:
             CellError: on some rank it failed.
             KeyboardInterrupt: the ranks were interrupted, by Ctrl-C.
         """
-        deadline, steps, interrupted = float("inf"), [SIGINT, SIGKILL], False
+        deadline, signals, interrupted = float("inf"), [*_SIGNALS], False
         while True:
             try:
-                self._wait_for_one()
+                with deferrable() as ctrl_c, ctrl_c.released():
+                    self._wait_for_one()
                 self._show()
                 has_failed = self._has_failed()
                 if len(self._order) == len(self._parts):
                     break
                 if deadline == float("inf") and has_failed:
                     deadline = time.monotonic() + self._grace_s
+                    del signals[:-2]  # those that wait for the one that failed can't stop with it
                 if time.monotonic() >= deadline:
-                    self._signal(steps.pop(0))
-                    deadline = time.monotonic() + self._grace_s if steps else float("inf")
-            except KeyboardInterrupt:  # once: interrupt the ranks; twice: end them
-                self._signal(steps.pop(0) if steps else SIGKILL)
-                interrupted, deadline = True, time.monotonic() + self._grace_s
-                steps = steps or [SIGKILL]
+                    self._signal(signals.pop(0))
+                    deadline = time.monotonic() + self._grace_s if signals else float("inf")
+            except KeyboardInterrupt:  # another one does not wait
+                self._signal(signals.pop(0) if len(signals) > 1 else SIGKILL)
+                is_first = len(signals) == len(_SIGNALS) - 1
+                deadline = time.monotonic() + (_PATIENCE_S if is_first else self._grace_s)
+                interrupted = True
         for part in self._parts:
             part.wait_for_output(1)
         self._show()

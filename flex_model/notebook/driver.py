@@ -20,6 +20,7 @@ from flex_model.notebook.cell_run import CellError, CellRun, Engine, Failure
 from flex_model.notebook.rank_process import ByName, Request
 from flex_model.notebook.rank_report import MemoryReport, RanksReport
 from flex_model.notebook.wire import MemoryFile, Packer, Parcel, Reference, Unpacker
+from flex_model.runs.interrupts import deferred
 
 _JOIN_S = 300  # includes the import of torch on each rank
 _KINDS = {
@@ -188,6 +189,7 @@ class Ranks:
             return None
         return self.request(rank_process.call, work, args, kwargs)
 
+    @deferred()  # Ctrl-C while it is sent would leave some ranks without it
     def run_cell(self, code: str, ranks: Sequence[int] | None = None) -> None:
         """Run code in the ranks' namespace and show what they print: what ``%%px`` does."""
         engines = self._alive(self._engines if ranks is None else [self._engines[i] for i in ranks])
@@ -196,6 +198,7 @@ class Ranks:
         ]
         CellRun(parts, engines, self._grace_s).wait()
 
+    @deferred()
     def request(self, function: Callable[..., Any], *args: Any, only_rank_0: bool = False) -> Any:
         """Return ``function(*args)`` of the ranks, rank 0's result. What can't travel stays there,
         and a `Remote` stands for it.
@@ -313,6 +316,7 @@ class Ranks:
         """Return ``function()`` of each rank."""
         return self._call(self._alive(self._engines), function)
 
+    @deferred()
     def _call(self, engines: Sequence[Engine], function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)`` of each engine."""
         parts = [self._client[engine.id].apply_async(function, *args) for engine in engines]

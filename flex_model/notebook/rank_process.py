@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from argparse import Namespace
@@ -29,6 +30,7 @@ from flex_model.inspection import text
 from flex_model.model import FlexModel
 from flex_model.notebook.wire import MemoryFile, Packer, Parcel, Reference, Unpacker, map_file
 from flex_model.records.store import ActivationStore
+from flex_model.runs.stop_request import STOP_REQUEST
 
 #: Objects that keep state on both sides: the driver's one and its copies on the ranks are the same.
 SHARED = (HookFunction, Edit)
@@ -78,6 +80,7 @@ class RankProcess:
         self, parcel: Parcel, definitions: dict[Reference, bytes], dropped: list[Reference]
     ) -> Parcel | None:
         """Run one request; return its result on the rank that was asked for it."""
+        STOP_REQUEST.clear()
         if self._file is not None:
             self._file.close()
         for reference in dropped:
@@ -293,6 +296,16 @@ def _hide_bars() -> None:
         del sys.modules[name]
 
 
+def stop(number: int, frame: Any) -> None:
+    """Handle the driver's signal at Ctrl-C: runs of FlexModels stop on all ranks together; other
+    code is interrupted at the second signal.
+    """
+    if STOP_REQUEST.is_ignored:
+        signal.raise_signal(signal.SIGINT)  # which IPython ignores between cells
+    else:
+        STOP_REQUEST.make()
+
+
 def join(environment: dict[str, str], device: str | None, shares_memory: bool) -> None:
     """Make this process a rank, as torchrun would have started it."""
     global _process
@@ -301,6 +314,8 @@ def join(environment: dict[str, str], device: str | None, shares_memory: bool) -
     if rank:
         _hide_bars()
     progress_bar.watch()
+    signal.signal(signal.SIGUSR2, stop)
+    get_ipython().events.register("pre_run_cell", lambda *_: STOP_REQUEST.clear())
     where = None
     if device == "cuda":
         where = torch.device("cuda", int(environment["LOCAL_RANK"]))

@@ -25,6 +25,7 @@ from flex_model.pipelining.stages import find_targets
 from flex_model.pipelining.step_end import StepEnd
 from flex_model.pipelining.step_plan import StepCall, StepPlan, plan_step
 from flex_model.runs.run import Run
+from flex_model.runs.stop_request import STOP_REQUEST
 from flex_model.runs.until import Site
 
 
@@ -186,6 +187,7 @@ class StepRunner:
             self._core.runs.end(run, None)
         except HookError as error:
             self._state.fail(str(error), error)
+        STOP_REQUEST.follow(self._state.fail)
         self._core.table.forget_calls()
         return consumed
 

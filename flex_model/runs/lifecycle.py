@@ -35,6 +35,7 @@ from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.remembered_runs import RememberedRuns, in_backward
 from flex_model.runs.run import Run, next_sequence
 from flex_model.runs.step import MicrobatchState
+from flex_model.runs.stop_request import STOP_REQUEST
 
 _GRADIENTS = ("full_backward", "full_backward_pre", "tensor")
 
@@ -175,6 +176,7 @@ class Runs:
             run.enter_call()
             if self._communicator.has_skipped:
                 self.note_forward()
+            self._heed_stop_request()
         elif self.begin_deferred() is None:
             self.begin(EVERYTHING, direct=True)
 
@@ -246,6 +248,12 @@ class Runs:
             return
         hooks, has_hooks = self._table.active_hooks, bool(self._table.active)
         self._communicator.note_forward(has_hooks, self._mode, hooks.digest, hooks.choice)
+        self._heed_stop_request()
+
+    def _heed_stop_request(self) -> None:
+        """Have a forward that begins fail at its next exchange if this process must stop. Local."""
+        if self._table.active and not self._communicator.is_local and self._step is None:
+            STOP_REQUEST.follow(self._communicator.fail)
 
     @property
     def _mode(self) -> int:

@@ -22,7 +22,7 @@ from torch import nn
 from flex_model import _C
 from flex_model.integrations import torch_private
 from flex_model.runs.batches import BatchRun, BatchRuns
-from flex_model.sequential.interrupts import Deferral, deferrable
+from flex_model.runs.interrupts import Deferral, deferrable
 from flex_model.sequential.suspension import SuspendedCall, is_in_functional_call
 from flex_model.sequential.targets import Target
 from flex_model.sequential.thread_state import ProcessState, ThreadState

@@ -14,11 +14,11 @@ from flex_model.hooks.own_batch import refuse_local
 from flex_model.hooks.random_state import advance_generator
 from flex_model.model import FlexModel
 from flex_model.runs.batches import BatchRuns
+from flex_model.runs.interrupts import Cleanup, deferred
 from flex_model.sequential import checks
 from flex_model.sequential import targets as choosing
 from flex_model.sequential.activations import ActivationOffloader
 from flex_model.sequential.engine import Batch, Engine
-from flex_model.sequential.interrupts import Cleanup, deferred
 from flex_model.sequential.progress import Progress
 from flex_model.sequential.store import ActivationStore, StoredRecords
 from flex_model.sequential.weights.loaded import (

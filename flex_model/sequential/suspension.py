@@ -23,7 +23,7 @@ from greenlet import greenlet
 
 from flex_model import _C
 from flex_model.integrations import torch_private
-from flex_model.sequential.interrupts import Deferral
+from flex_model.runs.interrupts import Deferral
 from flex_model.sequential.thread_state import ThreadState
 
 _PYBIND11_MARK = b"pybind11_internals"  # in each library that is made with it

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from flex_model.integrations import torch_private
 from flex_model.integrations.torch_private import MODE_STACKS, THREAD_SETTINGS
-from flex_model.sequential.interrupts import deferred
+from flex_model.runs.interrupts import deferred
 
 
 class ThreadState(NamedTuple):

@@ -101,6 +101,28 @@ def test_ctrl_c_stops_cells_that_python_runs(notebook):
     assert notebook.run("%%px\nflex(x).shape").startswith("[0, 1] torch.Size([4, 8])")
 
 
+@pytest.mark.slow  # three seconds each
+@pytest.mark.parametrize(
+    "runs",
+    [
+        "%%px\nwhile True:\n    hooked(x).sum().backward()",
+        # one run of many forwards
+        "%%px\nwith hooked.active():\n    while True:\n        model(x)",
+        "while True:\n    ranks['hooked'](x)",
+    ],
+)
+def test_ctrl_c_stops_runs_on_all_ranks_together(notebook, runs):
+    """Most of the time a rank is in a collective, of the model's own or of hooks."""
+    hook = "hooked.register_forward_hook(HookFunction('1', editing_function=flip))"
+    notebook.run(f"%%px\nhooked = FlexModel(model)\n_ = {hook}")
+    for after_s in (0.5, 0.8, 1.1):
+        cell = notebook.cell(runs, after_s=after_s, action=notebook.interrupt)
+        assert "KeyboardInterrupt" in kernels.error_of(cell)
+        assert "ended" not in kernels.text_of(cell)
+        assert "torch.Size([4, 8])" in notebook.run("%%px\nhooked(x).shape")
+    notebook.run("%%px\nhooked.restore()")
+
+
 def test_a_rank_that_waits_for_one_that_failed_is_ended(notebook):
     began = time.monotonic()
     shown = notebook.fail("%%px\nif dist.get_rank():\n    raise ValueError('mine')\ndist.barrier()")

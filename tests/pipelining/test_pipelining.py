@@ -18,9 +18,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from flex_model import FlexModel, HookFunction, sequential
+from flex_model import FlexModel, HookError, HookFunction, sequential
 from flex_model.pipelining import current_microbatch
 from flex_model.pipelining.schedule import stages_of
+from flex_model.runs.stop_request import STOP_REQUEST
 from pipelines import ALL, Block, Scaled, alone_group, make_mlp, make_schedule, part, unsplit
 
 MSE = nn.MSELoss()
@@ -542,6 +543,21 @@ def test_an_error_in_an_edit_is_raised_on_every_rank(kind, where):
         check_parameters(flex, expected["grads"])
         if rank_of(flex) == 0:
             check(records, expected["records"])
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_request_to_stop_on_one_rank_ends_the_step_on_every_rank():
+    x, y = data()
+    with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE)) as flex:
+        flex.register_forward_hook(HookFunction("layers.4.fc1", editing_function=mix))
+        expected = flex(x, target=y)
+        if rank_of(flex) == 1:
+            STOP_REQUEST.make()
+        with pytest.raises(HookError, match="rank 1: stopped by Ctrl-C"):
+            flex(x, target=y)
+        flex.zero_grad()
+        torch.testing.assert_close(flex(x, target=y), expected)
+    STOP_REQUEST.clear()
 
 
 @pytest.mark.ranks(2, timeout=20)

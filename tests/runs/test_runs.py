@@ -1,5 +1,7 @@
 """Runs inside runs, recomputation, and what happens between forward and backward."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
+from flex_model.runs.stop_request import STOP_REQUEST
 
 BATCH = models.random(4, 6)
 
@@ -248,3 +251,28 @@ def test_an_edit_uses_its_own_fsdp2_weights_and_accumulation_is_an_error():
         flex(BATCH.chunk(2)[dist.get_rank()])
         with pytest.raises(ValueError, match=r"out.weight.*set gradients to None"):
             flex(BATCH.chunk(2)[dist.get_rank()]).sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("in_one_run", [False, True])
+def test_a_request_to_stop_ends_the_run_on_all_ranks(in_one_run):
+    """Made on one rank only, before a run or inside of one; the next run is right."""
+
+    def mix(module, full, save_ctx, modules):
+        return full.flip(-1) * 2
+
+    model = models.TWO_RANKS["tp"].shard(models.mlp())
+    flex = FlexModel(model, tensor_parallel_size=2, timeout=20)
+    flex.register_forward_hook(HookFunction("fc1", editing_function=mix))
+    expected = flex(BATCH)
+    with flex.active() if in_one_run else contextlib.nullcontext():
+        if in_one_run:
+            model(BATCH)
+        if dist.get_rank() == 1:
+            STOP_REQUEST.make()
+        with pytest.raises(HookError, match="rank 1: stopped by Ctrl-C"):
+            model(BATCH)
+    assert_close(flex(BATCH), expected)
+    STOP_REQUEST.make()
+    assert not STOP_REQUEST.is_ignored
+    STOP_REQUEST.clear()

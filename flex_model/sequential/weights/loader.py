@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.integrations import quantized, torch_private
-from flex_model.sequential.interrupts import deferred
+from flex_model.runs.interrupts import deferred
 from flex_model.sequential.targets import Target
 from flex_model.sequential.weights.absent import absent
 from flex_model.sequential.weights.inventory import Inventory, Weight

@@ -1,4 +1,6 @@
-"""Ctrl-C while a run cleans up or switches batches: it is handled when all is in order."""
+"""Ctrl-C while a run cleans up or switches batches, or a notebook sends a call to its ranks: it is
+handled when all is in order.
+"""
 
 from __future__ import annotations
 
