@@ -66,5 +66,7 @@ def boot_id() -> str:
 
 
 def _host() -> str:
-    """Identifies a kernel and a PID namespace, inside which PIDs are comparable."""
-    return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    """Identifies a kernel and a PID namespace, inside which PIDs are comparable; with
+    FLEX_MODEL_HOST, a part of them that stands for a host.
+    """
+    return f"{os.environ.get('FLEX_MODEL_HOST') or boot_id()} {os.readlink('/proc/self/ns/pid')}"

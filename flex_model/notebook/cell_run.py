@@ -54,7 +54,8 @@ class Engine:
         own.
         """
         if self.process is None:
-            self.client.send_signal(number, targets=self.id, block=False)
+            with suppress(IndexError):  # it has ended
+                self.client.send_signal(number, targets=self.id, block=False)
             return
         with suppress(psutil.Error):
             self.process.send_signal(number)

@@ -69,16 +69,15 @@ class Ranks:
     def _join(self) -> None:
         """Number the engines and make them one world. The store is here, so it outlives ranks."""
         ids = sorted(self._client.ids)
-        probe = MemoryFile(1, [])
+        probe, here = MemoryFile(1, []), identity()[0]
         try:
             folders = [folder for folder in sys.path if folder]
             view = self._client[ids]
             code = f"import sys; sys.path += [x for x in {folders!r} if x not in sys.path]"
             view.execute(code, block=False).get(_JOIN_S)  # as the imports of this process
-            found = view.apply_async(rank_process.introduce, probe.address).get(_JOIN_S)
+            found = view.apply_async(rank_process.introduce, here, probe.address).get(_JOIN_S)
         finally:
             probe.close()
-        here = identity()[0]
         self._engines = [
             Engine(
                 rank,

@@ -50,14 +50,16 @@ def launch(
 
     Args:
         num_ranks: Default: one for each GPU of this host, or as many as the cluster has engines.
-        hosts: How many to start on which host, by ssh, as ``{"node1": 8, "node2": 8}``.
+        hosts: How many to start on which host, by ssh, as ``{"node1": 8, "node2": 8}``; Python has
+            the same path there.
         cluster: An ipyparallel ``Cluster`` (started here if it is not: Slurm, MPI and other
             launchers are ipyparallel's), or a ``Client`` of one that runs.
         device: ``"cpu"`` or ``"cuda"``; default: GPUs where a host has some.
         grace_s: Seconds between an error on one rank, or Ctrl-C, and an interrupt of the ranks that
             go on; after as many again they are ended.
         start_timeout_s: Seconds until all engines must have started.
-        master_addr: The name of this host for the ranks of other hosts; default: its full name.
+        master_addr: The name or address of this host for the ranks of other hosts; default: its
+            full name.
 
     Raises:
         ValueError: neither a number of ranks nor a GPU; more ranks on a host than it has GPUs.
@@ -74,7 +76,7 @@ def launch(
         num_ranks = torch.cuda.device_count()
         if not num_ranks:
             raise ValueError("launch: there is no GPU here; give the number of ranks")
-    processes = Processes(num_ranks, hosts, cluster, start_timeout_s)
+    processes = Processes(num_ranks, hosts, cluster, start_timeout_s, master_addr)
     try:
         return Ranks(processes.client, processes, grace_s, device, master_addr)
     except BaseException:
@@ -93,6 +95,7 @@ class Processes:
         hosts: Mapping[str, int] | None,
         cluster: ipyparallel.Cluster | None,
         timeout_s: float,
+        master_addr: str | None,
     ) -> None:
         token = uuid.uuid4().hex
         folder = tempfile.mkdtemp(prefix="flex_model_notebook_")
@@ -105,7 +108,7 @@ class Processes:
             start_new_session=True,  # Ctrl-C is not for it
         )
         self._client: Any = None
-        self._cluster = cluster or _cluster(num_ranks, hosts, folder, timeout_s)
+        self._cluster = cluster or _cluster(num_ranks, hosts, folder, timeout_s, master_addr)
         try:
             with _environment(**self._environment):
                 self._cluster.start_cluster_sync()
@@ -165,14 +168,23 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 def _cluster(
-    num_ranks: int | None, hosts: Mapping[str, int] | None, folder: str, timeout_s: float
+    num_ranks: int | None,
+    hosts: Mapping[str, int] | None,
+    folder: str,
+    timeout_s: float,
+    master_addr: str | None,
 ) -> ipyparallel.Cluster:
     """Return a cluster of this host, or of hosts that ssh reaches, that keeps its files here."""
     settings: dict[str, Any] = {"n": num_ranks}
     if hosts is not None:
-        config = Config({"SSHEngineSetLauncher": {"engines": dict(hosts)}})
-        settings = {"n": sum(hosts.values()), "engines": "ssh", "controller_ip": "*"}
-        settings["config"] = config
+        engines = {"engines": dict(hosts), "remote_python": sys.executable}
+        settings = {
+            "n": sum(hosts.values()),
+            "engines": "ssh",
+            "controller_ip": "*",
+            "controller_location": master_addr or "",
+            "config": Config({"SSHEngineSetLauncher": engines}),
+        }
     return ipyparallel.Cluster(
         **settings,
         profile_dir=folder,

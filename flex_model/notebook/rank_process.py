@@ -273,11 +273,13 @@ def handle(
     return _process.answer(parcel, definitions, dropped)
 
 
-def introduce(address: tuple[int, int]) -> dict[str, Any]:
-    """Return what the driver has to know of this process before ranks are numbered."""
+def introduce(host: str, address: tuple[int, int]) -> dict[str, Any]:
+    """Return what the driver, on a host and with a memory file, has to know of this process before
+    ranks are numbered.
+    """
     try:
         map_file(address).close()
-        shares_memory = True
+        shares_memory = identity()[0] == host  # else it is another process's file
     except (OSError, ValueError):
         shares_memory = False
     return {

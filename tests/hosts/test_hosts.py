@@ -165,3 +165,36 @@ def test_ranks_with_sruns_variables_give_what_torchruns_give(tmp_path):
         with Hosts(2) as hosts, ranks("run", folder, hosts, launcher=launcher) as processes:
             found[launcher] = [rank["values"] for rank in results(folder, 4, processes)]
     assert found[by_srun] == found[by_torchrun]
+
+
+def test_a_notebook_drives_ranks_that_ssh_starts_on_two_hosts(tmp_path):
+    """With commands in place of ssh and scp that enter a namespace: the hosts have one disk."""
+    pytest.importorskip("ipyparallel")
+    enter = f"exec ip netns exec flex{os.getpid()}h$((${{host##*.}} - 1))"
+    commands = {
+        "ssh": f'host=$1; shift; {enter} env FLEX_MODEL_HOST=$host bash -c "$*"',
+        "scp": '[ "${1#*:}" -ef "${2#*:}" ] || cp "${1#*:}" "${2#*:}"',
+    }
+    for name, line in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    settings = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "FLEX_MODEL_HOST": "10.99.0.1",
+        "GLOO_SOCKET_IFNAME": "card",
+        "OMP_NUM_THREADS": "1",
+    }
+    driver = [sys.executable, str(RANK.with_name("notebook_driver.py"))]
+    with Hosts(2) as hosts:
+        command = ["ip", "netns", "exec", hosts.names[0], *driver]
+        done = subprocess.run(
+            [*command, json.dumps({"10.99.0.1": 2, "10.99.0.2": 2})],
+            env=os.environ | settings,
+            capture_output=True,
+            text=True,
+            timeout=2 * LIMIT_S,
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+        for name in hosts.names:  # all have ended with the driver
+            left = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+            assert left.stdout == "", left.stdout

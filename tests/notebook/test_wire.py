@@ -7,7 +7,10 @@ import torch
 from torch import nn
 
 pytest.importorskip("cloudpickle")
+pytest.importorskip("ipyparallel")
 
+from flex_model.distributed.processes import identity
+from flex_model.notebook import rank_process
 from flex_model.notebook.wire import MemoryFile, Packer, Unpacker
 
 
@@ -69,6 +72,15 @@ def test_what_is_written_here_stays_here():
     file.close()
     assert len(os.listdir("/proc/self/fd")) == before - 1
     assert second.sum() == 0
+
+
+def test_memory_is_shared_only_with_processes_of_this_host():
+    """On another host the same number may be a file of another process."""
+    probe = MemoryFile(1, [])
+    here = identity()[0]
+    assert rank_process.introduce(here, probe.address)["shares_memory"]
+    assert not rank_process.introduce(f"other {here}", probe.address)["shares_memory"]
+    probe.close()
 
 
 def test_references_and_objects_by_value():
