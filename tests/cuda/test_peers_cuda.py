@@ -11,6 +11,7 @@ import torch.distributed as dist
 from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.transports import nccl, peer_buffers
 from flex_model.distributed.transports.transport import UnavailableError
+from flex_model.integrations.torch_private import symmetric_memory
 from tests.cuda.processes import run_ranks
 from tests.ops.test_ops import blocks, plan_of
 
@@ -185,6 +186,15 @@ def ipc_of_one_rank():
     buffers = of_one_rank(peer_buffers.CudaIpc, dist.HashStore())
     buffers.allocate(1 << 20)
     return buffers
+
+
+def test_closed_symmetric_memory_leaves_no_process_group_in_torchs_registry():
+    buffers = of_one_rank(peer_buffers.SymmetricMemory, dist.HashStore())
+    buffers.allocate(1 << 20)
+    assert symmetric_memory._resolve_process_group(buffers._name).size() == 1
+    buffers.close()
+    with pytest.raises(RuntimeError):
+        symmetric_memory._resolve_process_group(buffers._name)
 
 
 class SilentStore:
