@@ -9,6 +9,7 @@ the host does not wait for them, and each transfer takes two launches at most.
 import contextlib
 import sys
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -164,6 +165,13 @@ def edit_by_a_module(module, full, save_ctx, modules):
     return modules["probe"](full)
 
 
+used = []  # the hook, for its parameters
+
+
+def edit_by_a_parameter(module, full, save_ctx, modules):
+    return full * used[0].parameters["scale"]
+
+
 def whole(full, edited):
     return edited(full)
 
@@ -191,6 +199,7 @@ CASES = {
     ),
     "partial sums": ("forward", Partial(), None, whole, edit),
     "trainable": ("forward", Shard(1), None, whole, edit_by_a_module),
+    "named parameter": ("forward", Shard(1), None, whole, edit_by_a_parameter),
     "random": ("forward", Shard(1), None, whole, edit_that_draws),
     "gradient": ("full_backward", Shard(1), None, whole, edit),
     "gradient units": ("full_backward_pre", Shard(1), Select(units=[5, 30, 2, 17]), units, edit),
@@ -227,9 +236,13 @@ def check(name, rank, num_ranks, device, edit_on):
     flex.trainable_modules.to(device)
     site = "scale" if kind == "parameter" else "first"
     register = flex.register_hook if kind == "parameter" else getattr(flex, f"register_{kind}_hook")
-    register(HookFunction(site, editing_function=function, select=select))
     edited = lambda part: function(None, part, None, {"probe": probe})  # noqa: E731
+    used[:] = [SimpleNamespace(parameters={"scale": torch.full(SIZE[1:], 3.0)})]
     full, weight, output, grad, scale_grad = reference_of(name, edited)
+    named = ("scale",) if function is edit_by_a_parameter else ()
+    hook = HookFunction(site, editing_function=function, select=select, parameters=named)
+    used[:] = [hook]
+    register(hook)
 
     def part(tensor):
         if is_partial:
