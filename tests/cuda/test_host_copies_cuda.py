@@ -86,15 +86,20 @@ def test_what_is_copied_is_what_it_was(page_locked):
         assert bool((got[i] == i).all())
 
 
-def test_a_shard_that_is_made_contiguous_stays_until_it_is_copied(page_locked):
+def test_a_shard_that_is_made_contiguous_stays_until_it_is_copied(page_locked, monkeypatch):
     """What is copied is memory that nothing else refers to."""
-    from flex_model.distributed.transports.host_copies import HostCopies
+    from flex_model.distributed.transports import host_copies
     from flex_model.distributed.transports.transport import end_to_end
 
-    copies, full = HostCopies(), torch.randn(512, 256)
+    run = host_copies.SideStream.run
+
+    def late(self, start, ready):
+        run(self, lambda: torch.cuda._sleep(400_000_000), ready)
+        run(self, start, ready)
+
+    monkeypatch.setattr(host_copies.SideStream, "run", late)
+    copies, full = host_copies.HostCopies(), torch.randn(512, 256)
     shard = full.cuda()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
     copies.start(shard.t(), page_locked.data_ptr(), end_to_end([shard.nbytes]), 0)
     torch.zeros_like(shard)  # where the contiguous one was, if that is freed
     copies.wait()

@@ -192,7 +192,7 @@ def test_closed_symmetric_memory_leaves_no_process_group_in_torchs_registry():
     buffers.allocate(1 << 20)
     assert symmetric_memory._resolve_process_group(buffers._name).size() == 1
     buffers.close()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="Could not resolve"):  # not: "has been destroyed"
         symmetric_memory._resolve_process_group(buffers._name)
 
 
