@@ -103,6 +103,9 @@ def read(path: Path) -> Page:
             table = TABLE.match(text, match.end())
             if table:
                 steps.append(_step("compare", text, table.span()))
+            elif not FENCE.match(text, match.end()):
+                line = _line(text, match.end())
+                raise ValueError(f"{path.name}:{line}: no block or table for what is printed")
             pending = None if table else "printed"
     return Page(path, text, ranks, steps)
 

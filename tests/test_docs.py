@@ -102,6 +102,14 @@ def test_what_is_shown_is_compared_and_written(tmp_path):
     ]
 
 
+def test_a_page_has_a_place_for_what_it_prints(tmp_path):
+    """Not the next block of the page, wherever that is."""
+    path = tmp_path / "page.md"
+    path.write_text("<!-- printed by:\nprint(1)\n-->\n\nText.\n\n```\n1\n```\n")
+    with pytest.raises(ValueError, match=r"page\.md:4: no block or table for what is printed"):
+        doc_pages.read(path)
+
+
 def test_the_first_script(tmp_path):
     """docs/start.md: one script, on one process and under torchrun, prints what the page says."""
     page = ALL["start.md"].text

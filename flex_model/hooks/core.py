@@ -97,7 +97,7 @@ class HookCore:
             save_ctx,
             modules,
             edit_on,
-            self.parameters.get,
+            self.parameters.get_on,
             tracking,
             checks_edits=step is not None,
             sent_to_all=sent,

@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flex_model import _C
@@ -58,7 +59,7 @@ class HookExecutor:
         save_ctx: Namespace,
         modules: Any,
         edit_on: str,
-        full_parameter: Callable[[str], Tensor],
+        full_parameter: Callable[[str, torch.device], Tensor],
         tracking: Tracking,
         checks_edits: bool,
         sent_to_all: SentToAll | None,
@@ -213,4 +214,4 @@ class HookExecutor:
     def _parameters(self, call: HookCall, leaf: Tensor) -> dict[str, Tensor]:
         """Return the current full values of the parameters that the function named."""
         names = call.registration.hook_function.parameter_names
-        return {name: self.full_parameter(name).to(leaf.device) for name in names}
+        return {name: self.full_parameter(name, leaf.device) for name in names}

@@ -77,6 +77,16 @@ class Parameters:
             use: _Use = "raw" if raw else "values"
             return self._full(name, found, found.kept, expected_shape, use)
 
+    def get_on(self, name: str, device: torch.device) -> Tensor:
+        """As ``get``, for a hook whose tensor is on the device: what is on a GPU stays there."""
+        with self._found(name) as found, torch.inference_mode(False), torch.no_grad():
+            local, spec = self._spec(name, found, _summed(found.kept), None)
+            if spec is not None:
+                return spec.all_gather(local).to(device)
+            if device.type == "cpu":
+                return owned_copy(local)
+            return torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local)
+
     def full_kind(self, name: str) -> tuple[Shape, torch.dtype]:
         """Return the full parameter's shape and dtype, without moving its values."""
         with self._found(name) as found, torch.no_grad():

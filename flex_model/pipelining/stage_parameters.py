@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flex_model.distributed.communicator import Communicator
@@ -40,9 +41,9 @@ class StageParameters:
         """Keep the full parameters that the hooks of the next step named."""
         self._full = full
 
-    def get(self, name: str) -> Tensor:
-        """Return a full parameter that was kept for this step. Local."""
-        return self._full[name]
+    def get_on(self, name: str, device: torch.device) -> Tensor:
+        """Return a full parameter that was kept for this step, on a device. Local."""
+        return self._full[name].to(device)
 
     def sources_of(self, name: str) -> ParameterSources:
         """Return the placements stated for a parameter, by the first stage that has it. Local."""

@@ -9,12 +9,13 @@ the host does not wait for them, and each transfer takes two launches at most.
 import contextlib
 import sys
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -63,26 +64,30 @@ class Waits:
 
 
 class Counted(TorchDispatchMode):
-    """Counts, inside, operators that take tensors from a GPU to the host or back, and waits."""
+    """Counts, inside and from ``begin`` to ``end``, operators that take tensors from a GPU to the
+    host or back, all operators, and waits.
+    """
 
     def __init__(self):
         super().__init__()
         self.count = Counter()
-        self.waits = Waits(self.count)
+        self.waits, self.is_counting = Waits(self.count), False
 
-    def __enter__(self):
+    def begin(self, *_):
+        self.is_counting = True
         self.waits.__enter__()
-        return super().__enter__()
 
-    def __exit__(self, *exception):
-        super().__exit__(*exception)
+    def end(self, *_):
         self.waits.__exit__()
+        self.is_counting = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, torch.Tensor)]
         devices = {tensor.device.type for tensor in tensors if tensor.dim()}
-        self.count["crossing"] += len(devices) > 1
+        if self.is_counting:
+            self.count["operator"] += 1
+            self.count["crossing"] += len(devices) > 1
         return result
 
 
@@ -122,27 +127,34 @@ def count_launches():
 
 
 class Model(nn.Module):
-    """Watches from the output of its first module to the input of its second."""
+    """Counts from its first module to its second; in the backward to the parameter's gradient."""
 
-    counted = contextlib.nullcontext()  # of the class: a model whose own changes is followed anew
+    counted = None  # of the class: a model whose own changes is followed anew
 
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
         self.first, self.second = nn.Identity(), nn.Identity()
-        self.register_buffer("where_it_is", torch.zeros(1))
+        self.scale = nn.Parameter(torch.full((width,), 3.0))
+        self.scale.register_post_accumulate_grad_hook(lambda _: self.counted and self.counted.end())
 
     def forward(self, x):
-        x = x * 3
-        with self.counted:
+        x, counted = x * self.scale, self.counted
+        if counted is None:
+            return self.second(self.first(x))
+        with counted:
+            counted.begin()
             y = self.first(x)
-        if isinstance(self.counted, Counted):  # in the backward, too
-            x.register_hook(lambda _: self.counted.waits.__exit__())
-            y.register_hook(lambda _: self.counted.waits.__enter__())
+            counted.end()
+        y.register_hook(counted.begin)
         return self.second(y)
 
 
 def edit(module, full, save_ctx, modules):
     return full * full.sum(1, keepdim=True)
+
+
+def edit_a_vector(module, full, save_ctx, modules):
+    return full * full.sum()
 
 
 def edit_that_draws(module, full, save_ctx, modules):
@@ -151,6 +163,13 @@ def edit_that_draws(module, full, save_ctx, modules):
 
 def edit_by_a_module(module, full, save_ctx, modules):
     return modules["probe"](full)
+
+
+used = []  # the hook, for its parameters
+
+
+def edit_by_a_parameter(module, full, save_ctx, modules):
+    return full * used[0].parameters["scale"]
 
 
 def whole(full, edited):
@@ -167,51 +186,88 @@ def in_bfloat16(full, edited):
     return torch.cat([full[:, :4], part, full[:, 24:]], 1)
 
 
-# By name: the placement, the selection, what it does, and the editing function.
+# By name: the kind of hook, the placement, the selection, what it does, and the editing function.
 CASES = {
-    "whole": (Shard(1), None, whole, edit),
-    "units": (Shard(1), Select(units=[5, 30, 2, 17]), units, edit),
-    "dtype": (Shard(1), Select(units=slice(4, 24), dtype=torch.bfloat16), in_bfloat16, edit),
-    "partial sums": (Partial(), None, whole, edit),
-    "trainable": (Shard(1), None, whole, edit_by_a_module),
-    "random": (Shard(1), None, whole, edit_that_draws),
+    "whole": ("forward", Shard(1), None, whole, edit),
+    "units": ("forward", Shard(1), Select(units=[5, 30, 2, 17]), units, edit),
+    "dtype": (
+        "forward",
+        Shard(1),
+        Select(units=slice(4, 24), dtype=torch.bfloat16),
+        in_bfloat16,
+        edit,
+    ),
+    "partial sums": ("forward", Partial(), None, whole, edit),
+    "trainable": ("forward", Shard(1), None, whole, edit_by_a_module),
+    "named parameter": ("forward", Shard(1), None, whole, edit_by_a_parameter),
+    "random": ("forward", Shard(1), None, whole, edit_that_draws),
+    "gradient": ("full_backward", Shard(1), None, whole, edit),
+    "gradient units": ("full_backward_pre", Shard(1), Select(units=[5, 30, 2, 17]), units, edit),
+    "parameter": ("parameter", Shard(1), None, whole, edit_a_vector),
 }
 
 
+def reference_of(name, edited):
+    """The output, and the gradients of the input and of the parameter."""
+    kind, _, _, reference, _ = CASES[name]
+    full = models.random(*SIZE, dtype=torch.float32).requires_grad_()
+    scale = torch.full(SIZE[1:], 3.0, requires_grad=True)
+    weight = models.random(*SIZE, seed=3, dtype=torch.float32)
+    hidden = full * scale
+    change = lambda tensor: reference(tensor, edited)  # noqa: E731
+    output = change(hidden) if kind == "forward" else hidden
+    if kind.startswith("full_backward"):
+        hidden.register_hook(change)
+    if kind == "parameter":
+        scale.register_hook(change)
+    (output * weight).sum().backward()
+    return full.detach(), weight, output.detach(), full.grad, scale.grad
+
+
 def check(name, rank, num_ranks, device, edit_on):
-    placement, select, reference, function = CASES[name]
-    model, probe = Model().to(device), models.seeded(nn.Linear, SIZE[1], SIZE[1]).float()
+    kind, placement, select, _, function = CASES[name]
+    is_partial = isinstance(placement, Partial)
+    model = Model(SIZE[1] // (1 if is_partial else num_ranks)).to(device)
+    probe = models.seeded(nn.Linear, SIZE[1], SIZE[1]).float()
     flex = FlexModel(model, records := {}, tensor_parallel_size=num_ranks, edit_on=edit_on)
     flex.annotate_layout(models.INPUT, kind="forward_pre", tp=placement)
+    flex.annotate_layout("scale", kind="parameter", tp=Replicate() if is_partial else Shard(0))
     flex.register_trainable_module("probe", models.seeded(nn.Linear, *probe.weight.shape).float())
     flex.trainable_modules.to(device)
-    flex.register_forward_hook(HookFunction("first", editing_function=function, select=select))
-    full = models.random(*SIZE, dtype=torch.float32).requires_grad_()
-    weight = models.random(*SIZE, seed=3, dtype=torch.float32)
+    site = "scale" if kind == "parameter" else "first"
+    register = flex.register_hook if kind == "parameter" else getattr(flex, f"register_{kind}_hook")
     edited = lambda part: function(None, part, None, {"probe": probe})  # noqa: E731
-    expected = reference(full * 3, edited)
-    (expected * weight).sum().backward()
+    used[:] = [SimpleNamespace(parameters={"scale": torch.full(SIZE[1:], 3.0)})]
+    full, weight, output, grad, scale_grad = reference_of(name, edited)
+    named = ("scale",) if function is edit_by_a_parameter else ()
+    hook = HookFunction(site, editing_function=function, select=select, parameters=named)
+    used[:] = [hook]
+    register(hook)
 
     def part(tensor):
-        if isinstance(placement, Partial):
+        if is_partial:
             return tensor if rank == 0 else tensor * 0
-        return tensor.detach().chunk(num_ranks, 1)[rank]
+        return tensor.chunk(num_ranks, -1)[rank]
 
+    near = {"rtol": 1e-4, "atol": 1e-4}  # sums over rows
     for is_first in (True, False):  # the first run finds the layouts
-        Model.counted = contextlib.nullcontext() if is_first else Counted()
-        x = part(full.detach()).to(device).requires_grad_()
+        counted = Model.counted = None if is_first else Counted()
+        x = part(full).to(device).requires_grad_()
         y = flex(x)
-        torch.testing.assert_close(y.cpu(), part(expected))
+        torch.testing.assert_close(y.cpu(), part(output))
+        loss, model.scale.grad = (y * part(weight).to(device)).sum(), None
+        with counted or contextlib.nullcontext():
+            num_operators = 0 if is_first else counted.count["operator"]
+            loss.backward()
         if not is_first:
-            count = model.counted.count
+            count = counted.count
             assert (count["crossing"], count["wait"]) == (0, 0), (name, edit_on, count)
-        (y * part(weight).to(device)).sum().backward()
-        if not is_first:
-            assert count["wait"] == 0, (name, edit_on, count)
-        if not isinstance(placement, Partial):
-            torch.testing.assert_close(x.grad.cpu(), part(full.grad))
+            assert not counted.is_counting and count["operator"] > num_operators
+        if not is_partial:
+            torch.testing.assert_close(x.grad.cpu(), part(grad), **near)
+            torch.testing.assert_close(model.scale.grad.cpu(), part(scale_grad), **near)
         if rank == 0:
-            (record,) = records["first"]
+            (record,) = records[site]
             assert record.device.type == "cpu"
     flex.restore()
 

@@ -1,8 +1,8 @@
 """Several processes, one GPU or one each: what test_peers_cuda.py starts.
 
-    python -m tests.cuda.peers RANK NUM_RANKS STORE_FILE MEANS SHARE_GPU
+    python -m tests.cuda.peers RANK NUM_RANKS STORE_FILE SHARE_GPU MEANS...
 
-Prints nothing and exits with 0 if every transfer gave the right bits.
+Prints which means have passed, and exits with 0 if every transfer gave the right bits.
 """
 
 import sys
@@ -110,19 +110,24 @@ def check_all(transport, rank, num_ranks, device):
         same_bits(got, expected[:, None].expand(sizes).contiguous())
 
 
-def main():
-    rank, num_ranks, path, means, share = *map(int, sys.argv[1:3]), *sys.argv[3:6]
-    device = join_ranks(rank, num_ranks, path, TIMEOUT_S, share)
+def check(means, rank, num_ranks, device):
     group, _ = process_groups.acquire(tuple(range(num_ranks)), TIMEOUT_S)
     transport = transport_of(means, group, device)
     check_all(transport, rank, num_ranks, device)
     transport.close()
-    if rank == 0:  # a closed one leaves room for the next
-        print(means, "passed")
-    second = transport_of(means, group, device)
+    second = transport_of(means, group, device)  # a closed one leaves room for the next
     second.all_reduce_sum(torch.ones(3, device=device))
     second.close()
     group.release()
+    if rank == 0:
+        print(means, "passed", flush=True)
+
+
+def main():
+    rank, num_ranks, path, share = *map(int, sys.argv[1:3]), *sys.argv[3:5]
+    device = join_ranks(rank, num_ranks, path, TIMEOUT_S, share)
+    for means in sys.argv[5:]:
+        check(means, rank, num_ranks, device)
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@
 Prints nothing and exits with 0 if every record has the right bits.
 """
 
+import functools
 import gc
 import sys
 
@@ -32,17 +33,21 @@ def wrapped(records, tp, dp, device):
     return flex
 
 
+@functools.cache
+def inputs(dtype, rows):
+    generator = torch.Generator().manual_seed(rows)
+    return [torch.randn(rows, width, generator=generator).to(dtype) for width in (2400, 6)]
+
+
 def check_records(rank, num_ranks, dp, device):
     """Sharded and replicated, small and large."""
     tp, records = num_ranks // dp, {}
     flex = wrapped(records, tp, dp, device)
     flex.register_forward_hook(HookFunction("wide", expected_shape=(None, 2400)))
     flex.register_forward_hook(HookFunction("narrow", expected_shape=(None, 6)))
-    generator = torch.Generator().manual_seed(1)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for rows in (8, 600, 6000):
-            wide = torch.randn(rows, 2400, generator=generator).to(dtype)
-            narrow = torch.randn(rows, 6, generator=generator).to(dtype)
+            wide, narrow = inputs(dtype, rows)
             part = wide.chunk(dp)[rank // tp].chunk(tp, 1)[rank % tp].to(device)
             flex(part, narrow.chunk(dp)[rank // tp].to(device))
             if rank:

@@ -86,6 +86,27 @@ def test_what_is_copied_is_what_it_was(page_locked):
         assert bool((got[i] == i).all())
 
 
+def test_a_shard_that_is_made_contiguous_stays_until_it_is_copied(page_locked, monkeypatch):
+    """What is copied is memory that nothing else refers to."""
+    from flex_model.distributed.transports import host_copies
+    from flex_model.distributed.transports.transport import end_to_end
+
+    run = host_copies.SideStream.run
+
+    def late(self, start, ready):
+        run(self, lambda: torch.cuda._sleep(400_000_000), ready)
+        run(self, start, ready)
+
+    monkeypatch.setattr(host_copies.SideStream, "run", late)
+    copies, full = host_copies.HostCopies(), torch.randn(512, 256)
+    shard = full.cuda()
+    copies.start(shard.t(), page_locked.data_ptr(), end_to_end([shard.nbytes]), 0)
+    torch.zeros_like(shard)  # where the contiguous one was, if that is freed
+    copies.wait()
+    got = page_locked[: shard.nbytes].view(torch.float32).view(256, 512)
+    assert torch.equal(got, full.t())
+
+
 @pytest.fixture
 def interrupt(monkeypatch):
     """The next wait for the GPU is interrupted by Ctrl-C, while the GPU is late."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.transports import nccl, peer_buffers
 from flex_model.distributed.transports.transport import UnavailableError
+from flex_model.integrations.torch_private import symmetric_memory
 from tests.cuda.processes import run_ranks
 from tests.ops.test_ops import blocks, plan_of
 
@@ -20,23 +21,22 @@ pytestmark = [
 ]
 
 
-def run(tmp_path, num_ranks, means, share):
-    """The same checks in ``num_ranks`` processes: see peers.py."""
-    run_ranks(tmp_path, "tests.cuda.peers", num_ranks, means, "share" if share else "own")
+def run(tmp_path, num_ranks, share, *means):
+    """The same checks in ``num_ranks`` processes, by one means after the other: see peers.py."""
+    run_ranks(tmp_path, "tests.cuda.peers", num_ranks, share, *means)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("means", ["symmetric memory", "cuda ipc", "best"])
-def test_processes_that_share_a_gpu(tmp_path, means, num_ranks):
-    run(tmp_path, num_ranks, means, share=True)
+def test_processes_that_share_a_gpu(tmp_path, num_ranks):
+    run(tmp_path, num_ranks, "share", "symmetric memory", "cuda ipc", "best")
 
 
-@pytest.mark.parametrize("means", ["symmetric memory", "cuda ipc", "nccl"])
+@pytest.mark.parametrize("means", [("symmetric memory", "cuda ipc"), ("nccl",)], ids="-".join)
 def test_processes_with_a_gpu_each(tmp_path, means):
     num_ranks = min(torch.cuda.device_count(), 8)
     if num_ranks < 2:
         pytest.skip("one GPU")
-    run(tmp_path, num_ranks, means, share=False)
+    run(tmp_path, num_ranks, "own", *means)
 
 
 def test_edits_stay_on_the_gpu(tmp_path):
@@ -59,11 +59,11 @@ def test_hooks_in_processes_that_capture_a_graph(tmp_path, num_ranks):
     run_ranks(tmp_path, "tests.cuda.graphs", num_ranks)
 
 
-@pytest.mark.parametrize("means", ["nccl", "symmetric memory", "cuda ipc"])
+@pytest.mark.parametrize("means", [("symmetric memory", "cuda ipc"), ("nccl",)], ids="-".join)
 def test_one_rank(tmp_path, means):
-    if means.startswith("nccl") and not nccl.is_available():
+    if "nccl" in means and not nccl.is_available():
         pytest.skip("torch has no NCCL")
-    run(tmp_path, 1, means, share=False)
+    run(tmp_path, 1, "own", *means)
 
 
 def test_a_meeting_that_a_peer_misses_ends():
@@ -185,6 +185,15 @@ def ipc_of_one_rank():
     buffers = of_one_rank(peer_buffers.CudaIpc, dist.HashStore())
     buffers.allocate(1 << 20)
     return buffers
+
+
+def test_closed_symmetric_memory_leaves_no_process_group_in_torchs_registry():
+    buffers = of_one_rank(peer_buffers.SymmetricMemory, dist.HashStore())
+    buffers.allocate(1 << 20)
+    assert symmetric_memory._resolve_process_group(buffers._name).size() == 1
+    buffers.close()
+    with pytest.raises(RuntimeError, match="Could not resolve"):  # not: "has been destroyed"
+        symmetric_memory._resolve_process_group(buffers._name)
 
 
 class SilentStore:

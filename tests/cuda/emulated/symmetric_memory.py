@@ -42,6 +42,12 @@ class SymmetricMemory:
         ends = _allocated[tensor.data_ptr()]
         self.signal_pad_ptrs = [address + ends for address in self.buffer_ptrs]
         self.multicast_ptr = 0
+        with torch.cuda.stream(
+            torch.cuda.Stream(tensor.device)
+        ):  # nobody waits for the pad's zeros
+            torch.cuda._sleep(200_000_000)
+            pad = tensor.as_strided((PAD_BYTES,), (1,), ends)
+            pad.zero_()
 
     def __del__(self):
         for address in self._opened:
@@ -58,10 +64,8 @@ class SymmetricMemory:
         whole = torch.ops.flex_model.ipc_buffer(like, size[0] + PAD_BYTES)
         whole.fill_(0xA5)  # the driver's memory has any values
         torch.cuda.synchronize(device)
-        with torch.cuda.stream(torch.cuda.Stream(device)):  # nobody waits for the pad's zeros
-            torch.cuda._sleep(200_000_000)
-            whole[size[0] :].zero_()
         _allocated[whole.data_ptr()] = size[0]
+        torch.cuda._sleep(200_000_000)  # what its owner writes there is late, too
         return whole[: size[0]]
 
     @staticmethod

@@ -1,5 +1,6 @@
 // What csrc/cuda uses of the CUDA language and runtime, on the CPU: memory of a device is memory of
-// the process, a stream is a thread, and a thread of a kernel is a call. runtime.cpp implements it.
+// the process, a stream is a thread, and a thread of a kernel is a call. streams.cpp and memory.cpp
+// implement it.
 #pragma once
 
 #include <atomic>
