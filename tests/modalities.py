@@ -48,7 +48,8 @@ def llava(dtype: torch.dtype = torch.float32) -> nn.Module:
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
     from transformers import LlavaForConditionalGeneration as Llava
 
-    vision, text = CLIPVisionConfig(**_VISION), LlamaConfig(**_TEXT)
+    vision = CLIPVisionConfig(**(_VISION | {"num_hidden_layers": 3}))  # the last but one is used
+    text = LlamaConfig(**_TEXT)
     return _seeded(
         Llava, LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE), dtype
     )

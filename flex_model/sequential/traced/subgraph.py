@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from flex_model.integrations.keyword_arguments import takes_keyword
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
 from flex_model.sequential.traced import code_path, trace_check
 from flex_model.sequential.traced.statement_nodes import Retrace, Statements
@@ -154,13 +155,16 @@ def populate_concrete_args(model: nn.Module, sample_input: dict[str, Any]) -> di
         ValueError: one that has no default.
     """
     concrete: dict[str, Any] = {}
-    for name, parameter in inspect.signature(model.forward).parameters.items():
+    names = inspect.signature(model.forward).parameters
+    for name, parameter in names.items():
         if name in sample_input:
             continue
         if parameter.kind == inspect.Parameter.VAR_POSITIONAL:
             concrete[name] = []
         elif parameter.kind == inspect.Parameter.VAR_KEYWORD:
-            concrete[name] = {"use_cache": False} if _passes_use_cache(model, sample_input) else {}
+            concrete[name] = {}
+            if "use_cache" not in (*sample_input, *names) and takes_keyword(model, "use_cache"):
+                concrete[name]["use_cache"] = False
         elif name == "use_cache":
             concrete[name] = False
         elif parameter.default is inspect.Parameter.empty:
@@ -171,13 +175,6 @@ def populate_concrete_args(model: nn.Module, sample_input: dict[str, Any]) -> di
         else:
             concrete[name] = parameter.default
     return concrete
-
-
-def _passes_use_cache(model: nn.Module, sample_input: dict[str, Any]) -> bool:
-    """Whether no argument of a model is ``use_cache``, and one of a module in it is."""
-    names = [inspect.signature(module.forward).parameters for module in model.modules()]
-    is_given = "use_cache" in sample_input or "use_cache" in names[0]
-    return not is_given and any("use_cache" in one for one in names)
 
 
 def _without_cache(model: nn.Module, concrete_args: dict[str, Any]) -> dict[str, Any]:
