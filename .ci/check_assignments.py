@@ -22,6 +22,7 @@ API = {
     "__cause__",  # of an exception
     "is_agreed",  # ours, of any exception, also of Python's classes: errors.agreed
     "atexit",  # of weakref.finalize
+    "__code__",  # of a function: sequential/traced/statement_nodes.py
     "propagate",  # of logging.Logger
     "disabled",  # of logging.Logger
     # of a layer of transformers: integrations/attention_patterns.py

@@ -91,6 +91,7 @@ class FunctionRecorder(TorchFunctionMode):
             func, name = _LIKE_OTHER[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})
         if name in ("__getitem__", "__setitem__") and len(args) > 1 and is_run_by_model():
+            args = args[0], self._with_numbers(args[1]), *args[2:]
             self._note_whole_slices(args[0], args[1])
         reduction = composites.reduction_of(func, kwargs)
         with recorder.in_call(CallSizes(name, args, kwargs), reduction):
@@ -126,6 +127,18 @@ class FunctionRecorder(TorchFunctionMode):
                 return steps(*args, **kwargs)
         finally:
             self._running.pop()
+
+    def _with_numbers(self, index: Any) -> Any:
+        """Return a subscript in which bounds of slices that are tensors are the numbers in them."""
+        if isinstance(index, tuple):
+            return tuple(map(self._with_numbers, index))
+        if not isinstance(index, slice):
+            return index
+        bounds = (index.start, index.stop, index.step)
+        return slice(*(self._number_in(one) if _is_number(one) else one for one in bounds))
+
+    def _number_in(self, tensor: Tensor) -> Any:
+        return self._read_number(Tensor.item, tensor, (tensor,), {})
 
     def _note_whole_slices(self, tensor: Any, index: Any) -> None:
         """Log the comparisons by which torch omits slices that take all of a dim: the unsharded
@@ -190,6 +203,11 @@ class FunctionRecorder(TorchFunctionMode):
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         is_whole = isinstance(dim, int) and dim % tensor.dim() in dims
         return Size(result, ("dim", of, dim % tensor.dim())) if is_whole else result
+
+
+def _is_number(bound: Any) -> bool:
+    """Whether the bound of a slice is a tensor that torch takes for an integer."""
+    return isinstance(bound, Tensor) and bound.numel() == 1 and not bound.is_floating_point()
 
 
 def _slices_by_dim(index: Any, ndim: int) -> Iterator[tuple[int, slice]]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 
+from flex_model.integrations.keyword_arguments import takes_keyword
 from flex_model.pipelining.splitting.block_list import BlockList, cannot_split, find_block_list
 from flex_model.pipelining.splitting.clones import clone_tree
 from flex_model.pipelining.splitting.observe import Arguments, Recording, other_examples, tensors_in
@@ -59,7 +60,7 @@ def learn(
     """Run the model on the example and on others like it. ValueError if it can't be split there."""
     twin = clone_tree(model, with_hooks=False)
     signature = inspect.signature(twin.forward)
-    fixed = {"use_cache": False} if "use_cache" in signature.parameters else {}
+    fixed = {"use_cache": False} if takes_keyword(twin, "use_cache") else {}
     kwargs = {**kwargs, **fixed}
     first = Recording(twin)
     with first.on():

@@ -145,12 +145,15 @@ def find_difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | 
 
 def other_examples(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Arguments]:
     """The example with one row more, and with one step less along dim 1; each only where the
-    tensors have such a dim.
+    tensors have such a dim. Steps are those of the tokens, if there are any: sound or images beside
+    them have sizes of their own.
     """
     example = (args, dict(kwargs))
-    main = next((x for x in _pytree.tree_leaves(example) if _has_dims(x, 1)), None)
-    if main is None:
+    tensors = [x for x in _pytree.tree_leaves(example) if _has_dims(x, 1)]
+    if not tensors:
         return []
+    tokens = [x for x in tensors if x.dim() == 2 and not x.dtype.is_floating_point]
+    main = [*tokens, *tensors][0]
     rows, steps = main.shape[0], main.shape[1] if main.dim() > 1 else 0
 
     def longer(leaf: Any) -> Any:

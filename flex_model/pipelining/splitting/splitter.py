@@ -26,6 +26,7 @@ from flex_model.pipelining.splitting.clones import users_hooks
 from flex_model.pipelining.splitting.dependence import Dependence
 from flex_model.pipelining.splitting.learning import Learned, learn
 from flex_model.pipelining.splitting.observe import find_difference, quietly, tensors_in
+from flex_model.pipelining.splitting.templates import UnknownSizesError
 
 
 def split_modules(
@@ -88,6 +89,10 @@ def _examine(
         try:
             with dependence:
                 return stage(*given, **kwargs)
+        except UnknownSizesError as error:
+            if error.name not in parts.keys() - held - set(learned.blocks.blocks):
+                raise ValueError(cannot_split(model, f"stage {index}: {error}")) from error
+            raise
         except Exception as error:
             why = f"stage {index} does not run without the others: {error}"
             raise ValueError(cannot_split(model, why)) from error
@@ -95,13 +100,17 @@ def _examine(
     def is_same_with(lie: int) -> bool:
         try:
             other = follow(Dependence(lie=lie))
-        except ValueError:
+        except (ValueError, UnknownSizesError):
             return False
         return find_difference(tensors_in(other), tensors_in(output)) is None
 
     while True:
         stage = build(model, learned, parts, index, held, with_hooks=False)
-        output = follow(dependence := Dependence())
+        try:
+            output = follow(dependence := Dependence())
+        except UnknownSizesError as error:  # no placeholder: the stage computes it itself
+            held.add(error.name)
+            continue
         labels = dependence.labels_of(output)
         needed = {name for name in labels & parts.keys() if name not in learned.blocks.blocks}
         if not needed:

@@ -22,7 +22,7 @@ class StandIn(PassThrough):
     It returns placeholders of the structure, sizes and dtypes that the module returns: NaN, so that
     one that should not be used is seen. Attributes that model code reads are there: plain ones
     (``layer_idx``), modules in it as stand-ins too, sizes and dtypes of its parameters
-    (``embed.weight.dtype``).
+    (``embed.weight.dtype``), and the module's own (``tower.dtype``, ``tower.device``).
 
     Args:
         original: The module; nothing of it is kept alive.
@@ -52,15 +52,21 @@ class StandIn(PassThrough):
         self._outputs = tuple(outputs_of(name))
         tensors = (*original._parameters.items(), *original._buffers.items())
         self._tensors = {key: Seen.of(tensor) for key, tensor in tensors if tensor is not None}
+        first = next(original.parameters(), None)
+        if first is not None and {"dtype", "device"} <= set(dir(type(original))):
+            self._first = Seen.of(first)  # of which a Hugging Face model has them
 
     def __getattr__(self, name: str) -> Any:
-        seen = self.__dict__.get("_tensors", {}).get(name)
+        is_of_first = name in ("dtype", "device") and "_first" in self.__dict__
+        seen = self._first if is_of_first else self.__dict__.get("_tensors", {}).get(name)
         if seen is None:
             return super().__getattr__(name)
         call, dtype, device = current_call(), seen.dtype, seen.device
         if call is not None and call.hidden is not None:
             dtype = call.hidden.dtype if dtype.is_floating_point else dtype
             device = call.hidden.device
+        if is_of_first:
+            return dtype if name == "dtype" else device
         tensor = torch.full((), seen.fill, dtype=dtype, device=device).expand(seen.sizes)
         mark_absent(tensor, self._part)
         return tensor

@@ -76,6 +76,18 @@ def _keep(leaf: Any) -> Any:
     return leaf if plain else None
 
 
+class UnknownSizesError(RuntimeError):
+    """The sizes of a placeholder do not follow from those of the hidden state.
+
+    Attributes:
+        name: What it stands for.
+    """
+
+    def __init__(self, name: str, message: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 class Template:
     """Makes placeholders for a value of the model, of its structure, sizes and dtypes: NaN, or for
     integers a value of the example.
@@ -139,12 +151,13 @@ class Template:
                 return dim, x, y, dx, dy
         raise self._unknown_sizes()
 
-    def _unknown_sizes(self) -> RuntimeError:
+    def _unknown_sizes(self) -> UnknownSizesError:
         sizes = [
             [leaf.sizes for leaf in run.leaves if isinstance(leaf, Seen)] for run in self._runs
         ]
         hidden = [] if self._crossing is None else list(self._crossing.shapes)
-        return RuntimeError(
+        return UnknownSizesError(
+            self._name,
             f"the sizes of {self._name!r} ({sizes}) do not follow from those of the hidden state "
-            f"({hidden})"
+            f"({hidden})",
         )

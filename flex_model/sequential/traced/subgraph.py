@@ -11,8 +11,10 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from flex_model.integrations.keyword_arguments import takes_keyword
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
-from flex_model.sequential.traced import trace_check
+from flex_model.sequential.traced import code_path, trace_check
+from flex_model.sequential.traced.statement_nodes import Retrace, Statements
 from flex_model.sequential.traced.tracer import SequentialTracer
 
 
@@ -61,15 +63,21 @@ def trace_subgraphs(
     sample_input: dict[str, Any],
     sequential_targets: list[str],
     ignore: Sequence[str] = (),
+    targets_per_subgraph: int = 1,
 ) -> list[Subgraph]:
-    """Split a model into one subgraph per target and a last one; run in order, they equal the
-    model, also on other batch sizes, lengths and masks.
+    """Split a model into subgraphs that end with a target, and a last one; run in order, they equal
+    the model, also on other batch sizes, lengths and masks.
+
+    What is traced is the code on the way to the targets. Functions and methods that don't lead to
+    one are single nodes, and so are statements that read values of tensors in Python.
 
     Args:
-        sample_input: Arguments by name. Their lengths and truths are taken to be those of all
-            inputs; code that reads the values of tensors in Python does not trace.
+        sample_input: Arguments by name. Their lengths, and that they are None, are taken to be the
+            same for all inputs.
         sequential_targets: As in ``match_modules``.
-        ignore: Names of methods, of the modules around targets, not to trace through.
+        ignore: Names of functions and methods, around targets, that are single nodes anyway.
+        targets_per_subgraph: How many targets a subgraph has; the last one that has any may have
+            fewer.
 
     Raises:
         TraceError: the model does not trace, a target is missing or called twice, or the subgraphs
@@ -94,39 +102,69 @@ def trace_subgraphs(
             "meta; load the model, or use sequential.run(model, batches, weights=...)"
         )
     concrete_args = populate_concrete_args(model, sample_input)
+    settings = _without_cache(model, concrete_args)
+    ancestors = get_sequential_ancestors(model, targets)
     with trace_check.without_hooks(model):
-        tracer = SequentialTracer(get_sequential_ancestors(model, targets), set())
-        tracer.sample_input = dict(sample_input)
+        path, expected = code_path.follow(
+            ancestors, targets, lambda: model(**sample_input, **settings)
+        )
+        with trace_check.unchanged_attributes(ancestors):
+            graph = _trace(model, ancestors, path, dict(sample_input), ignore)
+            trace_check.check_targets(model, graph, targets)
+            partitions = topological_partition(graph, targets, targets_per_subgraph)
+            subgraphs = partition_graph(model, partitions)
+            trace_consumed_names(subgraphs)
+            num_expected = -(-len(targets) // targets_per_subgraph) + 1
+            trace_check.check_number(subgraphs, num_expected)
+            trace_check.check_equal(model, subgraphs, sample_input, settings, expected)
+    return subgraphs
+
+
+def _trace(
+    model: nn.Module,
+    ancestors: set[nn.Module],
+    path: code_path.CodePath,
+    sample_input: dict[str, Any],
+    ignore: Sequence[str],
+) -> GraphModule:
+    """Return the graph of a model. The trace begins again whenever a statement becomes a node."""
+    tracer = SequentialTracer(ancestors, set())
+    tracer.sample_input, tracer.statements = sample_input, Statements(path)
+    concrete_args = populate_concrete_args(model, sample_input)
+    while True:
         try:
-            with tracer.leaf_functions(set(ignore)):
-                graph = GraphModule(model, tracer.trace(model, concrete_args))
+            with (
+                trace_check.unchanged_attributes(ancestors),
+                tracer.leaf_functions(path, set(ignore)),
+            ):
+                return GraphModule(model, tracer.trace(model, concrete_args))
+        except Retrace:
+            continue
         except Exception as error:
             raise trace_check.trace_error(
                 f"{type(model).__name__} does not trace: {type(error).__name__}: {error}"
             ) from error
-        trace_check.check_targets(model, graph, targets)
-        partitions = topological_partition(graph, targets)
-        subgraphs = partition_graph(model, partitions)
-        trace_consumed_names(subgraphs)
-        trace_check.check_equal(model, subgraphs, len(targets), sample_input, concrete_args)
-    return subgraphs
 
 
 def populate_concrete_args(model: nn.Module, sample_input: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``model.forward`` that the sample does not have, by name: their
-    defaults, an empty list or dict for variadic ones, and no cache.
+    defaults, an empty list or dict for variadic ones, and no cache: ``use_cache=False``, also where
+    only a module inside names it and the model passes its keyword arguments on.
 
     Raises:
         ValueError: one that has no default.
     """
     concrete: dict[str, Any] = {}
-    for name, parameter in inspect.signature(model.forward).parameters.items():
+    names = inspect.signature(model.forward).parameters
+    for name, parameter in names.items():
         if name in sample_input:
             continue
         if parameter.kind == inspect.Parameter.VAR_POSITIONAL:
             concrete[name] = []
         elif parameter.kind == inspect.Parameter.VAR_KEYWORD:
             concrete[name] = {}
+            if "use_cache" not in (*sample_input, *names) and takes_keyword(model, "use_cache"):
+                concrete[name]["use_cache"] = False
         elif name == "use_cache":
             concrete[name] = False
         elif parameter.default is inspect.Parameter.empty:
@@ -139,6 +177,12 @@ def populate_concrete_args(model: nn.Module, sample_input: dict[str, Any]) -> di
     return concrete
 
 
+def _without_cache(model: nn.Module, concrete_args: dict[str, Any]) -> dict[str, Any]:
+    """Return what to call the model with, besides the sample."""
+    values = [concrete_args, *(one for one in concrete_args.values() if isinstance(one, dict))]
+    return {"use_cache": False} if any("use_cache" in one for one in values) else {}
+
+
 def find_target_nodes(graph: GraphModule, targets: set[nn.Module]) -> set[Node]:
     """Return the nodes that call a target."""
     return {
@@ -148,13 +192,22 @@ def find_target_nodes(graph: GraphModule, targets: set[nn.Module]) -> set[Node]:
     }
 
 
-def topological_partition(graph: GraphModule, targets: set[nn.Module]) -> list[list[Node]]:
-    """Return the nodes in the order of the graph, split after each target; weights are fetched
-    where they are first used.
+def topological_partition(
+    graph: GraphModule, targets: set[nn.Module], targets_per_subgraph: int = 1
+) -> list[list[Node]]:
+    """Return the nodes in the order of the graph, split after each target, or after so many and
+    after the last one; weights are fetched where they are first used.
     """
+    if targets_per_subgraph < 1:
+        raise ValueError(
+            "topological_partition: targets_per_subgraph must be at least 1, got "
+            f"{targets_per_subgraph}"
+        )
     if not graph_is_well_formed(graph.graph):
         raise ValueError("topological_partition: users and inputs of the graph's nodes differ")
-    ends = find_target_nodes(graph, targets)
+    called = find_target_nodes(graph, targets)
+    in_order = [node for node in graph.graph.nodes if node in called]
+    ends = {*in_order[targets_per_subgraph - 1 :: targets_per_subgraph], *in_order[-1:]}
     partitions: list[list[Node]] = [[]]
     place: dict[Node, int] = {}
     for node in graph.graph.nodes:

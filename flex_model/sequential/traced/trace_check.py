@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,21 +29,43 @@ def trace_error(problem: str) -> TraceError:
 
 @contextlib.contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """A context in which no hook of the model runs, and there are no gradients."""
+    """A context without gradients in which no hook of the model runs, but for those by which
+    transformers collects hidden states: they are part of its code.
+    """
     tables = [
         table
         for module in model.modules()
         for table in (module._forward_hooks, module._forward_pre_hooks)
     ]
     before = [dict(table) for table in tables]
-    for table in tables:
+    for table, hooks in zip(tables, before):
         table.clear()
+        table.update({key: hook for key, hook in hooks.items() if _is_of_transformers(hook)})
     try:
         with torch.no_grad():
             yield
     finally:
         for table, hooks in zip(tables, before):
-            table.update(hooks)
+            added = {key: hook for key, hook in table.items() if key not in hooks}
+            table.clear()
+            table.update(hooks | added)
+
+
+def _is_of_transformers(hook: Any) -> bool:
+    return getattr(hook, "__module__", "").startswith("transformers.")
+
+
+@contextlib.contextmanager
+def unchanged_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """A context after which modules have the attributes and buffers that they had before."""
+    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            for table, values in ((vars(module), attributes), (module._buffers, buffers)):
+                table.clear()
+                table.update(values)
 
 
 def check_targets(model: nn.Module, graph: GraphModule, targets: set[nn.Module]) -> None:
@@ -66,25 +88,24 @@ def check_targets(model: nn.Module, graph: GraphModule, targets: set[nn.Module])
             )
 
 
+def check_number(subgraphs: list[Subgraph], expected: int) -> None:
+    if len(subgraphs) != expected:
+        raise trace_error(f"expected {expected} subgraphs, got {len(subgraphs)}")
+
+
 def check_equal(
     model: nn.Module,
     subgraphs: list[Subgraph],
-    num_targets: int,
     sample_input: dict[str, Any],
-    concrete_args: dict[str, Any],
+    settings: dict[str, Any],
+    expected: Any,
 ) -> None:
-    """Check that the subgraphs compute what the model does: on the sample, and on another shape and
-    mask.
+    """Check that the subgraphs compute what the model does: on the sample, whose output is given,
+    and on another shape and mask.
 
     Raises:
         TraceError: they don't.
     """
-    if len(subgraphs) != num_targets + 1:
-        raise trace_error(
-            f"expected {num_targets + 1} subgraphs for {num_targets} targets, got {len(subgraphs)}"
-        )
-    settings = {"use_cache": False} if "use_cache" in concrete_args else {}
-    expected = model(**sample_input, **settings)
     _compare(model, subgraphs, sample_input, expected, "on the sample itself")
     for what, other in _others(sample_input):
         try:
@@ -93,6 +114,10 @@ def check_equal(
             continue
         _compare(model, subgraphs, other, expected, f"with {what}")
         return
+    raise trace_error(
+        f"{type(model).__name__} runs on no other input that was made from the sample (more rows, "
+        "longer sequences, another mask, other numbers), so that what was traced can't be checked"
+    )
 
 
 def _compare(
@@ -140,27 +165,40 @@ def _run(model: nn.Module, subgraphs: list[Subgraph], inputs: dict[str, Any]) ->
 
 
 def _others(sample: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield inputs of other shapes, those that differ most first."""
-    for what, tokens, has_features in (
-        ("more rows, longer sequences and another mask", _MORE_TOKENS, True),
-        ("more rows, longer sequences and another mask", _MORE_TOKENS, False),
-        ("more rows and another mask", 0, False),
+    """Yield inputs of other shapes and numbers, those that differ most first. Where tokens stand
+    for images, a model takes only as many as there are: then all rows are there twice.
+    """
+    longest = max((value.shape[1] for value in sample.values() if _is_of_tokens(value)), default=0)
+    longer = "more rows, longer sequences and another mask"
+    for what, is_twice, num_tokens, has_features, is_masked in (
+        (longer, False, _MORE_TOKENS, True, True),
+        (longer, False, _MORE_TOKENS, False, True),
+        (longer, True, _MORE_TOKENS, False, True),
+        ("more rows and longer sequences", True, _MORE_TOKENS, False, False),
+        ("more rows and another mask", False, 0, False, True),
+        ("more rows", True, 0, False, False),
     ):
-        yield what, {name: _other(name, v, tokens, has_features) for name, v in sample.items()}
+        other = {}
+        for name, value in sample.items():
+            other[name] = value
+            if not isinstance(value, Tensor) or not value.dim():
+                continue
+            is_tokens = _is_of_tokens(value) and (not is_twice or value.shape[1] == longest)
+            is_features = value.dim() == 3 and value.dtype.is_floating_point and has_features
+            if value.dtype.is_floating_point:
+                value = value.flip(-1)
+            value = _longer(value, 0, len(value) if is_twice else _MORE_ROWS)
+            if is_tokens or is_features:
+                value = _longer(value, 1, num_tokens)
+            if "mask" in name and is_tokens and is_masked:
+                value = value.clone()
+                value[0, : max(1, value.shape[1] // 3)] = 0
+            other[name] = value
+        yield what, other
 
 
-def _other(name: str, value: Any, tokens: int, has_features: bool) -> Any:
-    if not isinstance(value, Tensor) or not value.dim():
-        return value
-    is_tokens = value.dim() == 2 and not value.dtype.is_floating_point
-    is_features = value.dim() == 3 and value.dtype.is_floating_point and has_features
-    value = _longer(value, 0, _MORE_ROWS)
-    if is_tokens or is_features:
-        value = _longer(value, 1, tokens)
-    if "mask" in name and is_tokens:
-        value = value.clone()
-        value[0, : max(1, value.shape[1] // 3)] = 0
-    return value
+def _is_of_tokens(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 2 and not value.dtype.is_floating_point
 
 
 def _longer(value: Tensor, dim: int, by: int) -> Tensor:

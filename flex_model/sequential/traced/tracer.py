@@ -1,10 +1,11 @@
 """Traces the modules around a model's targets into a ``torch.fx`` graph.
 
 The tracer keeps a sample of every value that the traced code computes: the model runs on the sample
-input while it is traced. So any question of that code (a length, a truth, an index) has an answer,
-and functions that the tracer can't look into (masks, caches) become single nodes, which are called
-again with real values when the graph runs. An answer that holds for the sample only makes a graph
-that is wrong for other inputs: `trace_check` finds out.
+input while it is traced. So any question of that code about sizes (a length, a branch) has an
+answer. An answer that holds for the sample only makes a graph that is wrong for other inputs:
+`trace_check` finds out. Functions that don't lead to a target (masks, caches, features of images)
+are single nodes, which are called again with real values when the graph runs, and so are statements
+that ask for values (`statement_nodes`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import dataclasses
 import functools
 import inspect
 import operator
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +25,8 @@ from torch.fx.node import map_arg
 
 from flex_model.errors import TraceError
 from flex_model.integrations.torch_private import tree_flatten, tree_unflatten
+from flex_model.sequential.traced.code_path import CodePath, leaf_functions, leaf_methods
+from flex_model.sequential.traced.statement_nodes import Retrace, Statements
 
 # Factories of tensors: torch does not dispatch on the type of their arguments, which may be sizes.
 _FACTORIES = (
@@ -46,24 +48,39 @@ class SampledProxy(torch.fx.Proxy):
     def sample(self) -> Any:
         return self.tracer.samples.get(self.node, _NO_SAMPLE)  # type: ignore[attr-defined]
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The sample's class, if that is a container: code that asks takes the sample's way. Not a
+        tensor's: torch takes what says so for one.
+        """
+        kind = type(self.sample)
+        return kind if issubclass(kind, (tuple, list, dict)) else type(self)
+
     def __getattr__(self, name: str) -> Any:
         if self.sample is _NO_SAMPLE:
             return super().__getattr__(name)
         value = getattr(self.sample, name)
         if callable(value):
             return torch.fx.proxy.Attribute(self, name)
-        if isinstance(value, (Tensor, torch.Size, int)) and not isinstance(value, bool):
+        if isinstance(value, (Tensor, int, tuple, list, dict)) and not isinstance(value, bool):
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         return value
 
     def _answer(self) -> Any:
         """Return the sample, unless values of the input determine it."""
         if self.node in self.tracer.value_nodes:  # type: ignore[attr-defined]
+            self._retrace()
             raise TraceError(
                 f"the code around the targets asks in Python for the values of {self.node.name!r}, "
                 "a tensor (an if, .item(), bool(), int())"
             )
         return self.sample
+
+    def _retrace(self) -> None:
+        """Make a node of the statement that asks, if that is possible."""
+        statements = self.tracer.statements  # type: ignore[attr-defined]
+        if statements is not None and statements.choose_running():
+            raise Retrace
 
     def __bool__(self) -> bool:
         return super().__bool__() if self.sample is _NO_SAMPLE else bool(self._answer())
@@ -86,6 +103,8 @@ class SampledProxy(torch.fx.Proxy):
     def __iter__(self) -> Iterator[Any]:
         if self.sample is _NO_SAMPLE:
             return super().__iter__()
+        if isinstance(self.sample, Tensor) or self.node in self.tracer.value_nodes:  # type: ignore[attr-defined]
+            self._retrace()  # how many there are may depend on the input
         if isinstance(self.sample, dict):
             return iter(self.sample)
         return iter([operator.getitem(self, i) for i in range(len(self.sample))])
@@ -111,6 +130,7 @@ class SequentialTracer(torch.fx.Tracer):
         samples: The value of each node for ``sample_input``.
         value_nodes: Nodes whose samples follow from values in tensors of the input: not from sizes,
             and not from weights alone.
+        statements: Statements that are single nodes, and may become more.
     """
 
     def __init__(self, ancestors: set[nn.Module], offloaded: set[nn.Module]) -> None:
@@ -120,13 +140,26 @@ class SequentialTracer(torch.fx.Tracer):
         self.sample_input: dict[str, Any] | None = None
         self.samples: dict[torch.fx.Node, Any] = {}
         self.value_nodes: set[torch.fx.Node] = set()
+        self.statements: Statements | None = None
         self._input_nodes: set[torch.fx.Node] = set()  # those that follow from the input
+        self._functions: set[Any] = set()  # those of nodes that are Python functions
         self._is_sampling = False
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if self._is_sampling:
             return forward(*args, **kwargs)
-        return super().call_module(m, forward, args, kwargs)
+        if self.sample_input is None or not self.is_leaf_module(m, ""):
+            return super().call_module(m, forward, args, kwargs)
+        # Hooks of transformers, which collect outputs, are of the traced code: they get proxies.
+        hooks = dict(m._forward_hooks)
+        m._forward_hooks.clear()
+        try:
+            output = super().call_module(m, forward, args, kwargs)
+        finally:
+            m._forward_hooks.update(hooks)
+        for hook in hooks.values():
+            hook(m, args, output)
+        return output
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if self._is_sampling:
@@ -152,10 +185,12 @@ class SequentialTracer(torch.fx.Tracer):
         proxies = {
             name: self.create_proxy("placeholder", name, (), {}) for name in self.sample_input
         }
-        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        parameters = inspect.signature(self.root.forward).parameters.values()
-        left_out = {parameter.name for parameter in parameters if parameter.kind in variadic}
-        concrete = {k: v for k, v in (concrete_args or {}).items() if k not in left_out}
+        concrete = dict(concrete_args or {})
+        for parameter in inspect.signature(self.root.forward).parameters.values():
+            if parameter.kind == inspect.Parameter.VAR_POSITIONAL:
+                concrete.pop(parameter.name, None)
+            elif parameter.kind == inspect.Parameter.VAR_KEYWORD:
+                concrete |= concrete.pop(parameter.name, {})
         root: Any = self.root
         return (lambda: root.forward(**proxies, **concrete)), []
 
@@ -191,16 +226,18 @@ class SequentialTracer(torch.fx.Tracer):
         if node.op == "placeholder" or not self._input_nodes.isdisjoint(inputs):
             self._input_nodes.add(node)
             is_reader = node.op in ("call_method", "call_function") and node.target in _READERS
-            if is_tensor or is_reader:
+            if is_tensor or is_reader or node.target in self._functions:
                 self.value_nodes.add(node)
         numbers = (one for one in inputs if not isinstance(self.samples[one], Tensor))
         if not is_tensor and not self.value_nodes.isdisjoint(numbers):
             self.value_nodes.add(node)
 
     def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.fx.Proxy):
+            return a.node
         if isinstance(a, Tensor) and not self._is_of_model(a):
             return self.create_node("call_function", _constant(a), (), {})
-        if dataclasses.is_dataclass(a) and isinstance(a, dict):  # transformers' ModelOutput
+        if _is_model_output(a):
             fields = {f.name: getattr(a, f.name) for f in dataclasses.fields(a)}
             given = {name: self.create_arg(v) for name, v in fields.items() if v is not None}
             return self.create_node("call_function", type(a), (), given)
@@ -213,25 +250,23 @@ class SequentialTracer(torch.fx.Tracer):
         return any(tensor is one for one in own)
 
     @contextlib.contextmanager
-    def leaf_functions(self, ignore: set[str]) -> Iterator[None]:
-        """A context in which functions that the ancestors' code calls, and methods in ``ignore``,
-        become single nodes if their arguments hold proxies.
+    def leaf_functions(self, path: CodePath, ignore: set[str]) -> Iterator[None]:
+        """A context in which functions and methods that the path's code calls become single nodes
+        if their arguments hold proxies: those that don't lead to a target, or are in ``ignore``.
         """
-        tables = [(vars(torch), name) for name in _FACTORIES] + _functions_of(self.ancestors)
-        functions = [(table, name, table[name]) for table, name in tables]
-        functions += [
-            (vars(module), name, getattr(module, name))
-            for module in self.ancestors
-            for name in ignore
-            if isinstance(getattr(module, name, None), types.MethodType)
-        ]
+        tables = [(vars(torch), name, vars(torch)[name]) for name in _FACTORIES]
+        tables += [(t, name, t[name]) for t, name in leaf_functions(path, ignore)]
+        methods = leaf_methods(path, self.ancestors, ignore)
+        tables += [(vars(module), name, getattr(module, name)) for module, name in methods]
         with contextlib.ExitStack() as undo:
-            for table, name, function in functions:
+            for table, name, function in tables:
                 if name in table:
                     undo.callback(table.__setitem__, name, table[name])
                 else:
                     undo.callback(table.__delitem__, name)
                 table[name] = self._as_node(function)
+            if self.statements is not None:
+                undo.enter_context(self.statements.as_nodes(self._as_node))
             yield
 
     def _as_node(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -249,8 +284,19 @@ class SequentialTracer(torch.fx.Tracer):
                 for place, value in zip(places, values):
                     filled[place] = value
                 args, kwargs = tree_unflatten(filled, spec)
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                given = set(map(id, values))
+                after, spec_after = tree_flatten(
+                    (args, kwargs), is_leaf=lambda one: _is_leaf(one) or id(one) in given
+                )
+                # These containers are copies: the graph's later nodes would not see the change.
+                if spec_after != spec or any(a is not b for a, b in zip(after, filled)):
+                    raise TraceError(
+                        f"{function.__qualname__} changes a list or dict that it is given in place"
+                    )
+                return result
 
+            self._functions.add(bound)
             proxies = tuple(leaves[place] for place in places)
             return self.create_proxy("call_function", bound, proxies, {})
 
@@ -258,7 +304,12 @@ class SequentialTracer(torch.fx.Tracer):
 
 
 def _is_leaf(value: Any) -> bool:
-    return type(value) not in (tuple, list, dict)
+    return type(value) not in (tuple, list, dict) and not _is_model_output(value)
+
+
+def _is_model_output(value: Any) -> bool:
+    """Whether a value is a ``ModelOutput`` of transformers, which torch's pytrees know."""
+    return dataclasses.is_dataclass(value) and issubclass(type(value), dict)
 
 
 def _constant(tensor: Tensor) -> Callable[[], Tensor]:
@@ -270,28 +321,3 @@ def _constant(tensor: Tensor) -> Callable[[], Tensor]:
         return tensor
 
     return constant
-
-
-def _functions_of(ancestors: set[nn.Module]) -> list[tuple[dict[str, Any], str]]:
-    """Return the Python functions that the methods of these modules name, as the tables that hold
-    them and their names.
-    """
-    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-    for module in ancestors:
-        for kind in type(module).__mro__:
-            if kind.__module__.startswith("torch."):
-                continue
-            for method in vars(kind).values():
-                function = inspect.unwrap(method) if callable(method) else None
-                if not isinstance(function, types.FunctionType):
-                    continue
-                table = function.__globals__
-                for name in _names_in(function.__code__):
-                    if isinstance(table.get(name), types.FunctionType):
-                        found[id(table), name] = table, name
-    return list(found.values())
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = [_names_in(part) for part in code.co_consts if isinstance(part, types.CodeType)]
-    return set(code.co_names).union(*inner)
