@@ -217,3 +217,26 @@ def check(kind, name, tp, dp_batch="global"):
                 compare(
                     batch, parallelism, my_dp, whole, expected, model, output, found, kind, edit
                 )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dp_batch", [None, "global", "local"])
+def test_gradients_of_parameters_need_no_choice(dp_batch):
+    """Before, with hooks on parameters alone, that ranks have other lengths was not noticed."""
+
+    def halve(module, full, save_ctx, modules):
+        return full / 2
+
+    site = "block.mlp.fc1.weight"
+    for batch in BATCHES.values():
+        whole = models.seeded(Model).double()
+        batch.loss(whole(batch.padded())).backward()
+        expected = {name: p.grad for name, p in whole.named_parameters()}
+        records = {}
+        parallelism, model, my_dp = sharded("ddp", whole, tp=1)
+        with FlexModel(model, records, dp_batch=dp_batch, output_ranks="all", timeout=20) as flex:
+            flex.register_hook(HookFunction(site, editing_function=halve))
+            run(flex, batch, my_dp)
+        assert_close(records[site], [expected[site]])
+        expected[site] = expected[site] / 2
+        assert_close(parallelism.full_gradients(whole, model), expected)
