@@ -195,6 +195,21 @@ def test_global_batches_over_tensor_parallel_ranks(kind):
     check(kind, "dp_tp", tp=2)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dp_batch", ["global", "local"])
+def test_batches_over_tensor_parallel_ranks_whose_weights_fsdp2_shards(dp_batch):
+    """Before, local hooks did not know the data-parallel dim of the weights' mesh."""
+    whole, batch = models.seeded(Model).double(), BATCHES["both"]
+    for kind, site in (("forward", "block.mlp.fc1"), ("full_backward", "block.mlp.fc2")):
+        expected = oracle(copy.deepcopy(whole), batch, kind, site, mix, dp_batch == "local")
+        parallelism, model, my_dp = sharded("dtensor x fsdp2", whole, tp=2)
+        with FlexModel(model, records := {}, dp_batch=dp_batch, timeout=20) as flex:
+            getattr(flex, f"register_{kind}_hook")(HookFunction(site, editing_function=mix))
+            output = run(flex, batch, my_dp)
+        found = records.get(site, [])
+        compare(batch, parallelism, my_dp, whole, expected, model, output, found, kind, mix)
+
+
 def check(kind, name, tp, dp_batch="global"):
     for which, batch in BATCHES.items():
         for site in SITES[kind]:
