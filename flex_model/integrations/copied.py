@@ -12,6 +12,8 @@ from torch import nn
 
 from flex_model.names import clean
 
+_OF = "transformers."  # the package whose functions replace a forward
+
 
 def check_modules(root: nn.Module) -> None:
     """Raise ValueError if a module calls the forward of one that it was copied from. Local."""
@@ -28,11 +30,19 @@ def check_modules(root: nn.Module) -> None:
 
 def _called_by(forward: Any) -> Iterator[nn.Module]:
     """Yield the modules whose forward is called by a function of transformers that replaces one."""
-    if not str(getattr(forward, "__module__", "")).startswith("transformers."):
-        return
-    for cell in getattr(forward, "__closure__", None) or ():
-        owner = getattr(cell.cell_contents, "__self__", None)
-        if isinstance(owner, nn.Module) and cell.cell_contents.__name__ == "forward":
-            yield owner
-        else:
-            yield from _called_by(cell.cell_contents)
+    functions, seen = [forward], set()
+    while functions:
+        function = functions.pop()
+        if id(function) in seen or not str(getattr(function, "__module__", "")).startswith(_OF):
+            continue
+        seen.add(id(function))
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # empty: not assigned yet
+                continue
+            owner = getattr(value, "__self__", None)
+            if isinstance(owner, nn.Module) and value.__name__ == "forward":
+                yield owner
+            else:
+                functions.append(value)
