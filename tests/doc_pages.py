@@ -23,7 +23,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OPTIONAL = ("accelerate", "fairscale", "matplotlib", "megatron", "safetensors", "transformers")
+OPTIONAL = (
+    "accelerate",
+    "fairscale",
+    "matplotlib",
+    "megatron",
+    "peft",
+    "safetensors",
+    "transformers",
+)
 
 COMMENT = re.compile(
     r"^<!-- (ranks|hidden|not run|printed by|printed)(?::[ \n](.*?))?\s*-->\n", re.M | re.S

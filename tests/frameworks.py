@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,15 +37,26 @@ import models
 EXACT, ROUNDED = 1e-9, 2e-5  # float64; float32, or models that compute parts in float32
 
 
-def forward_and_backward(flex, inputs, keywords, targets) -> torch.Tensor:
-    output = tensor_of(flex(*inputs, **keywords))
-    (output * targets).sum().backward()
-    return output
+def call(model, inputs, keywords) -> torch.Tensor:
+    return tensor_of(model(*inputs, **keywords))
 
 
-def inference(flex, inputs, keywords, targets) -> torch.Tensor:
-    with torch.inference_mode():
-        return tensor_of(flex(*inputs, **keywords))
+def apply(value: torch.Tensor, edit: Callable | None) -> tuple:
+    """What a hook of one process records of a tensor, and what it returns."""
+    record = value.detach().clone()
+    if edit is None:
+        return record, None
+    given = value.clone()
+    edited = edit(None, given, Namespace(), {})
+    return record, given if edited is None else edited
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @dataclass
@@ -69,7 +81,16 @@ class Pair:
         full_gradients: By the oracle's parameter names, of the sharded model; collective.
         turned: Sites whose dims the sharded model has in another order: ``{name: permutation}``.
         mixes_rows: Whether edits see the whole batch, so may mix its rows.
-        run: ``(flex, inputs, keywords, targets) -> output``: forward and backward; or `inference`.
+        backward: Whether there is one; else the model runs under ``inference_mode``.
+        forward: ``(model, inputs, keywords) -> output``, where it is not a call of the model.
+        run: ``(flex, inputs, keywords, targets) -> output``: forward and backward of the sharded
+            model, where it is not `forward` and a sum.
+        session: ``(register, records, targets) -> (output, gradients)``: runs the sharded model in
+            a loop that wraps it by itself, and then calls ``register(flex)``.
+        call_hook: What an oracle's hook records and returns, from its tensor and an edit.
+        masked: A tensor of the whole batch without what pads it.
+        state: States layouts to the FlexModel.
+        without_gradients: Parts of the names of parameters whose gradients can't be read.
     """
 
     oracle: nn.Module
@@ -89,10 +110,32 @@ class Pair:
     turned: dict[str, tuple[int, ...]] = field(default_factory=dict)
     start: Callable[[], None] = lambda: None
     mixes_rows: bool = True
-    run: Callable[..., torch.Tensor] = forward_and_backward
+    backward: bool = True
+    forward: Callable[..., torch.Tensor] = call
+    run: Callable[..., torch.Tensor] | None = None
+    session: Callable[..., tuple[torch.Tensor, dict]] | None = None
+    call_hook: Callable[[torch.Tensor, Callable | None], tuple] = apply
+    masked: Callable[[torch.Tensor], torch.Tensor] = lambda full: full
+    state: Callable[[object], object] = lambda flex: None
+    without_gradients: tuple[str, ...] = ()
     batch_dims: tuple[int | None, ...] = ()
     output_batch_dim: int = 0
     first: tuple[torch.Tensor, ...] = ()
+
+    def has_no_gradient(self, name: str) -> bool:
+        return any(part in name for part in self.without_gradients)
+
+    def run_sharded(self, flex, targets: torch.Tensor) -> torch.Tensor:
+        """Run forward and backward on this rank's part of the batch. Collective."""
+        inputs, keywords = self.own_inputs(self.inputs), self.own_keywords()
+        if self.run is not None:
+            return self.run(flex, inputs, keywords, targets)
+        if not self.backward:
+            with torch.inference_mode():
+                return self.forward(flex, inputs, keywords)
+        output = self.forward(flex, inputs, keywords)
+        (output * targets).sum().backward()
+        return output
 
     def rows(self, full, dim: int | None = 0):
         """This rank's rows of a tensor; anything else as it is."""
@@ -1197,29 +1240,29 @@ CASES |= {
     "hf-one-head-batch-1-2": Case(
         HF, "Llama, one head a rank, batch 1", 2, P(changed, build=TWO_HEADS, inputs=(tokens(1),))
     ),
-    "hf-inference-2": like("hf-llama-2", "inference_mode", run=inference),
+    "hf-inference-2": like("hf-llama-2", "inference_mode", backward=False),
     "hf-first-batch-1-2": like("hf-llama-2", "after a batch of 1", first=(tokens(1),)),
     "native-tp-one-token-2": like("native-tp-2", "one token", inputs=(tokens(2, 1),)),
-    "native-tp-inference-2": like("native-tp-2", "inference_mode", run=inference),
+    "native-tp-inference-2": like("native-tp-2", "inference_mode", backward=False),
     "native-tp-zeros-2": like("native-tp-2", "zero weights", zeros=("wo", "w2")),
     "native-sp-batch-1-2": like("native-sp-2", "batch 1", inputs=(tokens(1, 8),)),
     "native-sp-inference-2": like(
-        "native-sp-2", "inference_mode", run=inference, when="make check"
+        "native-sp-2", "inference_mode", backward=False, when="make check"
     ),
     "native-sp-zeros-2": like("native-sp-2", "zero weights", zeros=("wo", "w2")),
     "native-sp-first-batch-1-2": like("native-sp-2", "after a batch of 1", first=(tokens(1, 8),)),
     "fairscale-batch-1-2": like("fairscale-2", "batch 1", inputs=(tokens(1),)),
-    "fairscale-inference-2": like("fairscale-2", "inference_mode", run=inference),
+    "fairscale-inference-2": like("fairscale-2", "inference_mode", backward=False),
     "fairscale-zeros-2": like("fairscale-2", "zero weights", zeros=("down", "emb")),
     "ddp-one-row-2": like("ddp-2", "one row a rank", inputs=(tokens(2, 8),)),
     "ddp-one-token-2": like("ddp-2", "one token", inputs=(tokens(4, 1),)),
     "ddp-one-row-one-token-2": like("ddp-2", "one row, one token", inputs=(tokens(2, 1),)),
-    "ddp-inference-2": like("ddp-2", "inference_mode", run=inference, when="make check"),
+    "ddp-inference-2": like("ddp-2", "inference_mode", backward=False, when="make check"),
     "ddp-zeros-2": like("ddp-2", "zero weights", zeros=("wo", "w2")),
     "ddp-first-one-row-2": like("ddp-2", "after one row a rank", first=(tokens(2, 8),)),
-    "bert-inference-2": like("bert-ddp-2", "inference_mode", run=inference),
-    "masked-inference-2": like("masked-ddp-2", "inference_mode", run=inference),
-    "positions-first-inference-2": like("positions-first-ddp-2", "inference_mode", run=inference),
+    "bert-inference-2": like("bert-ddp-2", "inference_mode", backward=False),
+    "masked-inference-2": like("masked-ddp-2", "inference_mode", backward=False),
+    "positions-first-inference-2": like("positions-first-ddp-2", "inference_mode", backward=False),
     "positions-first-one-row-2": like(
         "positions-first-ddp-2", "one row a rank", inputs=(models.random(6, 2, 32),)
     ),

@@ -164,8 +164,8 @@ def gpt2(layers=2):
     return seeded(GPT2LMHeadModel, config).double().eval()
 
 
-def loaded_by_transformers(model, folder):
-    """``model``, saved by rank 0, as ``from_pretrained`` splits it over two ranks; float32."""
+def loaded_by_transformers(model, folder, dtype=torch.float32):
+    """``model``, saved by rank 0, as ``from_pretrained`` splits it over two ranks."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -176,7 +176,7 @@ def loaded_by_transformers(model, folder):
         folder,
         distributed_config=DistributedConfig(tp_size=2),
         attn_implementation="eager",
-        dtype=torch.float32,
+        dtype=dtype,
     ).eval()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 from torch.utils._pytree import tree_map
 
 import models
@@ -105,6 +106,45 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class SplitBlock(nn.Module):
+    """A block whose ``up`` is split by rows and whose ``down`` is split by columns, by hand, of
+    int8 beside scales; nothing is stated but by `state_layouts`. Unsharded with one part.
+    """
+
+    def __init__(self, block, part, num_parts):
+        super().__init__()
+        self.norm, self.act, self.up, self.down = block.norm, block.act, block.up, block.down
+        self.bias = nn.Parameter(block.down.bias.detach().clone())
+        block.down.bias, self.is_split = None, num_parts > 1
+        up, down = block.up, block.down
+        up.bias = nn.Parameter(up.bias.detach().chunk(num_parts)[part].clone())
+        for layer, dim in ((up, 0), (down, 1)):
+            own = layer.weight.detach().chunk(num_parts, dim)[part].contiguous()
+            layer.weight = nn.Parameter(own, requires_grad=False)
+        up.weight_scale = up.weight_scale.chunk(num_parts)[part].clone()
+
+    def forward(self, x):
+        normed = self.norm(x)
+        if not self.is_split:
+            return x + self.down(self.act(self.up(normed))) + self.bias
+        hidden = self.act(self.up(models.CopyToRanks.apply(normed, None)))
+        return x + models.SumOverRanks.apply(self.down(hidden), None) + self.bias
+
+
+def split_by_hand(model, part, num_parts):
+    model.blocks = nn.ModuleList([SplitBlock(block, part, num_parts) for block in model.blocks])
+    return model
+
+
+def state_layouts(flex):
+    """State how `split_by_hand` has split the weights."""
+    for name, of_weight, of_scales in (("up", Shard(0), Shard(0)), ("down", Shard(1), Replicate())):
+        for block in ("blocks.0", "blocks.1"):
+            place = f"{block}.{name}.weight"
+            flex.annotate_layout(place, kind="parameter", tp=of_weight)
+            flex.annotate_layout(f"{place}_scale", kind="parameter", tp=of_scales)
 
 
 def build(kind):

@@ -145,8 +145,8 @@ class ParallelState:
             if axis != "grid":
                 ranks = mesh.axis_ranks(axis)
                 # only dp counts as dp: the gradients of the other axes are not averaged
-                size = "dp_size" if axis == "dp" else "tp_size"
-                mesh = Mesh(ranks, mesh.coordinates[axis], **{size: len(ranks)})
+                dp, tp = (len(ranks), 1) if axis == "dp" else (1, len(ranks))
+                mesh = Mesh(ranks, mesh.coordinates[axis], dp_size=dp, tp_size=tp)
             self._communicators[axis] = Communicator(mesh, self._timeout_s)
         return self._communicators[axis]
 

@@ -35,6 +35,8 @@ class Mesh:
     Attributes:
         ranks: Global ranks in the order (pp, dp, tp), tp fastest.
         rank: This process's index in ``ranks``, by which messages name a rank.
+        left_out: Global ranks of the data-parallel axis that this mesh leaves out; FSDP shards
+            weights over them, and they have other rows.
     """
 
     ranks: tuple[int, ...] = (0,)
@@ -42,6 +44,7 @@ class Mesh:
     pp_size: int = 1
     dp_size: int = 1
     tp_size: int = 1
+    left_out: tuple[int, ...] = ()
 
     @staticmethod
     def from_sizes(
@@ -209,7 +212,7 @@ class Mesh:
     def of_own_batch(self) -> Mesh:
         """Return the mesh of the ranks that share this rank's batch: its tensor-parallel group."""
         ranks = self.axis_ranks("tp")
-        return Mesh(ranks, self.coordinates["tp"], 1, 1, self.tp_size)
+        return Mesh(ranks, self.coordinates["tp"], 1, 1, self.tp_size, self.axis_ranks("dp"))
 
     def describe(self) -> str:
         """``pp 1 x dp 2 x tp 2``, for messages."""

@@ -189,7 +189,7 @@ class LayoutFinder:
         None elsewhere, and where the layout along dp is not known.
         """
         rows, registration = call.evidence.rows, call.registration
-        if rows is None:
+        if rows is None or registration.kind == "tensor":
             return None
         if registration.dp_batch != "global":
             per_rank = zip(rows, shapes[:: self._mesh.tp_size])

@@ -52,8 +52,10 @@ class ActiveHooks:
 
     @property
     def pads(self) -> bool:
-        """Whether a hook pads the batches of data-parallel ranks to one length."""
-        return any(r.dp_batch == "global" for r in self.registrations)
+        """Whether the data-parallel ranks may have batches of different lengths: a hook pads them
+        to one, or is on the gradient of a parameter, which has no rows.
+        """
+        return any(r.dp_batch == "global" or r.kind == "tensor" for r in self.registrations)
 
 
 def describe_choice(choice: Choice) -> str:

@@ -56,7 +56,7 @@ def wait(tensor: Tensor) -> Tensor:
 
 def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[Axis | None]:
     """Return our axis, or part of an axis, for each dim of a DTensor's mesh; None for dims of size
-    1. Local.
+    1, and over data-parallel ranks that our mesh leaves out. Local.
 
     HSDP's two dims are the parts ``("dp", replicas, stride)`` and ``("dp", shards, 1)`` of dp.
 
@@ -88,6 +88,9 @@ def _axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh) -> tuple[list[Axis | None
                 f"its DTensor's mesh has the ranks {ranks}, not in ascending order, and torch "
                 "then orders shards inconsistently; make the mesh in ascending order"
             )
+        if set(ranks) <= set(mesh.left_out):
+            axes.append(None)
+            continue
         matching = [axis for name in ("dp", "tp") if (axis := _axis_over(ranks, name, mesh))]
         if not matching:
             return [], (

@@ -11,6 +11,8 @@ VERBS = (
 
 # Texts that have no row: where their advice is followed, or why not here.
 ELSEWHERE = {
+    "make LoRA adapters before": "test_adapters: split with their layers, and by transformers",
+    "load the model twice with": "needs from_pretrained on several ranks: test_other_loops",
     "run backward before restore()": "test_graphs: a backward after its store was closed",
     "wrap the model on the group's ranks only": "test_model_mesh: a half of the world",
     "wrap the model on its own ranks only": "test_model_mesh: a half of the world",

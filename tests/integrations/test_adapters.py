@@ -7,15 +7,20 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
+import lora
 import models
 from flex_model import FlexModel, HookError, HookFunction
 
 IDS = 1 + models.random(2, 5, seed=6).argsort()
 LAYER = "base_model.model.model.layers.0."
-SITES = [
-    f"{LAYER}{site}"
-    for site in ("mlp.act_fn", "self_attn.q_proj", "mlp.down_proj.lora_A.first", "mlp.down_proj")
-]
+ALL = lora.COLUMNS + lora.ROWS
+
+
+def sites_of(layers):
+    """Where hooks are, of a model with adapters at these layers."""
+    adapter = "down_proj.lora_A" if "down_proj" in layers else "up_proj.lora_B"
+    sites = ("mlp.act_fn", "self_attn.q_proj", f"mlp.{adapter}.first", "mlp.down_proj")
+    return [f"{LAYER}{site}" for site in sites]
 
 
 def mix(module, full, save_ctx, modules):
@@ -23,22 +28,9 @@ def mix(module, full, save_ctx, modules):
     return full + full.flip(0) / 2 + full.flip(-1) / 4
 
 
-def adapted():
-    """A Llama with two adapters, of which "first" is active."""
-    peft = pytest.importorskip("peft")
-    layers = ["q_proj", "up_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=layers, init_lora_weights=False)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-        warnings.simplefilter("ignore", FutureWarning)  # peft reads a deprecated attribute
-        torch.manual_seed(5)
-        model = peft.get_peft_model(models.llama(), config, adapter_name="first")
-        model.add_adapter("second", config)
-    return model.double().eval()
-
-
-def expected(adapters=("first",)):
+def expected(layers, adapters):
     """Logits by adapter, records, and the gradients, under torch's hooks."""
-    model, seen, logits = adapted(), {}, []
+    model, seen, logits = lora.adapted(models.llama(), layers), {}, []
 
     def hook_at(site):
         def hook(module, args, output):
@@ -47,7 +39,7 @@ def expected(adapters=("first",)):
 
         model.get_submodule(site).register_forward_hook(hook)
 
-    for site in SITES:
+    for site in sites_of(layers):
         hook_at(site)
     for adapter in adapters:
         model.set_adapter(adapter)
@@ -57,19 +49,20 @@ def expected(adapters=("first",)):
     return [one.detach() for one in logits], seen, grads
 
 
-def check_adapters(model, rows=slice(None)):
+def check_adapters(model, rows=slice(None), layers=ALL):
     flex = FlexModel(model, {}, output_ranks="all")
-    for site in SITES:
+    sites = sites_of(layers)
+    for site in sites:
         flex.register_forward_hook(HookFunction(site, editing_function=mix))
     adapters = ("first", "second", "first")
-    logits, seen, grads = expected(adapters)
+    logits, seen, grads = expected(layers, adapters)
     with flex.active():  # one run, in which adapters are switched
         for adapter, one in zip(adapters, logits):
             flex.set_adapter(adapter)
             last = flex(IDS[rows]).logits
             assert_close(last.detach(), one[rows])
     assert_close(flex.output_ptr, seen)
-    assert len(seen["base_model.model.model.layers.0.mlp.down_proj.lora_A.first"]) == 2
+    assert len(seen[sites[2]]) == 2
     last.square().mean().backward()
     assert any("lora_A.first" in name for name in grads)
     for name, grad in grads.items():
@@ -78,21 +71,79 @@ def check_adapters(model, rows=slice(None)):
 
 
 def test_adapters_on_one_process():
-    check_adapters(adapted())
+    check_adapters(lora.adapted(models.llama()))
 
 
 @pytest.mark.ranks(2)
 def test_adapters_under_fsdp2():
     rank, mesh = torch.distributed.get_rank(), models.mesh(2, 1)["dp"]
-    model = adapted()
+    model = lora.adapted(models.llama())
     for layer in model.base_model.model.model.layers:
         fully_shard(layer, mesh=mesh)
     check_adapters(fully_shard(model, mesh=mesh), slice(rank, rank + 1)).restore()
 
 
+@pytest.mark.ranks(2)
+def test_adapters_that_are_split_with_their_layers():
+    model = lora.parallelized(lora.adapted(models.llama()), models.mesh(1, 2)["tp"])
+    check_adapters(model).restore()
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):  # PEFT's own
+        model.merge_and_unload()
+
+
+@pytest.mark.ranks(2)
+def test_adapters_of_a_model_that_transformers_has_sharded(tmp_path):
+    """By columns; PEFT 0.21 can't train those of layers that are split by rows there, which run."""
+    for layers in (lora.COLUMNS, ALL):
+        folder = tmp_path / layers[-1]
+        if torch.distributed.get_rank() == 0:
+            lora.adapted(models.llama(), layers).save_pretrained(folder / "adapters")
+        sharded = models.loaded_by_transformers(models.llama(), folder / "model", torch.float64)
+        model = lora.loaded(sharded, folder / "adapters")
+        if layers == lora.COLUMNS:
+            check_adapters(model, layers=layers).restore()
+            continue
+        (logits,), seen, _ = expected(layers, ("first",))
+        with FlexModel(model, {}, output_ranks="all") as flex, torch.no_grad():
+            for site in sites_of(layers):
+                flex.register_forward_hook(HookFunction(site, editing_function=mix))
+            assert_close(flex(IDS).logits, logits)
+            assert_close(flex.output_ptr, seen)
+
+
+@pytest.mark.ranks(2)
+def test_adapters_of_the_size_of_a_shard_are_refused():
+    """PEFT over `parallelize_module`: each rank has other adapters than the unsharded model."""
+    peft, mesh = pytest.importorskip("peft"), models.mesh(1, 2)["tp"]
+    for config in (
+        peft.LoraConfig(target_modules=["up_proj"]),
+        peft.LoraConfig(target_modules=["down_proj"]),
+        peft.LoraConfig(target_modules=["embed_tokens", "up_proj"]),
+        peft.IA3Config(target_modules=["up_proj"], feedforward_modules=[]),
+    ):
+        sharded = models.tensor_parallel_llama(models.llama(), mesh)
+        with pytest.raises(ValueError, match=r"proj\..* got .*make LoRA adapters before"):
+            FlexModel(quietly_adapted(peft, sharded, config))
+    sharded = models.tensor_parallel_llama(models.llama(), mesh)
+    with FlexModel(sharded, {}) as flex:  # they are added after the wrap
+        flex.register_forward_hook(HookFunction("model.layers.0.mlp"))
+        quietly_adapted(peft, sharded, peft.LoraConfig(target_modules=["up_proj"]))
+        with pytest.raises(ValueError, match=r"up_proj.lora_B.default' .* the size 24 .* has 48"):
+            flex(IDS)
+    sharded = models.tensor_parallel_llama(models.llama(), mesh)
+    config = peft.LoraConfig(target_modules=["embed_tokens"])  # not sharded
+    FlexModel(quietly_adapted(peft, sharded, config)).restore()
+
+
+def quietly_adapted(peft, model, config):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return peft.get_peft_model(model, config)
+
+
 def test_adapters_that_are_merged():
     """The layers with adapters are replaced by plain ones: their hooks are errors."""
-    flex = FlexModel(adapted(), {})
+    flex = FlexModel(lora.adapted(models.llama()), {})
     flex.register_forward_hook(HookFunction(f"{LAYER}mlp.act_fn", editing_function=mix))
     with torch.no_grad():
         before = flex(IDS).logits

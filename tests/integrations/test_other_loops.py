@@ -307,6 +307,19 @@ def test_a_hooked_model_is_saved_without_its_hooks(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_a_copy_of_a_model_that_transformers_has_sharded_is_refused(tmp_path):
+    """Before, hooks on its parameters saw nothing: it computes with the weights of the other."""
+    pytest.importorskip("transformers.distributed")
+    model = models.loaded_by_transformers(models.llama(layers=1), tmp_path)
+    flex = wrapped(model, "model.layers.0.mlp")
+    with pytest.raises(ValueError, match=r"computes with those of another.*load the model twice"):
+        FlexModel(copy.deepcopy(flex.module))
+    expected = edited_by_torch(models.llama(layers=1).float(), "model.layers.0.mlp")
+    assert_close(flex(IDS).logits, expected(IDS).logits)
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
 def test_a_hooked_model_is_saved_from_two_ranks(tmp_path):
     pytest.importorskip("transformers.distributed")
     whole = models.llama()

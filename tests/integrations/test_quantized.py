@@ -357,70 +357,17 @@ def test_replicas_that_differ_in_their_scales_are_an_error():
         flex.get_module_parameter("weight")
 
 
-class _Shared(nn.Module):
-    """An ``up`` split by rows and a ``down`` split by columns, of two values in a byte or of int8
-    beside scales, by hand; nothing is stated but what the test states.
-    """
-
-    def __init__(self, block):
-        super().__init__()
-        rank = dist.get_rank()
-        self.norm, self.act, self.up, self.down = block.norm, block.act, block.up, block.down
-        self.bias = nn.Parameter(block.down.bias.detach().clone())
-        block.down.bias = None
-        up, down = block.up, block.down
-        up.bias = nn.Parameter(up.bias.detach().chunk(2)[rank].clone())
-        for layer, dim in ((up, 0), (down, 1)):
-            part = layer.weight.detach().chunk(2, dim)[rank].contiguous()
-            layer.weight = nn.Parameter(part, requires_grad=False)
-        up.weight_scale = up.weight_scale.chunk(2)[rank].clone()
-
-    def forward(self, x):
-        hidden = self.act(self.up(_Copy.apply(self.norm(x))))
-        return x + _Sum.apply(self.down(hidden)) + self.bias
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
 @pytest.mark.ranks(2)
 def test_hooks_under_tensor_parallelism_see_what_one_process_sees_once_layouts_are_stated():
-    from torch.distributed.tensor import Replicate, Shard
-
     kind = "int8 beside scales"
     model, records = build(kind), {}
-    model.blocks = nn.ModuleList([_Shared(block) for block in model.blocks])
+    model = quantized_layers.split_by_hand(model, dist.get_rank(), 2)
     flex = FlexModel(model, records, tensor_parallel_size=2, output_ranks="all")
     handle = flex.register_forward_hook(HookFunction("blocks.0.up"))
     with pytest.raises(ValueError, match="is not known"):  # half the bytes: packed, or a shard
         flex(BATCH)
     handle.remove()
-    for name, of_weight, of_scales in (("up", Shard(0), Shard(0)), ("down", Shard(1), Replicate())):
-        for block in ("blocks.0", "blocks.1"):
-            place = f"{block}.{name}.weight"
-            flex.annotate_layout(place, kind="parameter", tp=of_weight)
-            flex.annotate_layout(f"{place}_scale", kind="parameter", tp=of_scales)
+    quantized_layers.state_layouts(flex)
     check_whole_batch(kind, flex, records)
     packed = build(kind).blocks[0].up.weight.detach()
     assert torch.equal(flex.get_module_parameter(WEIGHT, raw=True), packed)

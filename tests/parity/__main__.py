@@ -1,7 +1,7 @@
 """`python tests/parity`: run every cell of the parity table and write docs/parity.md.
 
 Arguments go to pytest, for a part of the table: ``python tests/parity -k fsdp`` prints its rows and
-leaves docs/parity.md as it is.
+leaves docs/parity.md as it is. Rows on emulated GPUs: ``-p tests.cuda.emulated.plugin -k gpus``.
 """
 
 import importlib.metadata
@@ -19,10 +19,20 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE.parent), str(ROOT)]
 
-import frameworks  # noqa: E402
+from rows import CASES  # noqa: E402
 from table import DOINGS, KINDS  # noqa: E402
 
-PACKAGES = ("torch", "transformers", "fairscale", "megatron-core")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "fairscale",
+    "megatron-core",
+    "accelerate",
+    "peft",
+    "torchao",
+    "bitsandbytes",
+    "compressed-tensors",
+)
 
 INTRODUCTION = """\
 # Parity: sharded runs against the unsharded model
@@ -36,11 +46,16 @@ dim, including the sharded one), *in-place* edit (the last index of every dim, w
 rank). A hook is right if the tensor that it received, the model's output after it and all parameter
 gradients equal those of the unsharded model with the same weights under torch's own hooks, in the
 same run, within 1e-9 (float64) or 2e-5 (float32, or models that compute parts in it) of the largest
-value. No layout was stated, and no hook had an `expected_shape`; `batch_dim` is stated where the
-activations have positions first, or all rows share an input that is as long as a rank's batch.
-Under `inference_mode` there are no gradients.
+value. No layout was stated but where a row says so, and no hook had an `expected_shape`;
+`batch_dim` is stated where the activations have positions first, or all rows share an input that is
+as long as a rank's batch. Under `inference_mode`, and in `generate`, there are no gradients.
 Pipelines run their hooks with the whole batch, or in micro-batches; edits that mix rows are not
 run in micro-batches.
+
+The last rows are what users' scripts do. With `dp_batch`, the unsharded model runs all rows padded
+to one length, and its hooks see zeros there, or each rank's own rows in turn (`"local"`). Compiled
+blocks are captured by dynamo anew for each hook. GPUs are emulated (`tests/cuda/emulated`). These
+rows edit fewer sites.
 
 `+2e`: two more hooks gave a clear error on every rank, listed below. `WRONG` would be a silent
 wrong number: there must be none, and the tests fail if there is one.
@@ -60,27 +75,18 @@ determine; over the runs that counted them. `bare`: layers that state nothing. E
 was ever wrong is fixed, and stays as a program that the tests run (tests/fuzz).
 """
 AMBIGUOUS = "followed ambiguous"
+ON_GPUS = HERE / "test_frameworks.py::test_one_process[device-map-gpus-one]"
 COUNTS = ("programs", "right", "refused", "wrong", "crash", "hang", "invalid")
 
 
 def main(arguments):
     with tempfile.TemporaryDirectory() as folder:
-        status = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-m",
-                "slow or not slow",
-                *(arguments or [HERE]),
-            ],
-            cwd=ROOT,
-            env=os.environ | {"PARITY_ROWS": folder},
-        ).returncode
+        status = run_pytest(folder, *(arguments or [HERE]))
+        if not arguments:  # a process of its own, which has no other devices
+            status |= run_pytest(folder, "-p", "tests.cuda.emulated.plugin", ON_GPUS)
         rows = {
             name: json.loads(path.read_text())
-            for name in frameworks.CASES
+            for name in CASES
             if (path := Path(folder, f"{name}.json")).exists()
         }
     text = page(rows)
@@ -89,6 +95,12 @@ def main(arguments):
     else:
         (ROOT / "docs" / "parity.md").write_text(text)
     return status
+
+
+def run_pytest(folder, *arguments):
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", *arguments]
+    environment = os.environ | {"PARITY_ROWS": folder}
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 def page(rows):
@@ -102,7 +114,7 @@ def page(rows):
         f"| framework | model | ranks | {titles} | parameter gradient |",
         "|---" * (3 + len(KINDS)) + "|",
     ]
-    for name, case in frameworks.CASES.items():
+    for name, case in CASES.items():
         cells = [cell(rows.get(name), kind) for kind in KINDS]
         lines.append(f"| {case.framework} | {case.model} | {case.ranks} | {' | '.join(cells)} |")
     total = Counter(row["result"] for outcomes in rows.values() for row in outcomes)
@@ -169,7 +181,7 @@ def errors(rows):
     """The errors, by framework and reason, with the sites and hooks that they are about."""
     lines = []
     for name, outcomes in rows.items():
-        case = frameworks.CASES[name]
+        case = CASES[name]
         by_reason = {}
         for row in outcomes:
             if row["result"] != "right":
@@ -179,8 +191,9 @@ def errors(rows):
             sites = sorted({f"`{cell['site']}`" for cell in cells})
             kinds = [kind for kind in KINDS if any(cell["kind"] == kind for cell in cells)]
             doings = [doing for doing in DOINGS if any(cell["doing"] == doing for cell in cells)]
+            ranks = "1 rank" if case.ranks == 1 else f"{case.ranks} ranks"
             lines.append(
-                f"- {case.framework}, {case.model}, {case.ranks} ranks: {result}: {why} "
+                f"- {case.framework}, {case.model}, {ranks}: {result}: {why} "
                 f"({', '.join(kinds)}; {', '.join(doings)}; {', '.join(sites)})"
             )
     return ["## Errors\n", *lines] if lines else []

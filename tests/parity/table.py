@@ -6,7 +6,6 @@ every rank is an "error"; everything else is "wrong".
 """
 
 import re
-from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,10 +17,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import models
 from flex_model import FlexModel, HookError, HookFunction
-from frameworks import Pair, inference, quiet, tensor_of
+from frameworks import Pair, apply, quiet, rank
 
 KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")
 TIMEOUT_S = 20
+PATTERN = "attention_pattern"  # a child of attention layers
 
 
 # ---- What a hook does ----------------------------------------------------------------------------
@@ -34,7 +34,7 @@ def elementwise(module, full, save_ctx, modules):
 def mixing(module, full, save_ctx, modules):
     """A dense product along every dim, so along the sharded one too."""
     for dim, size in enumerate(full.shape):
-        mix = models.random(size, size, seed=20 + dim).to(full.dtype) * (0.3 / size**0.5)
+        mix = models.random(size, size, seed=20 + dim).to(full) * (0.3 / size**0.5)
         full = full + torch.tensordot(full, mix, ([dim], [0])).movedim(-1, dim)
     return full
 
@@ -101,24 +101,25 @@ def oracle_run(pair: Pair, cells: list[Cell]) -> Run:
         for cell in cells:
             seen = run.records.setdefault(cell.record, [])
             stack.enter_context(torch_hook(pair, cell, seen))
-        if pair.run is inference:
-            run.output = inference(pair.oracle, pair.inputs, pair.keywords, targets)
+        if not pair.backward:
+            with torch.inference_mode():
+                run.output = pair.forward(pair.oracle, pair.inputs, pair.keywords)
             return run
-        run.output = tensor_of(pair.oracle(*pair.inputs, **pair.keywords))
+        run.output = pair.forward(pair.oracle, pair.inputs, pair.keywords)
         ((run.output * targets).sum() / pair.dp).backward()
     run.output = run.output.detach()
     run.gradients = {
         name: parameter.grad
         for name, parameter in pair.oracle.named_parameters()
-        if parameter.grad is not None
+        if parameter.grad is not None and not pair.has_no_gradient(name)
     }
     return run
 
 
 def random_targets(pair: Pair) -> torch.Tensor:
     with torch.no_grad():
-        output = tensor_of(pair.oracle(*pair.inputs, **pair.keywords))
-    return models.random(*output.shape, seed=8).to(output.dtype)
+        output = pair.forward(pair.oracle, pair.inputs, pair.keywords)
+    return pair.masked(models.random(*output.shape, seed=8).to(output.dtype))
 
 
 @contextmanager
@@ -132,13 +133,12 @@ def torch_hook(pair: Pair, cell: Cell, seen: list[torch.Tensor]):
     def see(value):
         order = pair.turned.get(cell.site)
         value = value.permute(order) if order else value
-        seen.append(value.detach().clone())
-        if cell.edit is None:
-            return None
-        given = value.clone()
-        edited = cell.edit(None, given, Namespace(), {})
-        edited = given if edited is None else edited
-        return edited.permute(torch.tensor(order).argsort().tolist()) if order else edited
+        call_hook = apply if cell.kind == "parameter" else pair.call_hook
+        record, edited = call_hook(value, cell.edit)
+        seen.append(record)
+        if edited is None or not order:
+            return edited
+        return edited.permute(torch.tensor(order).argsort().tolist())
 
     def at_leaf(tree):
         leaves, spec = tree_flatten(tree)
@@ -173,8 +173,12 @@ def torch_hook(pair: Pair, cell: Cell, seen: list[torch.Tensor]):
 def readable(pair: Pair, kind: str) -> list[Cell]:
     """Every site that has something to read: modules that are called and have a float tensor."""
     if kind == "parameter":
-        return [Cell(kind, name) for name, _ in pair.oracle.named_parameters()]
-    cells = [Cell(kind, name) for name, _ in pair.oracle.named_modules()]
+        parameters = pair.oracle.named_parameters()
+        return [Cell(kind, name) for name, value in parameters if value.requires_grad]
+    names = [name for name, _ in pair.oracle.named_modules()]
+    if kind in ("forward_pre", "full_backward"):  # only the output of these is a pattern
+        names = [name for name in names if not name.endswith(PATTERN)]
+    cells = [Cell(kind, name) for name in names]
     more = pair.outputs if kind in ("forward", "full_backward_pre") else pair.inputs_of
     cells += [Cell(kind, name, leaf=leaf) for name, leaves in more.items() for leaf in leaves]
     run = oracle_run(pair, cells)
@@ -184,7 +188,7 @@ def readable(pair: Pair, kind: str) -> list[Cell]:
 def cells_of(pair: Pair, with_edits: bool = True) -> list[list[Cell]]:
     """What is run: all reads of a kind together, then each edit on its own."""
     runs = []
-    for kind in KINDS[:2] if pair.run is inference else KINDS:
+    for kind in KINDS if pair.backward else KINDS[:2]:
         reads = readable(pair, kind)
         runs.append(reads)
         sites = pair.parameters if kind == "parameter" else pair.sites.values()
@@ -210,8 +214,9 @@ class Sharded:
 
         The run is None where it failed: then every cell has an outcome, of one text.
         """
-        if self.flex is None:
+        if self.flex is None and self.pair.session is None:
             self.flex = FlexModel(self.pair.shard(), **self.pair.sizes, timeout=TIMEOUT_S)
+            self.pair.state(self.flex)
         outcomes: list[Outcome] = []
         run, status, text = None, "right", ""
         try:
@@ -224,7 +229,8 @@ class Sharded:
         statuses = {status for status, _ in told}
         if statuses == {"right"}:
             return outcomes, run
-        self.flex.restore()
+        if self.flex is not None:
+            self.flex.restore()
         self.flex = None
         if statuses != {"error"}:
             text = "; ".join(f"rank {rank}: {s} {t}" for rank, (s, t) in enumerate(told))
@@ -235,30 +241,44 @@ class Sharded:
         return outcomes + [Outcome(cell, status, text) for cell in cells if cell not in named], None
 
     def _run(self, cells: list[Cell], outcomes: list[Outcome]) -> Run:
-        pair, flex = self.pair, self.flex
+        pair, flex, handles = self.pair, self.flex, []
+
+        def register(flex):
+            for cell in cells:
+                kind = "hook" if cell.kind == "parameter" else f"{cell.kind}_hook"
+                try:
+                    handles.append(getattr(flex, f"register_{kind}")(hook_function(flex, cell)))
+                except ValueError as error:  # local, and the same on every rank
+                    outcomes.append(Outcome(cell, "error", one_line(error)))
+
+        if pair.session is not None:
+            records: dict[str, list[torch.Tensor]] = {}
+            output, gradients = pair.session(register, records, self.targets)
+            return Run(output, records, gradients)
         flex.zero_grad()
         flex.output_ptr.clear()
-        handles = []
-        for cell in cells:
-            function = HookFunction(cell.site, None, cell.edit, cell.leaf, output_name=cell.record)
-            kind = "hook" if cell.kind == "parameter" else f"{cell.kind}_hook"
-            try:
-                handles.append(getattr(flex, f"register_{kind}")(function))
-            except ValueError as error:  # local, and the same on every rank
-                outcomes.append(Outcome(cell, "error", one_line(error)))
+        register(flex)
         if pair.first:
             flex(*pair.own_inputs(pair.first), **pair.own_keywords())
             flex.output_ptr.clear()
-        inputs = pair.own_inputs(pair.inputs)
-        output = pair.run(flex, inputs, pair.own_keywords(), self.targets)
+        output = pair.run_sharded(flex, self.targets)
         for handle in handles:
             handle.remove()
-        gradients = {} if pair.run is inference else pair.full_gradients(flex.module)
+        gradients = pair.full_gradients(flex.module) if pair.backward else {}
         return Run(output.detach(), dict(flex.output_ptr), gradients)
+
+
+def hook_function(flex: FlexModel, cell: Cell) -> HookFunction:
+    layer, _, child = cell.site.rpartition(".")
+    if child == PATTERN:
+        return flex.attention(layer, cell.edit, output_name=cell.record)
+    return HookFunction(cell.site, None, cell.edit, cell.leaf, output_name=cell.record)
 
 
 def exchange(value):
     """Every rank's, in the order of ranks. Collective."""
+    if not dist.is_initialized():
+        return [value]
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -321,7 +341,7 @@ def compare(pair: Pair, cells: list[Cell], oracle: Run, run: Run) -> list[Outcom
         common += differences(f"gradient of {name}", got, expected, pair)
     outcomes = []
     for cell in cells:
-        expected = oracle.records[cell.record] if dist.get_rank() == 0 else []
+        expected = oracle.records[cell.record] if rank() == 0 else []
         got = run.records.get(cell.record, [])
         wrong = []
         if len(got) != len(expected):
@@ -335,6 +355,13 @@ def compare(pair: Pair, cells: list[Cell], oracle: Run, run: Run) -> list[Outcom
 
 def differences(what: str, got, expected, pair: Pair):
     """Yield a line if they are not equal within the tolerance, taken of the largest value."""
+    if isinstance(expected, list):  # the data-parallel ranks' own
+        if not isinstance(got, list) or len(got) != len(expected):
+            yield f"{what}: a {type(got).__name__}, expected {len(expected)} tensors"
+            return
+        for index, (ours, theirs) in enumerate(zip(got, expected)):
+            yield from differences(f"{what} of rank {index}", ours, theirs, pair)
+        return
     if got is None or expected is None:
         if got is not expected:
             yield f"{what}: got {shape_of(got)}, expected {shape_of(expected)}"

@@ -195,6 +195,21 @@ def test_global_batches_over_tensor_parallel_ranks(kind):
     check(kind, "dp_tp", tp=2)
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dp_batch", ["global", "local"])
+def test_batches_over_tensor_parallel_ranks_whose_weights_fsdp2_shards(dp_batch):
+    """Before, local hooks did not know the data-parallel dim of the weights' mesh."""
+    whole, batch = models.seeded(Model).double(), BATCHES["both"]
+    for kind, site in (("forward", "block.mlp.fc1"), ("full_backward", "block.mlp.fc2")):
+        expected = oracle(copy.deepcopy(whole), batch, kind, site, mix, dp_batch == "local")
+        parallelism, model, my_dp = sharded("dtensor x fsdp2", whole, tp=2)
+        with FlexModel(model, records := {}, dp_batch=dp_batch, timeout=20) as flex:
+            getattr(flex, f"register_{kind}_hook")(HookFunction(site, editing_function=mix))
+            output = run(flex, batch, my_dp)
+        found = records.get(site, [])
+        compare(batch, parallelism, my_dp, whole, expected, model, output, found, kind, mix)
+
+
 def check(kind, name, tp, dp_batch="global"):
     for which, batch in BATCHES.items():
         for site in SITES[kind]:
@@ -217,3 +232,26 @@ def check(kind, name, tp, dp_batch="global"):
                 compare(
                     batch, parallelism, my_dp, whole, expected, model, output, found, kind, edit
                 )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dp_batch", [None, "global", "local"])
+def test_gradients_of_parameters_need_no_choice(dp_batch):
+    """Before, with hooks on parameters alone, that ranks have other lengths was not noticed."""
+
+    def halve(module, full, save_ctx, modules):
+        return full / 2
+
+    site = "block.mlp.fc1.weight"
+    for batch in BATCHES.values():
+        whole = models.seeded(Model).double()
+        batch.loss(whole(batch.padded())).backward()
+        expected = {name: p.grad for name, p in whole.named_parameters()}
+        records = {}
+        parallelism, model, my_dp = sharded("ddp", whole, tp=1)
+        with FlexModel(model, records, dp_batch=dp_batch, output_ranks="all", timeout=20) as flex:
+            flex.register_hook(HookFunction(site, editing_function=halve))
+            run(flex, batch, my_dp)
+        assert_close(records[site], [expected[site]])
+        expected[site] = expected[site] / 2
+        assert_close(parallelism.full_gradients(whole, model), expected)
