@@ -1035,7 +1035,8 @@ class FlexModel(nn.Module):
 
         Raises:
             ValueError: as ``get_module_parameter``; a parameter that accelerate offloads, whose
-                gradient is not kept; a gradient that the ranks have still to reduce;
+                gradient is not kept; a gradient that the ranks have still to reduce, or of which
+                several stages of a pipeline have a part each;
                 FSDP1 with ``use_orig_params=False``, which keeps one for all parameters of a unit.
         """
         self._check_open()

@@ -239,13 +239,7 @@ class ScheduleRunner:
         if kind != "tensor":
             root = local.get(self.index.stage_of(name))
             return [] if root is None else find_targets(root, name), "requested"
-        holders = self.index.holders_of_parameter(name)
-        if len(holders) > 1:
-            raise ValueError(
-                f"register_hook: parameter {name!r} is on the stages {holders}, each of which "
-                "has a part of its gradient only; add up its .grad on them after the step"
-            )
-        root = local.get(holders[0])
+        root = local.get(self.index.holder_of_gradient(name, "register_hook"))
         if root is None:
             return [], "requested"
         # The one whose ``.grad`` a step leaves: under FSDP2 the sharded one.

@@ -129,6 +129,20 @@ class StageIndex:
             )
         return self._parameters[name]
 
+    def holder_of_gradient(self, name: str, asked_by: str) -> int:
+        """Return the stage that has a parameter's whole gradient.
+
+        Raises:
+            ValueError: there is no such parameter, or several stages have it.
+        """
+        holders = self.holders_of_parameter(name)
+        if len(holders) > 1:
+            raise ValueError(
+                f"{asked_by}: parameter {name!r} is on the stages {holders}, each of which "
+                "has a part of its gradient only; add up its .grad on them after the step"
+            )
+        return holders[0]
+
     def check_kwargs(self, names: Iterable[str]) -> None:
         """ValueError for a keyword argument that no stage's forward takes."""
         accepted = [stage["kwargs"] for stage in self._described]

@@ -80,7 +80,10 @@ class PipelineParameters:
         return self._read(name, lambda p: p.get(name, expected_shape, sharded=sharded, raw=raw))
 
     def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
-        """Return the full gradient, from the first stage that has the parameter."""
+        """Return the full gradient, from the stage that has the parameter; ValueError where there
+        are several.
+        """
+        self._index.holder_of_gradient(name, "get_module_gradient")
         return self._read(name, lambda p: p.gradient(name, expected_shape))
 
     def iterate(

@@ -2,6 +2,7 @@
 
 import functools
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -222,6 +223,8 @@ def shared(hooks):
         if hooks:
             flex.register_hook(HookFunction("time.weight"))
         flex(X, target=Y)
+        with pytest.raises(ValueError, match=r"get_module_gradient: .*on the stages \[0, 1\]"):
+            flex.get_module_gradient("time.weight")
         total = flex.schedule._stage.submod.time.weight.grad.clone()
         dist.all_reduce(total)
         torch.testing.assert_close(total, parts[0].time.weight.grad)
