@@ -2,6 +2,7 @@
 # compiler. `make help` lists the targets.
 #
 #   VENV=path       another environment than .venv
+#   JOBS=n          how many test processes run at once; most of them wait for ranks
 #   SECONDS=n       for how long `make fuzz` runs; RANKS=n: on how many; FUZZ="...": its further arguments
 #   FLEX_MODEL_...  see setup.py and flex_model/_load.py
 
@@ -9,6 +10,7 @@
 
 PYTHON3 ?= python3
 VENV ?= .venv
+JOBS ?= 2
 PYTHON := $(abspath $(VENV))/bin/python
 # New when the requirements or the Python are: then the environment is brought up to date.
 NEEDS := $(filter-out requirements/docs.txt,$(wildcard requirements/*.txt))
@@ -47,7 +49,7 @@ demo: build  ## two processes find the induction heads of a sharded model
 	torchrun --standalone --nproc-per-node 2 examples/induction_heads.py
 
 test: build browser  ## the tests, those of several ranks included, but for the slow ones
-	FLEX_MODEL_REQUIRE_BROWSER=1 pytest -q
+	FLEX_MODEL_REQUIRE_BROWSER=1 pytest -q -n $(JOBS) --dist loadfile
 
 browser: venv  ## a headless browser for the tests of pages, in .venv, where none is installed
 	@.ci/make_browser "$(VENV)/browser"
@@ -119,7 +121,7 @@ check-sanitizers: venv  ## engine and op tests under the address and undefined-b
 	@.ci/check_sanitizers
 
 check-slow: build  ## the slow tests
-	pytest -q -m "slow and not table"
+	pytest -q -m "slow and not table" -n $(JOBS) --dist loadfile
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist site *.egg-info flex_model/*.so flex_model/_build_config.json

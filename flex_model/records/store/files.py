@@ -146,6 +146,15 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock; repeated calls do nothing."""
         if self._number is not None:
+            with contextlib.suppress(ImportError, OSError):
+                import fcntl
+
+                fcntl.flock(self._number, fcntl.LOCK_UN)  # a new child may hold it, too, until then
+            self.leave()
+
+    def leave(self) -> None:
+        """Close the descriptor: a forked child's copy, which must not outlive the parent's lock."""
+        if self._number is not None:
             number, self._number = self._number, None
             os.close(number)
 
@@ -153,10 +162,10 @@ class FolderLock:
 _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
-def _release_in_child() -> None:
+def _leave_in_child() -> None:
     for lock in list(_held):
-        lock.release()  # the child's copy, which must not outlive the parent's lock
+        lock.leave()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_release_in_child)
+    os.register_at_fork(after_in_child=_leave_in_child)
