@@ -136,10 +136,12 @@ class StageIndex:
             ValueError: there is no such parameter, or several stages have it.
         """
         holders = self.holders_of_parameter(name)
-        if len(holders) > 1:
+        where = f"on the stages {holders}" if len(holders) > 1 else ""
+        where = self._described[holders[0]]["tied"].get(name, where)
+        if where:
             raise ValueError(
-                f"{asked_by}: parameter {name!r} is on the stages {holders}, each of which "
-                "has a part of its gradient only; add up its .grad on them after the step"
+                f"{asked_by}: parameter {name!r} is held by several stages ({where}), each of "
+                "which has a part of its gradient only; add up its .grad on them after the step"
             )
         return holders[0]
 

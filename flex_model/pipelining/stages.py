@@ -14,6 +14,7 @@ from flex_model.pipelining.pass_through import PassThrough
 
 #: The name that torch's tracer gives to a further call of a module: ``name@1``.
 REPEATED_CALL = re.compile(r"(.*)@\d+")
+_TIED = "_flex_model_tied"  # an attribute of stages that `pipeline` made
 
 
 class LocalStages(nn.Module):
@@ -103,6 +104,7 @@ def describe_stage(stage: Any) -> dict[str, Any]:
         "parameters": [
             clean(root, name) for name, _ in root.named_parameters(remove_duplicate=False)
         ],
+        "tied": tied_parameters(root),
         "kwargs": accepted_kwargs(root),
         "is_traced": is_traced(stage),
     }
@@ -110,6 +112,19 @@ def describe_stage(stage: Any) -> dict[str, Any]:
 
 def type_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def note_tied(names: dict[int, str], stages: Sequence[nn.Module]) -> None:
+    """Note on stages that they hold one parameter of the unsplit model, under these names."""
+    described = ", ".join(f"{name!r} on stage {index}" for index, name in names.items())
+    for index, name in names.items():
+        vars(stages[index]).setdefault(_TIED, {})[name] = described
+
+
+def tied_parameters(root: nn.Module) -> dict[str, str]:
+    """Return the parameters of a stage that others hold, too, with all names and stages."""
+    found = (vars(module)[_TIED] for module in root.modules() if _TIED in vars(module))
+    return next(found, {})
 
 
 def _called_in_graph(module: Any, prefix: str) -> Iterator[str]:

@@ -150,8 +150,9 @@ def test_language_models_equal_the_unsplit_ones(family, schedule, script):
                     continue  # tied: each stage has its part of the gradient
                 torch.testing.assert_close(parameter.grad, grads[name], rtol=0, atol=1e-6)
         if family == "gpt2":
-            parts = [flex.get_module_gradient(n) for n in ("transformer.wte.weight",)]
-            assert parts[0] is not None
+            for name in ("transformer.wte.weight", "lm_head.weight"):
+                with pytest.raises(ValueError, match=r"wte.weight' on stage 0, 'lm_head.weight'"):
+                    flex.get_module_gradient(name)
         if losses:
             torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=0, atol=1e-6)
         # Run whole: the same bits. And a batch of another size and length.

@@ -11,6 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from flex_model.integrations.torch_pipelining import PipeInfo
 from flex_model.pipelining.splitting.splitter import run_stages
+from flex_model.pipelining.stages import note_tied
 
 
 class ModulePipe(nn.Module):
@@ -43,6 +44,8 @@ class ModulePipe(nn.Module):
         for index, stage in enumerate(stages):
             self.add_module(_stage_name(index), stage)
         self.replicated_params = _replicated(stages)
+        for names in self.replicated_params:
+            note_tied(names, stages)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages here. Every stage is given all keyword arguments."""

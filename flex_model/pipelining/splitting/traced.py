@@ -23,6 +23,7 @@ from flex_model.errors import TraceError
 from flex_model.integrations.torch_pipelining import GraphStage, RecvInfo, modify_graph_op_device
 from flex_model.pipelining.splitting.clones import clone_tree
 from flex_model.pipelining.splitting.observe import find_difference, tensors_in, unchanged
+from flex_model.pipelining.stages import note_tied
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -142,6 +143,8 @@ class TracedPipe(Pipe):
                 parent, _, key = name.rpartition(".")
                 holder = self.split_gm.get_submodule(stage).get_submodule(parent)
                 holder.register_parameter(key, parameter)
+            by_index = {int(stage.rpartition("_")[2]): name for stage, name in names.items()}
+            note_tied(by_index, [self.get_stage_module(i) for i in range(self.num_stages)])
 
     def build_stage(
         self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
