@@ -116,6 +116,20 @@ def of_kinds(prefix: str, model: str, make, names, kinds=KINDS | NATIVE_ADAPTERS
     }
 
 
+def rebuilt(prefix, names, build, **notes):
+    """Cases whose pair ``build`` makes of another case's; a note is added to each named text."""
+    cases = {"one": ONE} | {name: FRAMEWORKS[name] for name in names}
+    return {
+        f"{prefix}-{name}": replace(
+            case,
+            build=P(build, build=case.build),
+            when=TABLE,
+            **{field: f"{getattr(case, field)}, {note}" for field, note in notes.items()},
+        )
+        for name, case in cases.items()
+    }
+
+
 SCRIPTS |= of_kinds("patterns", "Llama, attention patterns", user_scripts.attention, KINDS)
 SCRIPTS |= of_kinds(
     "adapters",
@@ -123,18 +137,12 @@ SCRIPTS |= of_kinds(
     user_scripts.adapters,
     ("one", "fsdp2-2", "hf-2", "native-2", "fsdp2-4", "hf-4", "native-4"),
 )
-SCRIPTS |= {
-    f"compiled-{name}": replace(
-        case,
-        framework=f"{case.framework}, blocks compiled",
-        build=P(user_scripts.compiled, build=case.build),
-        when=TABLE,
-    )
-    for name, case in {
-        "one": ONE,
-        **{name: FRAMEWORKS[name] for name in ("native-tp-2", "fsdp2-2", "ddp-2", "tp-fsdp2-4")},
-    }.items()
-}
+SCRIPTS |= rebuilt(
+    "compiled",
+    ("native-tp-2", "fsdp2-2", "ddp-2", "tp-fsdp2-4"),
+    user_scripts.compiled,
+    framework="blocks compiled",
+)
 SCRIPTS |= {
     f"trainer-{n}": Case(f"transformers' Trainer{how}", "Llama, a step", n, user_scripts.trainer)
     for n, how in ((1, ""), (2, ", DDP"), (4, ", DDP"))
@@ -148,18 +156,12 @@ SCRIPTS |= of_kinds(
     forward=user_scripts.generated,
     keywords={},
 )
-SCRIPTS |= {
-    f"copied-{name}": replace(
-        case,
-        model=f"{case.model}, a copy of a hooked one",
-        build=P(user_scripts.copied, build=case.build),
-        when=TABLE,
-    )
-    for name, case in {
-        "one": ONE,
-        **{name: FRAMEWORKS[name] for name in ("native-tp-2", "native-tp-4")},
-    }.items()
-}
+SCRIPTS |= rebuilt(
+    "copied",
+    ("native-tp-2", "native-tp-4"),
+    user_scripts.copied,
+    model="a copy of a hooked one",
+)
 
 # ---- Quantised weights ---------------------------------------------------------------------------
 
