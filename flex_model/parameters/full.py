@@ -25,6 +25,7 @@ from flex_model.records.records import owned_copy
 
 ExpectedShape = Sequence[int | None] | None
 _Use = Literal["values", "raw", "write"]  # what for a parameter that may be packed is found
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,8 @@ class Parameters:
 
     def get_on(self, name: str, device: torch.device) -> Tensor:
         """As ``get``, for a hook whose tensor is on the device: what is on a GPU stays there."""
-        with self._found(name) as found, torch.inference_mode(False), torch.no_grad():
-            local, spec = self._spec(name, found, _summed(found.kept), None)
-            if spec is not None:
-                return spec.all_gather(local).to(device)
-            if device.type == "cpu":
-                return owned_copy(local)
-            return torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local)
+        with self._found(name) as found:
+            return self._full(name, found, found.kept, None, "values", device)
 
     def full_kind(self, name: str) -> tuple[Shape, torch.dtype]:
         """Return the full parameter's shape and dtype, without moving its values."""
@@ -188,10 +184,15 @@ class Parameters:
         tensor: Tensor,
         expected_shape: ExpectedShape,
         use: _Use,
+        device: torch.device = _CPU,
     ) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             local, spec = self._spec(name, found, _summed(tensor), expected_shape, use)
-            return owned_copy(local) if spec is None else spec.all_gather(local).cpu()
+            if spec is not None:
+                return spec.all_gather(local).to(device)
+            if device.type == "cpu":
+                return owned_copy(local)
+            return torch.empty(local.shape, dtype=local.dtype, device=device).copy_(local)
 
     def _spec(
         self,
