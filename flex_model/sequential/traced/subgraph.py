@@ -109,7 +109,7 @@ def trace_subgraphs(
             ancestors, targets, lambda: model(**sample_input, **settings)
         )
         with trace_check.unchanged_attributes(ancestors):
-            graph = _trace(model, ancestors, path, dict(sample_input), ignore)
+            graph = _trace(model, ancestors, path, dict(sample_input), concrete_args, ignore)
             trace_check.check_targets(model, graph, targets)
             partitions = topological_partition(graph, targets, targets_per_subgraph)
             subgraphs = partition_graph(model, partitions)
@@ -125,12 +125,12 @@ def _trace(
     ancestors: set[nn.Module],
     path: code_path.CodePath,
     sample_input: dict[str, Any],
+    concrete_args: dict[str, Any],
     ignore: Sequence[str],
 ) -> GraphModule:
     """Return the graph of a model. The trace begins again whenever a statement becomes a node."""
     tracer = SequentialTracer(ancestors, set())
     tracer.sample_input, tracer.statements = sample_input, Statements(path)
-    concrete_args = populate_concrete_args(model, sample_input)
     while True:
         try:
             with (
