@@ -4,9 +4,6 @@ import copy
 
 import pytest
 import torch
-
-# The first flex_attention of a process imports it, which fails once some other tests have run.
-import torch._inductor.decomposition
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close

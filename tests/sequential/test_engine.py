@@ -25,6 +25,10 @@ import models
 from flex_model import FlexModel, HookError, HookFunction, sequential
 from flex_model.sequential.thread_state import ThreadState
 
+# Not in the test that uses it: an operator whose library is freed breaks the import of torch's
+# inductor, which the first flex_attention of a process does.
+LIBRARY = torch.library.Library("flex_model_test", "DEF")
+
 
 def assert_equal(found, expected):
     found, expected = tensors_of(found), tensors_of(expected)
@@ -483,9 +487,8 @@ def test_settings_that_the_callers_callbacks_change_are_the_callers():
 def test_targets_inside_an_operator_are_refused():
     """Its C++ frames could not be left in any other order than they were entered."""
     model = Stack(2)
-    library = torch.library.Library("flex_model_test", "DEF")
-    library.define("blocks(Tensor x) -> Tensor")
-    library.impl("blocks", lambda x: Stack.forward(model, x), "CompositeImplicitAutograd")
+    LIBRARY.define("blocks(Tensor x) -> Tensor")
+    LIBRARY.impl("blocks", lambda x: Stack.forward(model, x), "CompositeImplicitAutograd")
     model.forward = torch.ops.flex_model_test.blocks
     with pytest.raises(RuntimeError, match=r"'blocks.0' is called by way of compiled code"):
         sequential.run(model, BATCHES)
