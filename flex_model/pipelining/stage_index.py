@@ -136,7 +136,7 @@ class StageIndex:
             ValueError: there is no such parameter, or several stages have it.
         """
         holders = self.holders_of_parameter(name)
-        where = f"on the stages {holders}" if len(holders) > 1 else ""
+        where = f"stages {holders}" if len(holders) > 1 else ""
         where = self._described[holders[0]]["tied"].get(name, where)
         if where:
             raise ValueError(
