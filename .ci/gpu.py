@@ -142,7 +142,7 @@ PARTS: dict[str, Callable[[Gpus, bool], Iterable[Command]]] = {
 
 def run_part(name: str, gpus: Gpus, dry_run: bool) -> dict[str, Any]:
     """Run the commands of a part until its deadline, each whatever became of the last one."""
-    ends, passed = [], True
+    ends, passed, num_lines = [], True, 0
     deadline = time.monotonic() + LIMITS_S[name] * (10 if dry_run else 1)
     start = time.monotonic()
     with open(LOGS / f"{name}.log", "w+") as log:
@@ -151,8 +151,12 @@ def run_part(name: str, gpus: Gpus, dry_run: bool) -> dict[str, Any]:
             failure = run(command, log, deadline - time.monotonic())
             passed = passed and not failure
             log.seek(0)
-            last_line = log.read().strip().splitlines()[-1]
-            ends.append(anywhere(f"{failure}: {' '.join(command)}" if failure else last_line))
+            lines = log.read().splitlines()[num_lines:]
+            num_lines += len(lines)
+            if failure:  # the log is gone with the machine
+                ends.append(anywhere(f"{failure}: {' '.join(command)}"))
+                ends += [anywhere(line) for line in lines if line.startswith(("FAILED ", "ERROR "))]
+            ends.append(anywhere([line for line in lines if line.strip()][-1]))
     return {
         "passed": passed,
         "seconds": round(time.monotonic() - start),
@@ -238,7 +242,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Rows], str]]] = {
 def page(results: dict[str, Any]) -> str:
     """The figures of a run as Markdown; nothing is in it that is not in its results."""
     parts = [
-        [name, "passed" if part["passed"] else "failed", part["seconds"], part["date"], end]
+        [name, "passed" if part["passed"] else "failed", part["seconds"], part["date"]]
+        + [end.replace("|", "/")]
         for name, part in results["parts"].items()
         for end in part["ends"]
     ]

@@ -45,6 +45,18 @@ def test_a_command_that_fails_is_late_or_missing_is_reported(tmp_path):
         assert gpu.run(["no_such_tool"], log, 60) == "not found: no_such_tool"
 
 
+def test_what_a_part_ended_with_names_the_tests_that_failed(tmp_path, monkeypatch):
+    says = "FAILED tests/a.py::test_b - assert 1 == 2\n1 failed, 2 passed\n"
+    commands = [[sys.executable, "-c", f"print({says!r}); exit({code})"] for code in (1, 0)]
+    monkeypatch.setattr(gpu, "LOGS", tmp_path)
+    monkeypatch.setitem(gpu.PARTS, "test", lambda *_: commands)
+    part = gpu.run_part("test", None, dry_run=False)
+    first, *others = part["ends"]
+    assert not part["passed"]
+    assert first.startswith("exit code 1: python3 -c ")
+    assert others == [*says.splitlines(), "1 failed, 2 passed"]
+
+
 def test_the_page_has_what_was_measured():
     part = {"passed": False, "seconds": 7, "date": "2000-01-01", "ends": ["exit code 3: x"]}
     box = {"case": "pack", "run": 512, "levels": 2, "align": 16, "min_us": 1.0, "wrong": 0}

@@ -75,7 +75,7 @@ class Communicator(GroupPool):
         self.num_payloads = 0  # payload collectives so far
         self.meter = costs.Meter() if meter is None else meter  # of the current run
         self.edited = ""  # the hook whose edit just changed its tensor; compared over ranks
-        self._defers = False
+        self.defers = False  # whether what is of a GPU is looked at when the run or backward ends
         self._deferred_in = -1  # the last backward pass that ends by `finish_transfers`
         self._forward: _Forward | None = None  # its first exchange is the next one
         self._skipped: Counter[int] = Counter()  # forwards without hooks since then, by mode
@@ -94,15 +94,15 @@ class Communicator(GroupPool):
         """From now on, don't wait for transfers of GPU tensors; the caller calls
         ``finish_transfers`` before anything that was computed from them leaves the run. Local.
         """
-        self._defers = defers
+        self.defers = defers
 
     def defer_in_backward(self) -> None:
         """As ``defer(True)``; the running backward pass calls ``finish_transfers`` when it ends.
         Outside of one, do nothing. Local.
         """
         task = current_graph_task()
-        self._defers = task != -1
-        if self._defers and self._by_device and task != self._deferred_in:
+        self.defers = task != -1
+        if self.defers and self._by_device and task != self._deferred_in:
             self._deferred_in = task
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_transfers)
 
@@ -391,7 +391,7 @@ class Communicator(GroupPool):
         num_bytes: int,
     ) -> Any:
         result = self.call(transfer, axes, *args, num_bytes=num_bytes)
-        if not self._defers:
+        if not self.defers:
             self.finish_transfers()
         return result
 

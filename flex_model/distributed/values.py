@@ -14,6 +14,7 @@ from flex_model.distributed.transports import buffer_layout
 
 # Odd numbers without a pattern: the fractional digits of pi.
 _MIXERS = (0x243F6A8885A308D3, 0x13198A2E03707345, 0x082EFA98EC4E6C89)
+_CHUNK_BYTES = 64 << 20  # hashed at once on a GPU, which takes twice as much memory
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -27,16 +28,21 @@ def hash_on_device(tensor: Tensor) -> Tensor:
     one than ``fingerprint``'s. The host waits for nothing. Local.
     """
     data = buffer_layout.as_bytes(plain(tensor.detach()))
-    if data.numel() % 8 or data.data_ptr() % 8:
-        padded = data.new_zeros(-(-data.numel() // 8) * 8)
-        padded[: data.numel()].copy_(data)
-        data = padded
-    # Each word is mixed with its place, so that the sum depends on the order.
-    mixed = torch.arange(1, data.numel() // 8 + 1, device=data.device).mul_(_MIXERS[0])
-    mixed.bitwise_xor_(data.view(torch.int64))
-    for mixer in _MIXERS:
-        mixed.mul_(mixer).bitwise_xor_(mixed >> 29)
-    return mixed.sum() + tensor.numel()
+    total = torch.full((), tensor.numel(), dtype=torch.int64, device=data.device)
+    for start in range(0, data.numel(), _CHUNK_BYTES):
+        part = data[start : start + _CHUNK_BYTES]
+        if part.numel() % 8 or part.data_ptr() % 8:
+            padded = part.new_zeros(-(-part.numel() // 8) * 8)
+            padded[: part.numel()].copy_(part)
+            part = padded
+        # Each word is mixed with its place, so that the sum depends on the order.
+        first, words = start // 8 + 1, part.view(torch.int64)
+        mixed = torch.arange(first, first + len(words), device=data.device).mul_(_MIXERS[0])
+        mixed.bitwise_xor_(words)
+        for mixer in _MIXERS:
+            mixed.mul_(mixer).bitwise_xor_(mixed >> 29)
+        total += mixed.sum()
+    return total
 
 
 def hashed(tensor: Tensor, is_of_gpu: bool) -> Tensor:
@@ -44,6 +50,16 @@ def hashed(tensor: Tensor, is_of_gpu: bool) -> Tensor:
     was, so that its hash is the same wherever it is by now. Local.
     """
     return hash_on_device(tensor) if is_of_gpu else fingerprint(tensor)[0]
+
+
+def on_host(hashes: Sequence[Tensor]) -> Tensor:
+    """Stack hashes, on the CPU; the host waits once for each GPU that has some. Local."""
+    found = list(hashes)
+    for device in {one.device for one in hashes if not one.is_cpu}:
+        places = [i for i, one in enumerate(hashes) if one.device == device]
+        for i, one in zip(places, torch.stack([hashes[i] for i in places]).cpu()):
+            found[i] = one
+    return torch.stack(found)
 
 
 def difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:

@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flex_model import _C
@@ -59,7 +58,7 @@ class HookExecutor:
         save_ctx: Namespace,
         modules: Any,
         edit_on: str,
-        full_parameter: Callable[[str, torch.device], Tensor],
+        full_parameter: Callable[..., Tensor],
         tracking: Tracking,
         checks_edits: bool,
         sent_to_all: SentToAll | None,
@@ -214,4 +213,5 @@ class HookExecutor:
     def _parameters(self, call: HookCall, leaf: Tensor) -> dict[str, Tensor]:
         """Return the current full values of the parameters that the function named."""
         names = call.registration.hook_function.parameter_names
-        return {name: self.full_parameter(name, leaf.device) for name in names}
+        later = call.run.pending_replicas if self._communicator.defers else None
+        return {name: self.full_parameter(name, leaf.device, later) for name in names}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,8 +14,46 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import MAX_HASHED_DIMS, Header
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
+from flex_model.distributed.transports.host_copies import Ready, ready_now
 from flex_model.errors import agreed
 from flex_model.layouts.resolve import AXIS_NAMES, Site
+
+
+@dataclass(frozen=True, eq=False)
+class PendingReplica:
+    """The hash of a tensor on a GPU that ranks should share: until their run, or its backward, ends
+    and compares it, the host does not wait for the GPU.
+
+    Attributes:
+        hash: On the GPU; ``ready``: the event after which it is there.
+        check: Raises an error if the fingerprints of all ranks differ.
+    """
+
+    site: str
+    hash: Tensor
+    ready: Ready
+    check: Callable[[values.Fingerprints], None]
+
+    @staticmethod
+    def of(
+        site: str, tensor: Tensor, check: Callable[[values.Fingerprints], None]
+    ) -> PendingReplica:
+        """Hash a tensor, in the order of the current stream. Local."""
+        hashed = values.hash_on_device(tensor)
+        return PendingReplica(site, hashed, ready_now(hashed), check)
+
+
+def compare(communicator: Communicator, pending: Sequence[PendingReplica]) -> None:
+    """Compare replicas, of which all ranks have the same number. Collective over the grid where
+    there are some.
+    """
+    if not pending:
+        return
+    for replica in pending:
+        replica.ready.wait(replica.hash)
+    table = communicator.exchange(values.on_host([replica.hash for replica in pending])).tolist()
+    for i, replica in enumerate(pending):
+        replica.check(values.Fingerprints(communicator.mesh, tuple(row[i] for row in table)))
 
 
 def are_compared(shape: Shape) -> bool:

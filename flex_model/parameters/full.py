@@ -19,6 +19,7 @@ from flex_model.distributed.placement import Placement, Replicate, Shape, ShardL
 from flex_model.errors import HookError, agreed
 from flex_model.integrations import dtensor, fsdp, layers, offload, quantized
 from flex_model.layouts import resolve
+from flex_model.layouts.replicas import PendingReplica
 from flex_model.layouts.statements import Statements
 from flex_model.names import clean, find_parameter, shapes_by_name
 from flex_model.records.records import owned_copy
@@ -78,10 +79,17 @@ class Parameters:
             use: _Use = "raw" if raw else "values"
             return self._full(name, found, found.kept, expected_shape, use)
 
-    def get_on(self, name: str, device: torch.device) -> Tensor:
-        """As ``get``, for a hook whose tensor is on the device: what is on a GPU stays there."""
+    def get_on(
+        self, name: str, device: torch.device, later: list[PendingReplica] | None = None
+    ) -> Tensor:
+        """As ``get``, for a hook whose tensor is on the device: what is on a GPU stays there.
+
+        Args:
+            later: Where ranks' values would be compared, and are on GPUs: gets the comparison, for
+                the caller to make.
+        """
         with self._found(name) as found:
-            return self._full(name, found, found.kept, None, "values", device)
+            return self._full(name, found, found.kept, None, "values", device, later)
 
     def full_kind(self, name: str) -> tuple[Shape, torch.dtype]:
         """Return the full parameter's shape and dtype, without moving its values."""
@@ -185,9 +193,10 @@ class Parameters:
         expected_shape: ExpectedShape,
         use: _Use,
         device: torch.device = _CPU,
+        later: list[PendingReplica] | None = None,
     ) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            local, spec = self._spec(name, found, _summed(tensor), expected_shape, use)
+            local, spec = self._spec(name, found, _summed(tensor), expected_shape, use, later)
             if spec is not None:
                 return spec.all_gather(local).to(device)
             if device.type == "cpu":
@@ -201,8 +210,11 @@ class Parameters:
         tensor: Any,
         expected_shape: ExpectedShape,
         use: _Use = "values",
+        later: list[PendingReplica] | None = None,
     ) -> tuple[Tensor, TensorSpec | None]:
-        """Return this rank's shard and the plan for all ranks; None for a full tensor."""
+        """Return this rank's shard and the plan for all ranks; None for a full tensor. ``later``:
+        see ``get_on``.
+        """
         expected = resolve.check_expected_shape(expected_shape)
         shown = f"parameter {clean(self._root, name)!r}"
         local, packed, problem = self._unpacked(shown, found, tensor, use)
@@ -222,11 +234,14 @@ class Parameters:
                 site=site_hash(name, expected, packed, problem, use),
                 dtype=local.dtype,
                 shape=shapes[0],
+                microbatch=int(later is not None and local.is_cuda),  # where ranks may differ
             )
             what = f"the full value of {site.name}, expected_shape {expected}"
             if packed:
                 what += f", packed ({packed}), for its {use}{problem and f': {problem}'}"
-            shapes = [o.shape for o in self._communicator.check_consistency(header, what)]
+            headers = self._communicator.check_consistency(header, what)
+            shapes = [other.shape for other in headers]
+            later = later if all(other.microbatch for other in headers) else None
         if problem:
             raise agreed(ValueError(problem))
         if not dtensor.is_dtensor(tensor):
@@ -250,9 +265,9 @@ class Parameters:
         if is_split and not can_join:
             raise agreed(ValueError(quantized.not_joined(packed, site.name)))
         if quantized.unpacks_itself(local):  # whole
-            self._check_replicas(site.name, local.dequantize(), layout, stated_axes)
+            self._check_replicas(site.name, local.dequantize(), layout, stated_axes, later)
             return local, None
-        self._check_replicas(site.name, local, layout, stated_axes)
+        self._check_replicas(site.name, local, layout, stated_axes, later)
         return local, TensorSpec.of(self._communicator, layout, shapes, local.dtype)
 
     def _unpacked(
@@ -346,10 +361,15 @@ class Parameters:
         return frozenset(dtensor.axis_names(tensor, self._communicator.mesh, site))
 
     def _check_replicas(
-        self, site: str, local: Tensor, layout: ShardLayout, stated_axes: frozenset[str]
+        self,
+        site: str,
+        local: Tensor,
+        layout: ShardLayout,
+        stated_axes: frozenset[str],
+        later: list[PendingReplica] | None,
     ) -> None:
         """Check that ranks that share the tensor hold equal values, where only the layout of other
-        tensors implies that they share it.
+        tensors implies that they share it; or append the check to ``later``.
         """
         sizes = {"dp": self._communicator.mesh.dp_size, "tp": self._communicator.mesh.tp_size}
         axes = [
@@ -359,19 +379,26 @@ class Parameters:
         ]
         if not axes:
             return
-        table = self._communicator.exchange(values.fingerprint(local)).tolist()
-        prints = values.Fingerprints.of(self._communicator.mesh, table)
-        for axis in axes:
-            words = {"dp": "data-parallel", "tp": "tensor-parallel"}[axis]
-            if not prints.equal_along(axis):
-                raise agreed(
-                    ValueError(
-                        f"{site}: the {words} ranks hold different values of shape "
-                        f"{tuple(local.shape)} where, by {layout.source}, they should share one; "
-                        "reduce gradients over the ranks first (Megatron: finalize_model_grads); "
-                        "state the layout of shards with annotate_layout(..., kind='parameter')"
+        shape = tuple(local.shape)
+
+        def check(prints: values.Fingerprints) -> None:
+            for axis in axes:
+                words = {"dp": "data-parallel", "tp": "tensor-parallel"}[axis]
+                if not prints.equal_along(axis):
+                    raise agreed(
+                        ValueError(
+                            f"{site}: the {words} ranks hold different values of shape {shape} "
+                            f"where, by {layout.source}, they should share one; reduce gradients "
+                            "over the ranks first (Megatron: finalize_model_grads); state the "
+                            "layout of shards with annotate_layout(..., kind='parameter')"
+                        )
                     )
-                )
+
+        if later is not None:
+            later.append(PendingReplica.of(site, local, check))
+            return
+        table = self._communicator.exchange(values.fingerprint(local)).tolist()
+        check(values.Fingerprints.of(self._communicator.mesh, table))
 
     @contextlib.contextmanager
     def _found(

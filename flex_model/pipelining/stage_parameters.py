@@ -41,7 +41,7 @@ class StageParameters:
         """Keep the full parameters that the hooks of the next step named."""
         self._full = full
 
-    def get_on(self, name: str, device: torch.device) -> Tensor:
+    def get_on(self, name: str, device: torch.device, later: object = None) -> Tensor:
         """Return a full parameter that was kept for this step, on a device. Local."""
         return self._full[name].to(device)
 

@@ -182,6 +182,7 @@ class Records:
         for records in (context.pending, context.pending_fulls):
             self._snapshots.drop([record.snapshot for record in records])
             records.clear()
+        context.pending_replicas.clear()
 
     def finish(self, context) -> None:
         """Deliver the full tensors of GPUs on one process, whose other records are there. Local."""
@@ -196,15 +197,15 @@ class Records:
         self._release(context)
 
     def join(self, context, kind: str, resolve: Resolve) -> bool:
-        """Deliver the pending records. Collective over the grid, after one status exchange; True if
-        a rank drew random numbers.
+        """Compare the pending replicas, and deliver the pending records. Collective over the grid,
+        after one status exchange; True if a rank drew random numbers.
 
         Args:
             kind: ``"end of the run"`` or ``"end of the backward"``.
             resolve: ``(call, shapes, dtype, known, shard) -> spec``: collective where the layout is
                 new.
         """
-        pending = context.pending
+        pending, compared = context.pending, context.pending_replicas
         listed = "; ".join(record.call.describe() for record in pending[:8])
         listed += f"; and {len(pending) - 8} more" if len(pending) > 8 else ""
         tensors = [record.snapshot.tensor for record in pending]
@@ -215,7 +216,10 @@ class Records:
         digest = sites_hash(*local)
         header = Header(
             kind,
-            site=sites_hash(*(record.call.registration.site for record in pending)),
+            site=sites_hash(
+                *(record.call.registration.site for record in pending),
+                *(replica.site for replica in compared),
+            ),
             # Not sizes but a hash: whether the tensors equal those of an earlier run.
             shape=(digest & 0x7FFFFFFF, digest >> 32),
             flags=Header.CONSUMED if context.has_drawn else 0,
@@ -223,6 +227,7 @@ class Records:
         try:
             what = f"{kind}, with {len(pending)} records to deliver ({listed or 'none'})"
             headers = self._communicator.check_consistency(header, what)
+            replicas.compare(self._communicator, compared)
             if pending:
                 key = (header.site, *(size for other in headers for size in other.shape))
                 specs = self._check_specs(pending, self._tensors_of_all(key, local), resolve)
@@ -304,11 +309,8 @@ class Records:
         ]
         if not compared:
             return
-        hashes = [record.snapshot.hash() for record, _ in compared]
-        if on_gpu := [i for i, one in enumerate(hashes) if not one.is_cpu]:
-            for i, one in zip(on_gpu, torch.stack([hashes[i] for i in on_gpu]).cpu()):
-                hashes[i] = one
-        table = self._communicator.exchange(torch.stack(hashes)).tolist()
+        hashes = values.on_host([record.snapshot.hash() for record, _ in compared])
+        table = self._communicator.exchange(hashes).tolist()
         for i, (record, layout) in enumerate(compared):
             prints = values.Fingerprints(self._communicator.mesh, tuple(row[i] for row in table))
             axes = resolve.differing_axes(layout, prints)

@@ -12,6 +12,7 @@ from flex_model.integrations.torch_private import next_sequence
 if TYPE_CHECKING:
     from flex_model.hooks.random_state import RandomCalls
     from flex_model.hooks.registration import Registration
+    from flex_model.layouts.replicas import PendingReplica
     from flex_model.records.records import PendingRecord
 
 OPEN = 2**63  # the last node of a run that has not ended
@@ -61,6 +62,7 @@ class Run:
         keys: The keys of its forwards (see ``layouts.cache``), for their recomputation.
         pending, pending_fulls: The records that its end delivers: shards to gather, and full
             tensors on this rank's GPU.
+        pending_replicas: The tensors on GPUs that its end compares over the ranks that share them.
         outer_error: The exception that was being handled when the run began; a different one at the
             end is the run's own.
         ran_model: Whether the wrapped module was called in it.
@@ -90,6 +92,7 @@ class Run:
     keys: set[int | None] = field(default_factory=set)
     pending: list[PendingRecord] = field(default_factory=list)
     pending_fulls: list[PendingRecord] = field(default_factory=list)
+    pending_replicas: list[PendingReplica] = field(default_factory=list)
     outer_error: BaseException | None = None
     ran_model: bool = False
     is_recomputed: bool = False

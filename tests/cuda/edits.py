@@ -1,9 +1,11 @@
-"""Processes with a GPU each, whose hook edits a sharded tensor: what test_peers_cuda.py starts.
+"""Processes with a GPU each, whose hook reads or edits a sharded tensor: test_peers_cuda.py starts
+them.
 
     python -m tests.cuda.edits RANK NUM_RANKS STORE_FILE
 
-Prints nothing and exits with 0 if the edits are right, their tensors do not pass through the host,
-the host does not wait for them, and each transfer takes two launches at most.
+Prints nothing and exits with 0 if the edits are right, tensors do not pass through the host inside
+a forward or backward, the host does not wait for them there, and each transfer takes two launches
+at most; and if parameters that differ between ranks are an error where the run ends.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -135,6 +138,7 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.second = nn.Identity(), nn.Identity()
         self.scale = nn.Parameter(torch.full((width,), 3.0))
+        self.whole = nn.Parameter(torch.full(SIZE[1:], 3.0))  # on every rank; hooks alone read it
         self.scale.register_post_accumulate_grad_hook(lambda _: self.counted and self.counted.end())
 
     def forward(self, x):
@@ -172,6 +176,14 @@ def edit_by_a_parameter(module, full, save_ctx, modules):
     return full * used[0].parameters["scale"]
 
 
+def edit_by_a_replica(module, full, save_ctx, modules):
+    return full * used[0].parameters["whole"]
+
+
+def unchanged(full, edited):
+    return full
+
+
 def whole(full, edited):
     return edited(full)
 
@@ -188,6 +200,8 @@ def in_bfloat16(full, edited):
 
 # By name: the kind of hook, the placement, the selection, what it does, and the editing function.
 CASES = {
+    "read": ("forward", Shard(1), None, unchanged, None),
+    "read gradient": ("full_backward", Shard(1), None, unchanged, None),
     "whole": ("forward", Shard(1), None, whole, edit),
     "units": ("forward", Shard(1), Select(units=[5, 30, 2, 17]), units, edit),
     "dtype": (
@@ -200,11 +214,15 @@ CASES = {
     "partial sums": ("forward", Partial(), None, whole, edit),
     "trainable": ("forward", Shard(1), None, whole, edit_by_a_module),
     "named parameter": ("forward", Shard(1), None, whole, edit_by_a_parameter),
+    "named replica": ("forward", Shard(1), None, whole, edit_by_a_replica),
     "random": ("forward", Shard(1), None, whole, edit_that_draws),
     "gradient": ("full_backward", Shard(1), None, whole, edit),
+    "gradient by a replica": ("full_backward", Shard(1), None, whole, edit_by_a_replica),
     "gradient units": ("full_backward_pre", Shard(1), Select(units=[5, 30, 2, 17]), units, edit),
     "parameter": ("parameter", Shard(1), None, whole, edit_a_vector),
 }
+
+NAMED = {edit_by_a_parameter: ("scale",), edit_by_a_replica: ("whole",)}
 
 
 def reference_of(name, edited):
@@ -232,14 +250,16 @@ def check(name, rank, num_ranks, device, edit_on):
     flex = FlexModel(model, records := {}, tensor_parallel_size=num_ranks, edit_on=edit_on)
     flex.annotate_layout(models.INPUT, kind="forward_pre", tp=placement)
     flex.annotate_layout("scale", kind="parameter", tp=Replicate() if is_partial else Shard(0))
+    flex.annotate_layout("whole", kind="parameter", tp=Replicate())
     flex.register_trainable_module("probe", models.seeded(nn.Linear, *probe.weight.shape).float())
     flex.trainable_modules.to(device)
     site = "scale" if kind == "parameter" else "first"
     register = flex.register_hook if kind == "parameter" else getattr(flex, f"register_{kind}_hook")
     edited = lambda part: function(None, part, None, {"probe": probe})  # noqa: E731
-    used[:] = [SimpleNamespace(parameters={"scale": torch.full(SIZE[1:], 3.0)})]
+    full_parameters = dict.fromkeys(("scale", "whole"), torch.full(SIZE[1:], 3.0))
+    used[:] = [SimpleNamespace(parameters=full_parameters)]
     full, weight, output, grad, scale_grad = reference_of(name, edited)
-    named = ("scale",) if function is edit_by_a_parameter else ()
+    named = NAMED.get(function, ())
     hook = HookFunction(site, editing_function=function, select=select, parameters=named)
     used[:] = [hook]
     register(hook)
@@ -272,6 +292,38 @@ def check(name, rank, num_ranks, device, edit_on):
     flex.restore()
 
 
+def check_replicas_that_differ(rank, num_ranks, device, kind):
+    """Ranks have other values, on GPUs, and on rank 0's host: the run or the backward fails."""
+    model = Model(SIZE[1] // num_ranks).to(device)
+    flex = FlexModel(model, records := {}, tensor_parallel_size=num_ranks)
+    flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
+    flex.annotate_layout("scale", kind="parameter", tp=Shard(0))
+    flex.annotate_layout("whole", kind="parameter", tp=Replicate())
+    used[:] = [HookFunction("first", editing_function=edit_by_a_replica, parameters=("whole",))]
+    getattr(flex, f"register_{kind}_hook")(used[0])
+    x = torch.ones(SIZE[0], SIZE[1] // num_ranks, device=device, requires_grad=True)
+
+    def output():
+        x.grad, y = None, flex(x)
+        y.sum().backward()
+        return x.grad if kind == "full_backward" else y
+
+    Model.counted = None
+    for is_on_host in (False, True):
+        if is_on_host and rank == 0:
+            model.whole.data = model.whole.data.cpu()
+        model.whole.data.add_(rank)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="'whole': the tensor-parallel ranks hold diff"):
+                output()
+            assert not records.get("first")
+        model.whole.data.sub_(rank)  # after an error the model works on
+        assert (output() == 9.0).all()
+        if rank == 0:
+            assert len(records["first"]) == 1
+    flex.restore()
+
+
 def main():
     rank, num_ranks, path = *map(int, sys.argv[1:3]), sys.argv[3]
     device = join_ranks(rank, num_ranks, path, TIMEOUT_S)
@@ -279,6 +331,8 @@ def main():
     for edit_on in ("all", "rank0"):
         for name in CASES:
             check(name, rank, num_ranks, device, edit_on)
+    for kind in ("forward", "full_backward"):
+        check_replicas_that_differ(rank, num_ranks, device, kind)
     assert max(count for _, count in transfers) == 2, transfers
     assert {name for name, _ in transfers} == set(TRANSFERS), transfers
     dist.destroy_process_group()

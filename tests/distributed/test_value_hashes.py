@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from flex_model.distributed import values
 from flex_model.distributed.values import hash_on_device
 from tests.ops.test_ops import random_tensor
 
@@ -21,6 +22,14 @@ def test_equal_values_have_equal_hashes_whatever_their_memory(dtype):
         strided = torch.stack([tensor, tensor], -1)[..., 0]
         for other in (tensor.clone(), inside.reshape(shape), strided):
             assert hash_of(other) == hash_of(tensor)
+
+
+def test_large_tensors_are_hashed_in_parts(monkeypatch):
+    tensors = [random_tensor((size,), torch.uint8) for size in (63, 64, 65, 640, 1001)]
+    whole = [hash_of(tensor) for tensor in tensors]
+    monkeypatch.setattr(values, "_CHUNK_BYTES", 64)
+    assert [hash_of(tensor) for tensor in tensors] == whole
+    assert [hash_of(torch.cat([tensor[:1], tensor])[1:]) for tensor in tensors] == whole
 
 
 def test_any_bit_and_the_order_count():

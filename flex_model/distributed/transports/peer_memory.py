@@ -6,8 +6,8 @@ slot: a rank that reaches a barrier has finished the reads of the transfer befor
 again two transfers later, without a second barrier. So a transfer of one tensor takes at most two
 launches, all in the order of the current stream: the host waits for nothing.
 
-A rank's own shard is read from its slot, too: there it is aligned as the others are, so that one
-launch copies all of them.
+In an all-gather a rank's own shard is read from its slot, too: the others need it there, and it is
+aligned as theirs are, so that one launch copies all of them.
 
 ``peer_buffers`` implements the memory and the barriers.
 """

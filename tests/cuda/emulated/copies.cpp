@@ -249,7 +249,8 @@ void check_choice() {
   const int64_t gib = int64_t{1} << 30;
   if (!suits_copy_engine(rows_of(1, 1, 0, 1))) fail("one run is the copy engine's");
   if (!suits_copy_engine(rows_of(4096, 1 << 20, 8192, 1))) fail("long rows are the copy engine's");
-  if (suits_copy_engine(rows_of(64, 1 << 20, 8192, 1))) fail("short rows are the kernel's");
+  if (!suits_copy_engine(rows_of(256, 1 << 20, 512, 1))) fail("rows of 256 bytes are long");
+  if (suits_copy_engine(rows_of(255, 1 << 20, 512, 1))) fail("short rows are the kernel's");
   if (suits_copy_engine(rows_of(4096, 8, 8192, 65))) fail("many copies are the kernel's");
   if (!suits_copy_engine(rows_of(4096, 8, 8192, 64))) fail("few copies are the copy engine's");
   if (!suits_copy_engine(rows_of(3 * gib, 4, 6 * gib, 1))) fail("large rows are copied one by one");
