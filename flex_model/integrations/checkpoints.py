@@ -7,10 +7,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from flex_model.integrations import quantized
+from flex_model.integrations.quantized_checkpoints import QuantizedCheckpoint, stated
 
 
 class _Source(Protocol):
@@ -18,31 +22,64 @@ class _Source(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
-def for_model(model: nn.Module, source: _Source) -> _Source:
+def for_model(model: nn.Module, source: _Source, path: Path, *, is_renamed: bool) -> _Source:
     """Return a source with the model's names and tensors; ``source`` itself for models that are not
-    from transformers. Local.
+    from transformers. Quantised weights are dequantised for a model of plain layers. Local.
+
+    Args:
+        path: The checkpoint's folder, or a file in it.
+        is_renamed: Whether the source has the model's names already.
+
+    Raises:
+        ValueError: quantised weights that are not read as plain ones.
     """
+    checkpoint = None if is_quantised(model) else stated(path, model)
+    if checkpoint is not None and is_renamed:
+        raise checkpoint.refusal("rename=... reads each tensor as it is stored")
+    if is_renamed:
+        return source
     transformers = sys.modules.get("transformers")
-    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
-        return source
+    is_known = transformers is not None and isinstance(model, transformers.PreTrainedModel)
     try:
-        return ConvertedWeights(model, source)
+        if is_known:
+            return ConvertedWeights(model, source, checkpoint)
     except ImportError:  # before transformers 5, the names are the same
-        return source
+        if checkpoint is not None:
+            raise
+    if checkpoint is not None:
+        raise checkpoint.refusal(f"{type(model).__name__} is no model of transformers")
+    return source
+
+
+def is_quantised(model: nn.Module) -> bool:
+    """Whether a model has layers of quantised weights. Local."""
+    return any(
+        quantized.kind_of(module, name, parameter) is not None
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    )
 
 
 class ConvertedWeights:
     """Weights as ``from_pretrained`` loads them: renamed, merged and split by transformers' own
     conversion table for the model.
 
+    Args:
+        checkpoint: Of quantised weights, which are dequantised; None: plain ones.
+
     Raises:
         ImportError: this version of transformers has no such tables.
+        ValueError: quantised weights that can't be dequantised one by one.
     """
 
-    def __init__(self, model: Any, source: _Source) -> None:
+    def __init__(
+        self, model: Any, source: _Source, checkpoint: QuantizedCheckpoint | None = None
+    ) -> None:
         from transformers import conversion_mapping, core_model_loading
 
-        table = conversion_mapping.get_model_conversion_mapping(model)
+        quantizer = None if checkpoint is None else checkpoint.quantizer()
+        table = conversion_mapping.get_model_conversion_mapping(model, hf_quantizer=quantizer)
         renamings = [e for e in table if isinstance(e, core_model_loading.WeightRenaming)]
         converters = [e for e in table if isinstance(e, core_model_loading.WeightConverter)]
         by_pattern = {pattern: e for e in converters for pattern in e.source_patterns}
@@ -66,6 +103,10 @@ class ConvertedWeights:
             first = converter.target_patterns[0]
             for target in converter.target_patterns:
                 self._groups[new_name.replace(first, target)] = group
+        if checkpoint is not None:
+            made = {name: [stored] for name, stored in self._renamed.items()}
+            made |= {name: group.names for name, group in self._groups.items()}
+            checkpoint.check(made, known, source.read)
 
     def names(self) -> Iterable[str]:
         """Return the names in the model."""
@@ -92,6 +133,11 @@ class _Group:
     def __init__(self, name: str, converter: Any) -> None:
         self.parts: list[tuple[str, str]] = []  # pattern, name in the files
         self._name, self._converter = name, converter
+
+    @property
+    def names(self) -> list[str]:
+        """The names in the files."""
+        return [name for _, name in self.parts]
 
     def make(self, model: Any, source: _Source) -> dict[str, Tensor]:
         converter = copy.deepcopy(self._converter)

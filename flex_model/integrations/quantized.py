@@ -122,9 +122,12 @@ def drops_scales(
     Args:
         names: Returns the names of all stored tensors.
     """
-    if not own.is_floating_point() or own.dtype in _NARROW or not _is_narrow(stored):
+    if not own.is_floating_point() or own.dtype in _NARROW or not is_narrow(stored):
         return False
-    return not stored.is_floating_point() or any(one.startswith(f"{name}_scale") for one in names())
+    if not stored.is_floating_point():
+        return True
+    beside = (one.rpartition(".") for one in names())
+    return any(own == name.rpartition(".")[0] and "scale" in leaf for own, _, leaf in beside)
 
 
 def not_written(kind: Kind, site: str) -> str:
@@ -189,8 +192,8 @@ def _own_shape(module: nn.Module, leaf_name: str, packed: Tensor) -> Shape:
     return tuple(packed.shape)
 
 
-def _is_narrow(tensor: Tensor) -> bool:
-    """Whether its dtype is one that models don't compute in."""
+def is_narrow(tensor: Tensor) -> bool:
+    """Whether a tensor's dtype is one that models don't compute in. Local."""
     return tensor.dtype in _NARROW or not (tensor.is_floating_point() or tensor.is_complex())
 
 
@@ -282,7 +285,7 @@ def _is_compressed(module: nn.Module) -> bool:
 
 
 def _compressed(module: nn.Module, leaf_name: str, tensor: Tensor) -> Kind | None:
-    is_packed = leaf_name == "weight_packed" or (leaf_name == "weight" and _is_narrow(tensor))
+    is_packed = leaf_name == "weight_packed" or (leaf_name == "weight" and is_narrow(tensor))
     if not is_packed or not _is_compressed(module):
         return None
     scheme: Any = module.quantization_scheme
@@ -352,7 +355,7 @@ def _unknown(module: nn.Module, leaf_name: str, tensor: Tensor) -> Kind | None:
     the weights of Hugging Face's mxfp4 experts.
     """
     is_factor = any(part in leaf_name for part in _FACTORS)
-    if is_factor or not _is_narrow(tensor) or tensor.ndim < 2:
+    if is_factor or not is_narrow(tensor) or tensor.ndim < 2:
         return None
     beside = [*module._parameters, *module._buffers]
     has_factors = any(part in name for name in beside for part in _FACTORS)

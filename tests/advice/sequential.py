@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import models
+import quantized_folders
 import quantized_layers
 from advice.row import Row, double, in_a_folder
 from flex_model import ActivationStore, FlexModel, HookFunction, sequential
@@ -237,6 +238,25 @@ def from_files(folder, how):
 
 
 @in_a_folder
+def of_a_quantised_folder(folder, how, method="torchao"):
+    transformers = pytest.importorskip("transformers")
+    batch = {"input_ids": torch.arange(9)[None]}
+    (folder / "plain").mkdir()
+    quantized_folders.fp8(folder, **({} if how == "copy" else {"quant_method": method}))
+    if how == "no JSON":
+        (folder / "config.json").write_text("{")
+    weights = folder
+    if how == "copy":
+        packed = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        plain = quantized_folders.llama().to("meta")
+        with FlexModel(packed) as flex:
+            state = {n: flex.get_module_parameter(n) for n, _ in plain.named_parameters()}
+        weights = folder / "plain"
+        plain.save_pretrained(weights, state_dict=state)
+    sequential.run(quantized_folders.llama().to("meta"), [batch], weights=weights)
+
+
+@in_a_folder
 def from_shards(folder, index=None, has_files=True):
     model = Stack()
     safetensors = pytest.importorskip("safetensors.torch")
@@ -399,6 +419,16 @@ ROWS = [
         lambda: [buffers(how) for how in ("persistent", "in the weights", "on the CPU")],
     ),
     Row("build the model of quantised layers", lambda: run_quantized("plain"), run_quantized),
+    Row(
+        "save a dequantised copy once, as in",
+        lambda: of_a_quantised_folder("itself"),
+        lambda: of_a_quantised_folder("copy"),
+    ),
+    Row(
+        "is no JSON ({}); download the checkpoint again",
+        lambda: of_a_quantised_folder("no JSON"),
+        lambda: of_a_quantised_folder("copy"),
+    ),
     Row(
         "give the weights of this model, or build it",
         other_shapes,

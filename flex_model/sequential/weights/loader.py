@@ -140,8 +140,8 @@ class WeightLoader:
             raise ValueError(
                 f"sequential.run: {weight.names[0]!r} is quantised in the weights ({full.dtype}), "
                 f"and {weight.tensor.dtype} in the model: cast, it would lose its scales; save a "
-                "dequantised checkpoint (from_pretrained with a quantization_config of "
-                "dequantize=True, then save_pretrained), or build the model of quantised layers"
+                "dequantised copy, as in docs/sequential.md#quantised-checkpoints, or build the "
+                "model of quantised layers"
             )
         if full.shape != weight.tensor.shape:
             raise ValueError(

@@ -155,8 +155,8 @@ def as_source(weights: str | Path | WeightSource, model: nn.Module) -> WeightSou
     """Return the source of ``run(weights=...)``."""
     if isinstance(weights, (str, Path)):
         weights = CheckpointWeights(weights)
-    if isinstance(weights, CheckpointWeights) and not weights.is_renamed:
-        return checkpoints.for_model(model, weights)
+    if isinstance(weights, CheckpointWeights):
+        return checkpoints.for_model(model, weights, weights.path, is_renamed=weights.is_renamed)
     if isinstance(weights, Mapping):
         return DictWeights(weights)
     if isinstance(weights, WeightSource):
