@@ -152,7 +152,7 @@ def fails(module, full, save_ctx, modules):
     raise ZeroDivisionError("in an edit")
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=300)
 def test_failures_on_one_stage(tmp_path):
     whole, loaded = load(tmp_path)
     split = loaded(pp_size=2)
@@ -224,7 +224,7 @@ def test_what_is_refused(tmp_path):
         flex(TOKENS).logits.sum().backward()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=300)
 def test_caches_of_which_later_stages_know_nothing(tmp_path):
     """Without a FlexModel, transformers' own pipeline gives wrong numbers for padded rows."""
     # Eager attention of rows that are all padding is NaN in float64.
