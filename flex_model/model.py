@@ -71,7 +71,9 @@ class FlexModel(nn.Module):
     Args:
         module: Any ``nn.Module``. It is not changed, and hooked only while a hook of an active
             group is registered. Or a schedule of ``torch.distributed.pipelining``, before its first
-            step: see "Pipelines" below.
+            step: see "Pipelines" below. A model that transformers has split
+            (``DistributedConfig(pp_size=...)``) is a pipeline of one micro-batch without gradients,
+            and is called as before.
         output_ptr: Dict that receives the records: ``name -> [tensor, ...]`` in call order, CPU
             copies of the full tensors as they were before the edit, on rank 0 (see
             ``output_ranks``). Complete when the forward (or backward) returns. Every run empties
@@ -159,7 +161,7 @@ class FlexModel(nn.Module):
         HookMismatchError: ranks pass different schedules or settings.
 
     Collective over the ranks of the model: the constructor, running the model while hooks are
-    active (a schedule: always), everything about parameters, and registering, sending, saving and
+    active (a pipeline: always), everything about parameters, and registering, sending, saving and
     loading trainable modules. All else is local, but every rank must make the same calls.
     """
 
@@ -193,6 +195,10 @@ class FlexModel(nn.Module):
             from flex_model.pipelining.schedule_runner import ScheduleRunner
 
             runner_class = ScheduleRunner
+        elif "_pp_stage" in getattr(module, "__dict__", ()):  # transformers has split it
+            from flex_model.pipelining.forward_runner import ForwardRunner
+
+            runner_class = ForwardRunner
         elif not isinstance(module, nn.Module):
             raise TypeError(f"FlexModel: expected an nn.Module, got {type(module).__name__}")
         settings = Settings(
@@ -215,9 +221,10 @@ class FlexModel(nn.Module):
         runner = runner_class(module, settings)
         core = runner.core
         # In __dict__, where they are found before nn.Module's slower look-up.
-        vars(self).update(_runner=runner, _core=core, module=core.module)
-        self._modules["module"] = core.module
-        if core.module is not module:
+        is_module = isinstance(module, nn.Module)
+        vars(self).update(_runner=runner, _core=core, module=module if is_module else core.module)
+        self._modules["module"] = self.module
+        if not is_module:
             self.schedule = module
         self._output_ptr = settings.output_ptr
         self.trainable_modules = core.modules
@@ -473,7 +480,7 @@ class FlexModel(nn.Module):
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with self._core.runs.one_run_at_most():
+            with self._runner.one_run_at_most():
                 return method(*args, **kwargs)
 
         return call

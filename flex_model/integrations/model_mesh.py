@@ -229,10 +229,9 @@ def pipeline_refusal(module: nn.Module, pp_size: int) -> str:
     )
     if any("_pp_stage" in vars(part) for part in module.modules()):  # Hugging Face's own
         return (
-            f"FlexModel: the model was loaded with pp_size={pp_size}: its forward runs the stages "
-            "by itself, without a schedule whose hooks could be merged; load it with "
-            "DistributedConfig(tp_size=...) or (fsdp_size=...) and without pp_size; or load it "
-            f"without distributed_config, {schedule}"
+            f"FlexModel: a model loaded with pp_size={pp_size} is inside a "
+            f"{type(module).__name__}, and its stages are run by the model that from_pretrained "
+            "returned; wrap that one"
         )
     return (
         f"pipeline_parallel_size is {pp_size}, but a module alone does not define when its stages "

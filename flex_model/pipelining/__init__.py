@@ -2,7 +2,8 @@
 
 Hooks over a schedule: ``schedule_runner`` (the calls of a FlexModel), ``step_runner`` (one step:
 ``step_plan`` before it, ``schedule`` during it, ``step_end`` after it), ``stage_index`` (names).
-``splitting`` makes stages of a model.
+``splitting`` makes stages of a model. ``forward_runner`` has the same calls over a model that
+transformers has split, whose ``forward`` is a step (``forward_stages``).
 """
 
 from torch.distributed.pipelining import (

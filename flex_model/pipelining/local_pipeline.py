@@ -34,7 +34,7 @@ class LocalPipeline:
         parameters: Reads and writes the parameters of all stages in full.
     """
 
-    def __init__(self, schedule: Any, settings: Settings) -> None:
+    def __init__(self, schedule: Any, settings: Settings, local_class: Any = LocalSchedule) -> None:
         stages = stages_of(schedule)
         if "step" in vars(schedule):
             raise TypeError("the schedule is that of a FlexModel already; restore() it first")
@@ -57,7 +57,7 @@ class LocalPipeline:
                 line = Mesh(along, mesh.coordinates["pp"], tp_size=len(along))
                 self.line = Communicator(line, timeout_s)
                 stack.callback(self.line.close)
-            self.local = LocalSchedule(schedule, self.state, core)
+            self.local = local_class(schedule, self.state, core)
             stack.callback(self.local.close)
             self.index = self._index_stages()
             self.parameters = PipelineParameters(core.parameters, self.index, self.world, self.line)

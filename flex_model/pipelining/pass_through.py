@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from torch import nn
@@ -22,3 +23,10 @@ class PassThrough(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def is_stand_in(module: nn.Module) -> bool:
+    """Return whether the module stands in for one that another stage has: ours or transformers'."""
+    of_transformers = sys.modules.get("transformers.distributed.pipeline_parallel")
+    kinds = (of_transformers.PipelineIdentityLayer,) if of_transformers else ()
+    return isinstance(module, (PassThrough, *kinds))

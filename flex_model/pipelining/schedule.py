@@ -38,7 +38,10 @@ class LocalSchedule:
     Attributes:
         stages: Torch's stages.
         instrumented: Those with their methods replaced.
+        needs_shapes: Whether the shapes of what stages send must be known before a step.
     """
+
+    needs_shapes = True
 
     def __init__(self, schedule: Any, state: MicrobatchState, core: HookCore) -> None:
         self._schedule, self._state = schedule, state
@@ -57,6 +60,9 @@ class LocalSchedule:
         for stage in self.instrumented:
             stage.restore()
         vars(self._schedule).update(self._before)
+
+    def check_inputs(self, kwargs: dict[str, Any]) -> None:
+        """Do nothing: ``step_plan`` checks what a schedule's steps need."""
 
     def connect(self, number: int, has_backward: bool, args: Any, kwargs: Any) -> None:
         """Make the buffers for a step of ``number`` micro-batches; the stages' shapes are known.

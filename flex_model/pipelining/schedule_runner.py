@@ -16,6 +16,7 @@ from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.integrations import cut, fsdp
 from flex_model.names import find_parameter
 from flex_model.pipelining.local_pipeline import LocalPipeline
+from flex_model.pipelining.schedule import LocalSchedule
 from flex_model.pipelining.stage_map import modules_of
 from flex_model.pipelining.stages import find_targets
 from flex_model.pipelining.step_plan import StepCall, check_dims
@@ -41,8 +42,8 @@ class ScheduleRunner:
         step_settings: ``batch_mode``, ``return_on`` and ``microbatch_dim`` of the next steps.
     """
 
-    def __init__(self, schedule: Any, settings: Settings) -> None:
-        self._pipeline = pipeline = LocalPipeline(schedule, settings)
+    def __init__(self, schedule: Any, settings: Settings, local_class: Any = LocalSchedule) -> None:
+        self._pipeline = pipeline = LocalPipeline(schedule, settings, local_class)
         self.core, self.index = pipeline.core, pipeline.index
         self.parameters = pipeline.parameters
         self.session: Session | None = None

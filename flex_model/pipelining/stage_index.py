@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +31,14 @@ class StageIndex:
         self._described, self.pp_ranks = described, pp_ranks
         self._called = _by_name(stage["called"] for stage in described)
         self._held = _by_name(stage["held"] for stage in described)
-        self._parameters = _by_name(stage["parameters"] for stage in described)
+        self._parameters = _by_name(
+            itertools.chain.from_iterable(stage["parameters"]) for stage in described
+        )
+        self._tied: dict[str, set[str]] = {}
+        for stage in described:
+            for names in (*stage["parameters"], *(of.values() for of in stage["tied"].values())):
+                tied = set(names).union(*(self._tied.get(name, ()) for name in names))
+                self._tied.update(dict.fromkeys(tied, tied))
         self.class_names: dict[str, str] = {}
         for stage in described:
             for name, kinds in stage["types"].items():
@@ -129,6 +137,15 @@ class StageIndex:
             )
         return self._parameters[name]
 
+    def names_of_parameter(self, name: str) -> list[str]:
+        """Return all names under which stages hold a parameter: several, if it is tied.
+
+        Raises:
+            ValueError: there is none.
+        """
+        self.holders_of_parameter(name)
+        return sorted(self._tied[name])
+
     def holder_of_gradient(self, name: str, asked_by: str) -> int:
         """Return the stage that has a parameter's whole gradient.
 
@@ -137,7 +154,9 @@ class StageIndex:
         """
         holders = self.holders_of_parameter(name)
         where = f"stages {holders}" if len(holders) > 1 else ""
-        where = self._described[holders[0]]["tied"].get(name, where)
+        tied = self._described[holders[0]]["tied"].get(name)
+        if tied:
+            where = ", ".join(f"{other!r} on stage {stage}" for stage, other in tied.items())
         if where:
             raise ValueError(
                 f"{asked_by}: parameter {name!r} is held by several stages ({where}), each of "

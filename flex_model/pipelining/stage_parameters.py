@@ -102,13 +102,17 @@ class PipelineParameters:
         self._local.keep({name: self.get(name) for name in dict.fromkeys(names)})
 
     def set(self, name: str, full: Tensor) -> None:
-        """Write the full parameter on all stages that have it."""
-        stages = self._index.holders_of_parameter(name)
+        """Write the full parameter on all stages that have it, under whatever name."""
+        held = [
+            (stage, other)
+            for other in self._index.names_of_parameter(name)
+            for stage in self._index.holders_of_parameter(other)
+        ]
 
         def write() -> None:
-            for stage in stages:
+            for stage, other in held:
                 if stage in self._local.by_stage:
-                    self._local.by_stage[stage].set(name, full)
+                    self._local.by_stage[stage].set(other, full)
 
         gather_checked(self._world, f"a new value of parameter {name!r}", write)
 

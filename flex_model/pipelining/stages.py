@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from flex_model.names import clean, find_module
-from flex_model.pipelining.pass_through import PassThrough
+from flex_model.pipelining.pass_through import is_stand_in
 
 #: The name that torch's tracer gives to a further call of a module: ``name@1``.
 REPEATED_CALL = re.compile(r"(.*)@\d+")
@@ -89,10 +89,11 @@ def describe_stage(stage: Any) -> dict[str, Any]:
     types: dict[str, list[str]] = {}
     in_graph = set(_called_in_graph(root, "")) if hasattr(root, "graph") else None
     for name, module in root.named_modules(remove_duplicate=False):
-        if isinstance(module, PassThrough):
+        if is_stand_in(module):
             continue
         has_forward = type(module).forward is not nn.Module.forward
         is_called = has_forward if in_graph is None else name in in_graph
+        is_called &= all(module is not other for other in getattr(stage, "uncalled", ()))
         name = clean(root, name)
         (called if is_called else held).append(name)
         types.setdefault(name, [type_name(kind) for kind in type(module).__mro__[:-1]])
@@ -101,9 +102,7 @@ def describe_stage(stage: Any) -> dict[str, Any]:
         "called": list(dict.fromkeys(called)),
         "held": list(dict.fromkeys(held)),
         "types": types,
-        "parameters": [
-            clean(root, name) for name, _ in root.named_parameters(remove_duplicate=False)
-        ],
+        "parameters": _parameter_names(root),
         "tied": tied_parameters(root),
         "kwargs": accepted_kwargs(root),
         "is_traced": is_traced(stage),
@@ -116,15 +115,22 @@ def type_name(kind: type) -> str:
 
 def note_tied(names: dict[int, str], stages: Sequence[nn.Module]) -> None:
     """Note on stages that they hold one parameter of the unsplit model, under these names."""
-    described = ", ".join(f"{name!r} on stage {index}" for index, name in names.items())
     for index, name in names.items():
-        vars(stages[index]).setdefault(_TIED, {})[name] = described
+        vars(stages[index]).setdefault(_TIED, {})[name] = dict(names)
 
 
-def tied_parameters(root: nn.Module) -> dict[str, str]:
-    """Return the parameters of a stage that others hold, too, with all names and stages."""
+def tied_parameters(root: nn.Module) -> dict[str, dict[int, str]]:
+    """Return the parameters of a stage that others hold, too, with their names by stage."""
     found = (vars(module)[_TIED] for module in root.modules() if _TIED in vars(module))
     return next(found, {})
+
+
+def _parameter_names(root: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter of a stage; a tied one has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(clean(root, name))
+    return list(names.values())
 
 
 def _called_in_graph(module: Any, prefix: str) -> Iterator[str]:

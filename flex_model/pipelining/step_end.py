@@ -32,6 +32,7 @@ class StepEnd:
         self._pipeline, self._core, self._state = pipeline, pipeline.core, pipeline.state
         self._world, self._line, self._local = pipeline.world, pipeline.line, pipeline.local
         self._on_all_ranks = pipeline.settings.output_ranks == "all"
+        self._has_drawn = False  # whether edits drew random numbers in this run
         self._context_on_all = pipeline.settings.save_ctx_on == "all"
 
     def finish(
@@ -77,11 +78,13 @@ class StepEnd:
             "output": [structure, describe(outputs)],
         }
         gathered = exchange_json(self._world, own, "the end of a step of the pipeline")
-        if any(of_rank["consumed"] for of_rank in gathered):
+        self._has_drawn &= call.appends
+        if not self._has_drawn and any(of_rank["consumed"] for of_rank in gathered):
+            self._has_drawn = True  # once in a run, of however many steps
             renew_seed()
         failed = [(r, of_rank["error"]) for r, of_rank in enumerate(gathered) if of_rank["error"]]
         if failed or failure.has_error:
-            self._raise_failure(failed)
+            self._raise_failure(failed, call.has_backward)
         self._check_contexts(gathered)
         described = [of_rank["records"] for of_rank in gathered]
         step_records.deliver(self._world, records, described, self._on_all_ranks, output_ptr)
@@ -102,7 +105,7 @@ class StepEnd:
             return None  # all ranks of the stage have it, and the first one reports it
         return [type(failure.cause).__name__, failure.text] if failure.has_error else None
 
-    def _raise_failure(self, failed: list[Any]) -> None:
+    def _raise_failure(self, failed: list[Any], has_backward: bool) -> None:
         """Raise this rank's own error of the model, or else those of all ranks."""
         state, cause = self._state.failure.state, self._state.failure.cause
         if cause is not None and (state is FAILED or not isinstance(cause, Exception)):
@@ -113,10 +116,10 @@ class StepEnd:
         for rank, (_, text) in failed:
             texts[text if text.startswith("rank ") else f"rank {rank}: {text}"] = None
         is_mismatch = any(kind == "HookMismatchError" for _, (kind, _) in failed)
+        left = "; the gradients that it left mean nothing: zero them" if has_backward else ""
         error = agreed(
             (HookMismatchError if is_mismatch else HookError)(
-                f"{'; '.join(texts)}. The step was finished without edits from there on; the "
-                "gradients that it left mean nothing: zero them"
+                f"{'; '.join(texts)}. The step was finished without edits from there on{left}"
             )
         )
         raise error from cause

@@ -101,6 +101,7 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
 
     def describe() -> dict[str, Any]:
         index.check_kwargs(call.kwargs)
+        pipeline.local.check_inputs(call.kwargs)
         check_dims(call.microbatch_dim, index)
         rows = None
         if has_first:

@@ -37,6 +37,7 @@ class StepRunner:
         self._schedule, self._local = pipeline.schedule, pipeline.local
         self._index, self._end = pipeline.index, StepEnd(pipeline)
         self._prepared: int | None = None  # the inputs that the stages have buffers for
+        self._last: Run | None = None
         self._batched: dict[Any, dict[int, bool]] = {}  # of such inputs: see `_find_batched`
 
     def run(self, call: StepCall, output_ptr: dict[str, list[Tensor]]) -> Any:
@@ -58,7 +59,7 @@ class StepRunner:
 
     def _prepare(self, call: StepCall, plan: StepPlan) -> None:
         """Infer shapes and make buffers, where some rank has them for other inputs."""
-        if plan.is_prepared:
+        if plan.is_prepared or not self._local.needs_shapes:
             return
         self._prepared = None
         self._batched.clear()
@@ -120,6 +121,9 @@ class StepRunner:
         divisor = plan.number if self._schedule.scale_grads else 1
         run = core.runs.begin(call.choice)
         run.use_seed(plan.seed)
+        if call.appends and self._last is not None:
+            run.continue_draws(self._last)
+        self._last = run
         core.executor.average_over(divisor)
         gradients = Gradients(core, divisor)
         self._begin_stages(call)

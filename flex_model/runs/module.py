@@ -21,7 +21,7 @@ from flex_model.layouts.statements import Statement
 from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.records.store.opening import config_hash
 from flex_model.records.store.session import Session
-from flex_model.runs.settings import Groups, Settings
+from flex_model.runs.settings import Groups, Settings, refuse_of_steps
 from flex_model.runs.until import Site, Until
 
 
@@ -63,10 +63,7 @@ class ModuleRunner:
     """
 
     def __init__(self, module: nn.Module, settings: Settings) -> None:
-        defaults = {"batch_mode": "micro", "return_on": "last", "microbatch_dim": None}
-        for name, default in defaults.items():
-            if getattr(settings, name) != default:
-                self.change(name, getattr(settings, name))
+        settings.check_no_steps()
         mesh, output_ptr = settings.find_mesh(module), settings.output_ptr
         if mesh.pp_size > 1:
             raise ValueError(model_mesh.pipeline_refusal(module, mesh.pp_size))
@@ -120,6 +117,10 @@ class ModuleRunner:
         with self.core.runs.active(self.core.table.choice(groups, complement)):
             yield
 
+    def one_run_at_most(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all calls of the module are one run, begun by the first."""
+        return self.core.runs.one_run_at_most()
+
     def run_until(
         self,
         module_name: str | None,
@@ -164,10 +165,7 @@ class ModuleRunner:
 
     def change(self, name: str, value: object) -> None:
         """TypeError: there are no steps here whose setting could change."""
-        raise TypeError(
-            f"FlexModel: {name} is a setting of the steps of a pipeline; wrap a schedule of "
-            "torch.distributed.pipelining, FlexModel(schedule, ...), or leave it out"
-        )
+        refuse_of_steps(name)
 
     def check_runs_whole_model(self, operation: str) -> None:
         """Do nothing: the ranks run the whole model."""

@@ -164,6 +164,10 @@ class Run:
         """Set the seed of the run's edits: rank 0's, or that of a batch."""
         self.seed = seed
 
+    def continue_draws(self, before: Run) -> None:
+        """Go on with the random numbers of the step before, of the same call or ``active()``."""
+        self.seed, self.calls = before.seed, before.calls
+
     def note_draws(self) -> None:
         """Note that an edit drew random numbers."""
         self.has_drawn = True

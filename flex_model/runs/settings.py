@@ -33,6 +33,8 @@ CHOICES = {
     "return_on": ("last", "all"),
 }
 
+_OF_STEPS = {"batch_mode": "micro", "return_on": "last", "microbatch_dim": None}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -85,6 +87,12 @@ class Settings:
         if isinstance(self.pad_value, bool) or not isinstance(self.pad_value, (int, float)):
             raise TypeError(f"FlexModel: pad_value must be a number, got {self.pad_value!r}")
 
+    def check_no_steps(self) -> None:
+        """TypeError: an argument sets the steps of a schedule, and there is none."""
+        for name, default in _OF_STEPS.items():
+            if getattr(self, name) != default:
+                refuse_of_steps(name)
+
     def make_core(
         self,
         module: nn.Module,
@@ -130,3 +138,11 @@ def check_choice(name: str, value: object) -> None:
     first, second = CHOICES[name]
     if value not in (first, second):
         raise ValueError(f"FlexModel: {name} must be {first!r} or {second!r}, got {value!r}")
+
+
+def refuse_of_steps(name: str) -> None:
+    """TypeError: there are no steps of a schedule whose setting could change."""
+    raise TypeError(
+        f"FlexModel: {name} is a setting of the steps of a pipeline; wrap a schedule of "
+        "torch.distributed.pipelining, FlexModel(schedule, ...), or leave it out"
+    )

@@ -193,8 +193,7 @@ def test_a_model_made_context_parallel():
 
 
 @pytest.mark.ranks(2)
-def test_what_can_be_done_instead_of_hugging_faces_pipeline(tmp_path):
-    """Before, the message asked for the schedule of a model that has none."""
+def test_hugging_faces_pipeline_and_what_else_splits_its_model(tmp_path):
     distributed = pytest.importorskip("transformers.distributed")
     from torch.distributed.pipelining import ScheduleGPipe
     from transformers import AutoModelForCausalLM
@@ -209,10 +208,9 @@ def test_what_can_be_done_instead_of_hugging_faces_pipeline(tmp_path):
             tmp_path, dtype=torch.float64, distributed_config=config
         ).eval()
 
-    with pytest.raises(ValueError, match=r"loaded with pp_size=2: .* without pp_size; or") as error:
-        FlexModel(load(pp_size=2))
-    for advice in ("tp_size", "fsdp_size", "pipelining.pipeline", "FlexModel(schedule, output_ptr"):
-        assert advice in str(error.value)
+    text = "loaded with pp_size=2 is inside a Sequential, .* returned; wrap that one"
+    with pytest.raises(ValueError, match=text):
+        FlexModel(nn.Sequential(load(pp_size=2)))
 
     site, ids = "model.layers.1.mlp", 1 + models.random(2, 5, seed=6).argsort()
     whole = load()
@@ -223,7 +221,7 @@ def test_what_can_be_done_instead_of_hugging_faces_pipeline(tmp_path):
     with torch.no_grad():
         whole(ids)
     handle.remove()
-    for sizes in ({"tp_size": 2}, {"fsdp_size": 2}):
+    for sizes in ({"pp_size": 2}, {"tp_size": 2}, {"fsdp_size": 2}):
         rows = ids.chunk(2)[dist.get_rank()] if "fsdp_size" in sizes else ids
         check_record(FlexModel(load(**sizes), {}), site, rows, expected["record"])
     pipe = pipeline(load(), (ids,), {}, split_spec={"model.layers.1": SplitPoint.BEGINNING})

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from flex_model import FlexModel, HookError, HookFunction, sequential
-from flex_model.pipelining import current_microbatch
+from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
 from flex_model.pipelining.schedule import stages_of
 from flex_model.runs.stop_request import STOP_REQUEST
 from pipelines import ALL, Block, Scaled, alone_group, make_mlp, make_schedule, part, unsplit
@@ -959,3 +959,22 @@ def test_wraps_that_are_refused():
         FlexModel(schedule, edit_on=("all", "rank0")[dist.get_rank()])
     with FlexModel(schedule) as flex:
         flex(data()[0], target=data()[1])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["emb.weight", "head.weight"])
+def test_a_tied_weight_is_written_on_all_stages(name):
+    """Before, the stage that has it under another name kept its own."""
+    model = make_mlp()
+    model.emb, model.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    model.head.weight = model.emb.weight
+    whole, (batch, _) = copy.deepcopy(model), data()
+    pipe = pipeline(
+        model, (batch[:2],), split_spec={"layers.4": SplitPoint.BEGINNING}, method="modules"
+    )
+    stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
+    with FlexModel(ScheduleGPipe(stage, 4), return_on="all") as flex, torch.no_grad():
+        full = flex.get_module_parameter(name).flip(0)
+        flex.set_module_parameter(name, full)
+        whole.emb.weight.copy_(full)
+        assert_near(flex(batch), whole(batch))

@@ -1,0 +1,238 @@
+"""The stages into which transformers splits a model (``DistributedConfig(pp_size=...)``), with what
+steps need of torch's stages and schedules.
+
+Such a model has no schedule: on every rank its ``forward`` receives hidden states, runs this rank's
+layers, sends hidden states, and takes part in a broadcast of the logits. One forward is a step of
+one micro-batch. An exception in the middle of it leaves no other stage waiting, for zeros replace
+what was not sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flex_model.errors import is_agreed
+from flex_model.hooks.core import HookCore
+from flex_model.integrations import cut
+from flex_model.runs.step import MicrobatchState
+from flex_model.runs.until import Site, Until
+
+_REPLACED = ("communicate", "broadcast_from_last")
+
+
+class ForwardStage:
+    """This rank's stage, with the attributes of torch's stages."""
+
+    def __init__(self, model: Any) -> None:
+        place = model._pp_stage
+        self.submod, self.place = model, place
+        self.stage_index, self.num_stages = place.pp_rank, place.pp_size
+        self.is_first, self.is_last = place.pp_is_first_stage, place.pp_is_last_stage
+        self.group = place.pp_group
+        # The last stage has them for the head whose weight is tied to theirs.
+        self.uncalled = [] if self.is_first else [model.get_input_embeddings()]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.submod.parameters()).device
+
+
+class ForwardSchedule:
+    """A forward of the stages, with the attributes of torch's schedules."""
+
+    _n_microbatches, _loss_fn, scale_grads = 1, None, False
+    _args_chunk_spec = _kwargs_chunk_spec = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self._stage = ForwardStage(model)
+        self._num_stages = self._stage.num_stages
+
+
+class LocalForward:
+    """This rank's part of the forwards, as ``LocalSchedule`` is of a schedule's steps."""
+
+    needs_shapes = False
+
+    def __init__(self, schedule: ForwardSchedule, state: MicrobatchState, core: HookCore) -> None:
+        self.stages, self.has_last = [schedule._stage], schedule._stage.is_last
+        self.instrumented = [InstrumentedForward(schedule._stage, state, core)]
+        self._state = state
+
+    def close(self) -> None:
+        """Leave the stage as it was."""
+        self.instrumented[0].restore()
+
+    def check_inputs(self, kwargs: dict[str, Any]) -> None:
+        """ValueError for inputs whose numbers would be others than the unsplit model's. Local."""
+        if self.stages[0].is_first:  # only its cache has the keys of layer 0
+            _check_cache(kwargs)
+
+    def run(
+        self,
+        arg_chunks: list[Any],
+        kwarg_chunks: list[dict[str, Any]],
+        target_chunks: None,
+        losses: list[Tensor],
+        return_outputs: bool,
+        has_backward: bool,
+    ) -> Any:
+        """Run a forward; return the model's output, which every rank has."""
+        output = self.instrumented[0].run(kwarg_chunks[0])
+        return output if return_outputs and not self._state.failure.has_error else None
+
+
+class InstrumentedForward:
+    """A stage with the methods replaced by which it reaches the other stages."""
+
+    def __init__(self, stage: ForwardStage, state: MicrobatchState, core: HookCore) -> None:
+        self.stage, self.index = stage, stage.stage_index
+        self._state, self._core = state, core
+        self._forward = stage.submod.forward
+        self._is_skipped = False  # these two: see `begin`
+        self._until: Until | None = None
+        self._left: list[str] = []  # what this forward has yet to send or receive
+        self._kwargs: dict[str, Any] = {}
+        self._is_tracked = False
+        vars(stage.place).update({name: getattr(self, name) for name in _REPLACED})
+
+    def restore(self) -> None:
+        """Leave the stage as it was."""
+        for name in _REPLACED:
+            vars(self.stage.place).pop(name, None)
+
+    def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
+        """Begin a step: see ``InstrumentedStage.begin``."""
+        self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
+
+    def run(self, kwargs: dict[str, Any]) -> Any:
+        """Run the model's own forward, without autograd: transformers sends no gradients."""
+        stage, self._kwargs = self.stage, kwargs
+        self._left = [
+            *(["recv_forward"] if not stage.is_first else []),
+            *(["send_forward"] if not stage.is_last else []),
+            "broadcast",
+        ]
+        output = None
+        with torch.no_grad(), self._state.at(self.index, 0):
+            try:
+                if not self._is_skipped:
+                    with self._one_forward():
+                        if stage.is_first:
+                            self._begin_tracking(kwargs)
+                        output = self._forward(**kwargs)
+            except BaseException as error:
+                self._fail(error)
+            finally:
+                self._end_tracking(None)
+                self._kwargs = {}
+            try:
+                self._send_zeros(kwargs)
+            except BaseException as error:
+                self._fail(error)
+        return output
+
+    @contextlib.contextmanager
+    def _one_forward(self) -> Iterator[None]:
+        """A context for a forward, which ends early in a step of ``run_until``."""
+        if self._until is None:
+            yield
+            return
+        with self._until.installed(), self._until.one_forward():
+            yield
+        cut.clean_up(self.stage.submod)
+        if not self._until.is_reached:
+            raise RuntimeError(cut.not_reached(None))
+
+    def _fail(self, error: BaseException) -> None:
+        if is_agreed(error):
+            self._state.silence()
+        self._state.fail_in_model(error)
+
+    def _begin_tracking(self, kwargs: dict[str, Any]) -> None:
+        core = self._core
+        if not self._state.is_silent:
+            self._is_tracked = True
+            core.tracking.begin((), kwargs, core.table.active_hooks, part=self.index)
+
+    def _end_tracking(self, output: Tensor | None) -> None:
+        if self._is_tracked:
+            self._is_tracked = False
+            self._core.tracking.end(output)
+
+    # The replaced methods, with the signatures of transformers.
+
+    def communicate(self, operation: str, **kwargs: Any) -> Tensor | None:
+        self._end_tracking(kwargs.get("tensor"))
+        received = self._move(operation, "communicate", operation, **kwargs)
+        if received is not None:
+            inputs = {k: v for k, v in self._kwargs.items() if k != "input_ids"}
+            self._begin_tracking({**inputs, "inputs_embeds": received})
+        return received
+
+    def broadcast_from_last(self, tensor: Tensor | None, **kwargs: Any) -> Tensor:
+        self._end_tracking(tensor)
+        return self._move("broadcast", "broadcast_from_last", tensor, **kwargs)
+
+    def _move(self, operation: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Send or receive; if this fails, the group is broken, and nothing more is sent."""
+        later = [name for name in self._left if name != operation]
+        self._left = []
+        place = self.stage.place
+        result = getattr(type(place), method)(place, *args, **kwargs)
+        self._left = later
+        return result
+
+    def _send_zeros(self, kwargs: dict[str, Any]) -> None:
+        """Send and receive what a forward that has ended early has left: other stages wait."""
+        model, is_last = self.stage.submod, self.stage.is_last
+        parameter = next(model.parameters())
+        of_tensor: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+        shape = _shape_of_hidden_states(kwargs, model.config.hidden_size)
+        for operation in list(self._left):
+            if operation == "broadcast":
+                zeros = torch.zeros(1, 1, 1, **of_tensor) if is_last else None
+                self._move(operation, "broadcast_from_last", zeros, **of_tensor)
+            elif shape is not None:
+                zeros = torch.zeros(shape, **of_tensor)
+                self._move(
+                    operation, "communicate", operation, shape=shape, tensor=zeros, **of_tensor
+                )
+
+
+def _shape_of_hidden_states(kwargs: dict[str, Any], width: int) -> tuple[int, ...] | None:
+    """Return the shape of what stages send; None where no stage can tell, so that none sends."""
+    embeddings, tokens = kwargs.get("inputs_embeds"), kwargs.get("input_ids")
+    if embeddings is not None:
+        return tuple(embeddings.shape) if isinstance(embeddings, Tensor) else None
+    return (*tokens.shape[:2], width) if isinstance(tokens, Tensor) else None
+
+
+def _check_cache(kwargs: dict[str, Any]) -> None:
+    """ValueError for a forward that continues from a cache where later stages would compute other
+    positions or another mask: transformers asks the cache about layer 0, which they don't have.
+    """
+    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    if cache is None or not cache.get_seq_length():
+        return
+    inputs = kwargs.get("inputs_embeds")
+    inputs = kwargs.get("input_ids") if inputs is None else inputs
+    reason = ""
+    if kwargs.get("position_ids") is None:
+        reason = "without position_ids, they would count positions from 0"
+    elif isinstance(mask, Tensor) and mask.dim() == 2 and not mask.all():
+        reason = "they would not leave out the padding of attention_mask"
+    elif getattr(cache, "is_compileable", False):
+        reason = f"they would not see the keys in a {type(cache).__name__}"
+    elif inputs is not None and inputs.shape[1] > 1:
+        reason = "they would see no mask for several new positions"
+    if reason:
+        raise ValueError(
+            "the forward continues from a cache, of whose length the later stages of transformers' "
+            f"pipeline (pp_size) know nothing: {reason}; pass use_cache=False, or, with a dynamic "
+            "cache, position_ids and one new position of rows without padding"
+        )
