@@ -115,6 +115,25 @@ def split_kwargs(
     return chunks
 
 
+def find_unsplit(
+    schedule: Any, kwargs: dict[str, Any], chunk: dict[str, Any], number: int
+) -> dict[str, int]:
+    """Return the tensors that every micro-batch gets whole without a spec that states it, and that
+    could be split: their rows by name.
+
+    Args:
+        chunk: The keyword inputs of one micro-batch.
+    """
+    if number == 1 or schedule._kwargs_chunk_spec is not None:
+        return {}
+    return {
+        name: value.shape[0]
+        for name, value in kwargs.items()
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] % number == 0
+        if chunk[name].shape == value.shape
+    }
+
+
 def _default_specs(value: Any, rows: int | None) -> Any:
     def spec_of(leaf: Any) -> Any:
         is_split = isinstance(leaf, Tensor) and leaf.dim() and rows in (None, leaf.shape[0])

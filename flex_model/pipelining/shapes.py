@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,19 @@ from flex_model.pipelining.stages import find_targets, is_traced
 
 
 def infer_shapes(
-    pipeline: LocalPipeline, args: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool
+    pipeline: LocalPipeline,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    has_backward: bool,
+    unsplit: Mapping[str, int],
 ) -> None:
     """Set the shapes of the inputs and outputs of this rank's stages. Collective over the stages of
     one pipeline.
 
     Args:
         args, kwargs: A micro-batch's; ``args`` count on the first stage's rank.
+        unsplit: The keyword arguments that might be rows of the batch and are passed whole to every
+            micro-batch, with their numbers of rows.
 
     Raises:
         ValueError: a stage can't run these inputs; on every rank of the pipeline.
@@ -52,12 +58,24 @@ def infer_shapes(
                 if has_backward and number < index.num_stages - 1:
                     _check_floats(own["shapes"])
             except Exception as error:
-                own["error"] = f"stage {number}: {type(error).__name__}: {error}"
+                advice = _advise_split(stage.accepted(dict(unsplit)))
+                own["error"] = f"stage {number}: {type(error).__name__}: {error}{advice}"
         gathered = exchange_json(pipeline.line, own, f"the shapes of stage {number}")
         of_stage = gathered[index.pp_ranks[number]]
         if "error" in of_stage:
             raise ValueError(f"the pipeline can't run these inputs: {of_stage['error']}")
         shapes = of_stage["shapes"]
+
+
+def _advise_split(unsplit: Mapping[str, int]) -> str:
+    if not unsplit:
+        return ""
+    sizes = " and ".join(f"{name!r} ({rows} rows)" for name, rows in unsplit.items())
+    return (
+        f"; every micro-batch was passed all of {sizes}; make the schedule with "
+        "kwargs_chunk_spec=, which has TensorChunkSpec(0) for each keyword argument that is split, "
+        "if it is to have its own part of them"
+    )
 
 
 def _check_floats(shapes: Sequence[Description]) -> None:

@@ -64,11 +64,12 @@ class StepRunner:
         self._prepared = None
         self._batched.clear()
         args, kwargs = plan.arg_chunks[0], plan.kwarg_chunks[0]
+        unsplit = microbatches.find_unsplit(self._schedule, call.kwargs, kwargs, plan.number)
         with torch.inference_mode(False):
             gather_checked(
                 self._pipeline.world,
                 "the shapes of the pipeline's stages",
-                lambda: infer_shapes(self._pipeline, args, kwargs, call.has_backward),
+                lambda: infer_shapes(self._pipeline, args, kwargs, call.has_backward, unsplit),
             )
             self._local.connect(plan.number, call.has_backward, args, kwargs)
         self._prepared = plan.inputs

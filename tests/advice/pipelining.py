@@ -128,13 +128,20 @@ def step(*functions, x=X, target=Y, grad=True, call=None, **settings):
         return flex.output_ptr
 
 
-def scaled(scale, spec=None):
+class Patches(Scaled):
+    """A stage with two rows of an input for each row of the batch, as images have patches."""
+
+    def forward(self, x, scale=None):
+        return super().forward(x, scale.reshape(len(x), 2, 1).mean(1))
+
+
+def scaled(scale, spec=None, module=Scaled):
     settings = {} if spec is None else {"kwargs_chunk_spec": {"scale": spec}}
 
     def call(flex, x, **kwargs):
         return flex(x, **({} if scale is None else {"scale": scale}), **kwargs)
 
-    step(cut=lambda *args: Scaled(part(*args)), call=call, **settings)
+    step(cut=lambda *args: module(part(*args)), call=call, **settings)
 
 
 def turned(**settings):
@@ -382,6 +389,11 @@ TWO_RANKS = [
         "give it for the whole batch, or make the schedule with",
         lambda: scaled(SCALE[:2]),
         lambda: (scaled(SCALE), scaled(SCALE[:2], spec=_Replicate)),
+    ),
+    Row(
+        "TensorChunkSpec(0) for each keyword argument that is split, if it is to",
+        lambda: scaled(torch.ones(16, 1), module=Patches),
+        lambda: scaled(torch.ones(16, 1), ROWS_OF_BATCH, Patches),
     ),
     Row(
         "pass the dim along which they are joined as microbatch_dim=",

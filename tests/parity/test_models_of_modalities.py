@@ -7,13 +7,16 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.tensor import Shard
 from torch.testing import assert_close
 
 from cells import Cell, mixing_features, torch_hook
 from flex_model import FlexModel, HookFunction
 from flex_model.pipelining import ScheduleGPipe, SplitPoint, pipeline
+from frameworks import randomise
 from modalities import FAMILIES, mix, without_cache
+from table import mixing
 
 transformers = pytest.importorskip("transformers")
 KINDS = ("forward", "forward_pre", "full_backward_pre", "full_backward")
@@ -135,21 +138,49 @@ def cross_entropy(output, target):
     return loss_of(logits)
 
 
+NUM_MICROBATCHES = 2
+
+
+def stepped(model, family, batch, spec=None):
+    """One step of a schedule over a stage for each layer of the text, with an edit of both: its
+    output, the records, and the gradients but for those of weights that several stages have, which
+    are not summed, as with torch's stages.
+    """
+    example = {name: value[: len(value) // 2] for name, value in batch.items()}
+    pipe = pipeline(model, (), example, split_spec={f"{family.layers}.1": SplitPoint.BEGINNING})
+    stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, NUM_MICROBATCHES, loss_fn=cross_entropy, kwargs_chunk_spec=spec)
+    with FlexModel(schedule, found := {}, return_on="all") as flex:
+        for layer in (0, 1):
+            flex.register_forward_hook(
+                HookFunction(f"{family.layers}.{layer}", editing_function=mixing)
+            )
+        output = flex(target=torch.zeros(4), losses=[], **batch)
+        twice = {name for one in pipe.replicated_params for name in one.values()}
+        gradients = {
+            name: flex.get_module_gradient(name)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and name not in twice
+        }
+    return output[0] if isinstance(output, tuple) else output, found, gradients
+
+
 @pytest.mark.slow
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_pipeline_split_in_the_layers_of_the_text(name):
     family, dtype = FAMILIES[name], torch.float64
-    model, rank = family.make(dtype), dist.get_rank()
+    model = randomise(family.make(dtype))
     batch = family.batch(4, 12, 1, dtype)
     sites = [f"{family.layers}.0", f"{family.layers}.1"]  # towers are in both stages
-    records = {site: [] for site in sites}
-    handles = []
+    records, handles = {site: [] for site in sites}, []
     for site in sites:
 
         def hook(module, args, output, kept=records[site]):
             kept.append(output.detach().clone())
-            return output * 1.5
+            return torch.cat(
+                [mixing(None, part, None, {}) for part in output.chunk(NUM_MICROBATCHES)]
+            )
 
         handles.append(model.get_submodule(site).register_forward_hook(hook))
     expected = model(**without_cache(batch)).logits
@@ -159,28 +190,19 @@ def test_a_pipeline_split_in_the_layers_of_the_text(name):
     gradients = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad()
 
-    example = {name: value[: len(value) // 2] for name, value in batch.items()}
-    spec = {f"{family.layers}.1": SplitPoint.BEGINNING}
-    pipe = pipeline(model, (), example, split_spec=spec)
-    schedule = ScheduleGPipe(pipe.build_stage(rank, torch.device("cpu")), 2, loss_fn=cross_entropy)
-    with FlexModel(schedule, found := {}, return_on="all") as flex:
-        for site in sites:
-            edit = lambda module, full, save_ctx, modules: full * 1.5  # noqa: E731
-            flex.register_forward_hook(HookFunction(site, editing_function=edit))
-        if name.startswith("qwen"):  # a row of its pixels is a patch, which a micro-batch cuts
-            with pytest.raises(ValueError, match="the pipeline can't run these inputs: stage 0"):
-                flex(target=torch.zeros(4), losses=[], **batch)
-            return
-        output = flex(target=torch.zeros(4), losses=[], **batch)
-        # Gradients of weights that several stages have are not summed, as with torch's stages.
-        twice = {name for one in pipe.replicated_params for name in one.values()}
-        for name, gradient in gradients.items():
-            if gradient is not None and name not in twice:
-                assert_close(flex.get_module_gradient(name), gradient, msg=lambda m, n=name: n + m)
-    assert_close(output[0] if isinstance(output, tuple) else output, expected.detach())
-    for site in sites:
-        full = [record.flatten(0, -2) for record in found.get(site, [])]
-        assert_close(full, [one.flatten(0, -2) for one in records[site]] if rank == 0 else [])
+    spec = None
+    if name.startswith("qwen"):  # a row of its pixels is a patch
+        with pytest.raises(
+            ValueError, match=r"of 'pixel_values' \(64 rows\); make .*kwargs_chunk_spec="
+        ):
+            stepped(model, family, batch)
+        spec = dict.fromkeys(batch, TensorChunkSpec(0))
+    output, found, edited = stepped(model, family, batch, spec)
+    seen = records if dist.get_rank() == 0 else {}
+    found = {site: found.get(site, []) for site in seen}
+    check(
+        (output, found, edited), (expected.detach(), seen, {n: gradients[n] for n in edited}), False
+    )
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "idefics3", "gemma3", "mistral3"])
