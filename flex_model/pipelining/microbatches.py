@@ -5,6 +5,7 @@ tensors of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -147,34 +148,61 @@ def shapes_of(values: Any) -> list[Description]:
     return describe([leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)])
 
 
+def two_as_one(whole: Any, chunks: Sequence[Any]) -> Any:
+    """Return the inputs of the first two micro-batches as those of one.
+
+    Args:
+        whole: The inputs of the batch.
+        chunks: Those of each micro-batch, as ``split_args`` or ``split_kwargs`` returned them.
+    """
+
+    def joined(whole: Any, one: Any, two: Any) -> Any:
+        if not isinstance(one, Tensor) or one.shape == whole.shape:
+            return one
+        sizes = zip(whole.shape, one.shape)
+        dim = next(i for i, (of_whole, of_one) in enumerate(sizes) if of_whole != of_one)
+        return torch.cat([one, two], dim)
+
+    return pytree.tree_map(joined, whole, chunks[0], chunks[1])
+
+
+class Rows(Enum):
+    """What more rows in a micro-batch change in a tensor."""
+
+    ALONG_DIM = "its size along the dim of the batch, and no other"
+    NOTHING = "nothing"
+    OTHERWISE = "its shape in another way, or its values"
+
+
 def join(
-    parts: Sequence[Tensor], dim: int, rows: Sequence[Sequence[int]], is_batched: bool | None
+    parts: Sequence[Tensor], dim: int, rows: Sequence[Sequence[int]], of: Rows | None
 ) -> Tensor:
     """Return the tensor that the hook of an unsplit run sees, from those of the micro-batches.
 
     Args:
         parts: By micro-batch.
         rows: By data-parallel rank: its rows of each micro-batch.
-        is_batched: Whether the tensor has rows of the batch along ``dim``; None: its size decides.
+        of: What their rows are; None, where stages run on one size of micro-batches only: rows
+            along ``dim`` if the sizes fit, or else nothing.
 
     Raises:
-        ValueError: they are neither parts along ``dim`` nor equal.
+        ValueError: they are neither rows along ``dim`` nor one tensor for all rows.
     """
     if len(parts) == 1:
         return parts[0]
     in_all = [sum(of_rank[i] for of_rank in rows) for i in range(len(parts))]
     first = parts[0]
-    fits = -first.dim() <= dim < first.dim()
-    if is_batched is None:
-        is_batched = fits and [part.shape[dim] for part in parts] == in_all
-    if not is_batched:
-        if all(_same_bits(part, first) for part in parts[1:]):
-            return first
+    fits = -first.dim() <= dim < first.dim() and [part.shape[dim] for part in parts] == in_all
+    if of is None:
+        of = Rows.ALONG_DIM if fits else Rows.NOTHING
+    if of is Rows.NOTHING and all(same_bits(part, first) for part in parts[1:]):
+        return first
+    if of is not Rows.ALONG_DIM or not fits:
         raise ValueError(
             f"the tensors of the micro-batches, of shapes {[tuple(p.shape) for p in parts]}, are "
-            f"neither the same nor rows of the batch along dim {dim}, of which they would have "
-            f"{in_all}; pass the dim along which they are joined as microbatch_dim=, or use "
-            'batch_mode="full"'
+            f"neither the same for any rows nor rows of the batch along dim {dim}, of which they "
+            f"would have {in_all}; pass the dim along which they are joined as microbatch_dim=, "
+            'or use batch_mode="full"'
         )
     if len(rows) > 1 and dim in (0, -first.dim()):
         # Each part has the rows of all data-parallel ranks, one rank after the other, as the whole
@@ -201,7 +229,8 @@ def part_of_shape(
     return tuple(part)
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are alike, in dtype, shape and bits."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.numel() == 0:

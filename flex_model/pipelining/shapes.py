@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from flex_model.distributed.tensor_dicts import (
 from flex_model.hooks.registration import Registration
 from flex_model.pipelining.instrumented_stage import InstrumentedStage, sendable, to_meta
 from flex_model.pipelining.local_pipeline import LocalPipeline
+from flex_model.pipelining.microbatches import Rows, same_bits
 from flex_model.pipelining.stages import find_targets, is_traced
 
 
@@ -104,7 +106,8 @@ def _output_shapes(
     if stage.fixed_inputs is not None:
         _check_equal("input_args", stage.fixed_inputs, metas)
         return describe(stage.stage.get_outputs_meta())
-    outputs = run_on_zeros(stage.stage.submod, inputs, kwargs)
+    inputs = pytree.tree_map_only(Tensor, torch.zeros_like, inputs)
+    outputs = _run(stage.stage.submod, inputs, kwargs)
     if isinstance(outputs, Tensor):
         outputs = [outputs]
     is_sent = isinstance(outputs, (tuple, list)) and all(isinstance(o, Tensor) for o in outputs)
@@ -140,9 +143,8 @@ def _text(shapes: Sequence[Description]) -> str:
     return ", ".join(f"{tuple(sizes)} of {name}" for name, sizes in shapes) or "none"
 
 
-def run_on_zeros(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the module's output for zeros of the inputs' shapes; the module is left as it was."""
-    inputs = pytree.tree_map_only(Tensor, torch.zeros_like, inputs)
+def _run(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the module's output; the module is left as it was."""
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -166,71 +168,112 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-def find_batched(
-    stages: Sequence[InstrumentedStage],
+@dataclass(frozen=True)
+class MicrobatchInputs:
+    """The inputs of one micro-batch, and of two as one."""
+
+    args: tuple[tuple[Any, ...], tuple[Any, ...]]
+    kwargs: tuple[dict[str, Any], dict[str, Any]]
+
+
+def find_rows(
+    pipeline: LocalPipeline,
     registrations: Sequence[Registration],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    inputs: MicrobatchInputs,
     dim_of: Callable[[Registration], int],
-) -> dict[int, bool]:
-    """Return whether the tensor of each hook has rows of the batch, by the hook's index. For
-    micro-batches of one row, whose size does not show it: the stages are run on one row and on two.
-    Local.
+    must_run: bool,
+) -> dict[int, Rows]:
+    """Return what more rows in a micro-batch change in the tensor of each hook of this rank, by the
+    hook's index: the stages are run on one micro-batch and on two as one. Hooks of stages that
+    can't be run on two are left out, and those whose calls differ. Collective over the stages of
+    one pipeline.
 
     Args:
         dim_of: Returns the dim along which a hook's records are joined.
+        must_run: Whether stages that can't be run on two are an error.
+
+    Raises:
+        ValueError: a stage can't be run on two; on every rank of the pipeline.
     """
-    found: dict[int, bool] = {}
-    for stage in stages if registrations else ():
-        try:
-            one, two = (
-                _sizes(stage, registrations, args, kwargs, dim_of, num_rows) for num_rows in (1, 2)
-            )
-        except Exception as error:
+    index, local = pipeline.index, {stage.index: stage for stage in pipeline.local.instrumented}
+    found: dict[int, Rows] = {}
+    shapes: Sequence[Sequence[Description]] = []
+    for number in range(index.num_stages):
+        own: dict[str, Any] = {}
+        if number in local:
+            stage = local[number]
+            args = inputs.args if number == 0 else [_ones(of, stage.stage.device) for of in shapes]
+            try:
+                if is_traced(stage.stage):
+                    raise TypeError("torch's tracer made it for one size")
+                runs = [
+                    _tensors_of_hooks(stage, registrations, *of_run)
+                    for of_run in zip(args, inputs.kwargs, strict=True)
+                ]
+                own["shapes"] = [describe(outputs) for _, outputs in runs]
+            except Exception as error:
+                own["error"] = f"stage {number} can't: {type(error).__name__}: {error}"
+            else:
+                (one, _), (two, _) = runs
+                for registration in registrations:
+                    calls = one.get(registration.index, []), two.get(registration.index, [])
+                    kinds = {_changed_by_rows(*of, dim_of(registration)) for of in zip(*calls)}
+                    if len(kinds) == 1 and len(calls[0]) == len(calls[1]):
+                        found[registration.index] = kinds.pop()
+        of_stage = exchange_json(pipeline.line, own, f"the rows in stage {number}")[
+            index.pp_ranks[number]
+        ]
+        if "error" in of_stage and must_run:
             raise ValueError(
-                f"micro-batches have one row, and stage {stage.index} can't be run on two, which "
-                "would show which of its tensors have rows of the batch: "
-                f"{type(error).__name__}: {error}; give micro-batches of two rows or more"
-            ) from error
-        found.update({index: two.get(index) != size for index, size in one.items()})
+                "micro-batches have one row, and stages must be run on two to show which of their "
+                f"tensors have rows of the batch, but {of_stage['error']}; give micro-batches of "
+                "two rows or more"
+            )
+        if "error" in of_stage:
+            break
+        shapes = of_stage["shapes"]
     return found
 
 
-def _sizes(
+def _ones(shapes: Sequence[Description], device: torch.device) -> tuple[Tensor, ...]:
+    """Return inputs of a later stage: not zeros, of which any sum over rows is the same."""
+    return tuple(map(torch.ones_like, _zeros(shapes, device)))
+
+
+def _tensors_of_hooks(
     stage: InstrumentedStage,
     registrations: Sequence[Registration],
-    args: tuple[Any, ...],
+    inputs: tuple[Any, ...],
     kwargs: dict[str, Any],
-    dim_of: Callable[[Registration], int],
-    num_rows: int,
-) -> dict[int, int]:
-    torch_stage, root = stage.stage, stage.stage.submod
-    if is_traced(torch_stage):
-        raise TypeError("torch's tracer made it for one row")
-    inputs = args
-    if not torch_stage.is_first:
-        inputs = _zeros(describe(torch_stage.inputs_meta), torch_stage.device)
-
-    def repeat(tensor: Tensor) -> Tensor:
-        is_row = tensor.dim() and tensor.shape[0] == 1
-        return tensor.repeat_interleave(num_rows, 0) if is_row else tensor
-
-    inputs, kwargs = pytree.tree_map_only(Tensor, repeat, (inputs, stage.accepted(kwargs)))
-    found: dict[int, int] = {}
+) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
+    """Run a stage; return the tensors of each hook's calls, by its index, and those it sends."""
+    root = stage.stage.submod
+    found: dict[int, list[Tensor]] = {}
     handles = []
     for registration in registrations:
         is_input = registration.kind in ("forward_pre", "full_backward")
 
         def note(module, args, kwargs, output, registration=registration, is_input=is_input):
             with contextlib.suppress(Exception):  # the hook's own call raises it
-                shape = registration.leaf((args, kwargs) if is_input else output).shape
-                found.setdefault(registration.index, shape[dim_of(registration)])
+                leaf = registration.leaf((args, kwargs) if is_input else output)
+                found.setdefault(registration.index, []).append(leaf.detach().clone())
 
         for module in find_targets(root, registration.name):
             handles.append(module.register_forward_hook(note, with_kwargs=True))
     try:
-        run_on_zeros(root, inputs, kwargs)
+        outputs = _run(root, inputs, stage.accepted(kwargs))
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return found, [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
+
+
+def _changed_by_rows(one: Tensor, two: Tensor, dim: int) -> Rows:
+    """Return what differs in a tensor of one micro-batch and in that of two as one."""
+    if one.shape == two.shape:
+        return Rows.NOTHING if same_bits(one, two) else Rows.OTHERWISE
+    if one.dim() != two.dim() or not -one.dim() <= dim < one.dim():
+        return Rows.OTHERWISE
+    sizes = list(one.shape)
+    sizes[dim] *= 2
+    return Rows.ALONG_DIM if sizes == list(two.shape) else Rows.OTHERWISE

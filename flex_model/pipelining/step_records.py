@@ -32,7 +32,7 @@ def join(
     number: int,
     rows: Sequence[Sequence[int]],
     dim_of: Callable[[str], int],
-    is_batched: Callable[[str, str], bool | None],
+    rows_of: Callable[[str, str], microbatches.Rows | None],
     expected: Mapping[tuple[str, str], ExpectedShape],
 ) -> list[StageRecords]:
     """Return the records of this rank's stages.
@@ -42,7 +42,7 @@ def join(
         number: The number of micro-batches.
         rows: By data-parallel rank: its rows of each micro-batch.
         dim_of: Returns the dim along which they are joined, by name.
-        is_batched: Returns whether they have rows along it, by name and kind; None: unknown.
+        rows_of: Returns what rows they have, by name and kind; None: unknown.
         expected: By name and kind: their ``expected_shape``, where it has one.
 
     Raises:
@@ -67,7 +67,7 @@ def join(
             )
         try:
             whole = [
-                microbatches.join(parts, dim_of(name), rows, is_batched(name, kind))
+                microbatches.join(parts, dim_of(name), rows, rows_of(name, kind))
                 for parts in zip(*lists, strict=True)
             ]
             for tensor in whole:

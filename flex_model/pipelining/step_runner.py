@@ -20,7 +20,7 @@ from flex_model.pipelining import microbatches, step_records
 from flex_model.pipelining.agreement import gather_checked
 from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.local_pipeline import LocalPipeline
-from flex_model.pipelining.shapes import find_batched, infer_shapes
+from flex_model.pipelining.shapes import MicrobatchInputs, find_rows, infer_shapes
 from flex_model.pipelining.stages import find_targets
 from flex_model.pipelining.step_end import StepEnd
 from flex_model.pipelining.step_plan import StepCall, StepPlan, plan_step
@@ -38,7 +38,7 @@ class StepRunner:
         self._index, self._end = pipeline.index, StepEnd(pipeline)
         self._prepared: int | None = None  # the inputs that the stages have buffers for
         self._last: Run | None = None
-        self._batched: dict[Any, dict[int, bool]] = {}  # of such inputs: see `_find_batched`
+        self._rows: dict[Any, dict[int, microbatches.Rows]] = {}  # of such inputs: see `_find_rows`
 
     def run(self, call: StepCall, output_ptr: dict[str, list[Tensor]]) -> Any:
         """Run one step; return the result of the call on this rank."""
@@ -49,11 +49,11 @@ class StepRunner:
             try:
                 with self._state.silenced():
                     self._prepare(call, plan)
-                    batched = self._find_batched(call, plan, chosen)
+                    of_rows = self._find_rows(call, plan, chosen)
                 if not call.appends:
                     for registration in chosen:
                         output_ptr.pop(registration.hook_function.record_name, None)
-                return self._run(call, plan, chosen, batched, output_ptr)
+                return self._run(call, plan, chosen, of_rows, output_ptr)
             finally:
                 core.records.output_ptr.clear()
 
@@ -62,7 +62,7 @@ class StepRunner:
         if plan.is_prepared or not self._local.needs_shapes:
             return
         self._prepared = None
-        self._batched.clear()
+        self._rows.clear()
         args, kwargs = plan.arg_chunks[0], plan.kwarg_chunks[0]
         unsplit = microbatches.find_unsplit(self._schedule, call.kwargs, kwargs, plan.number)
         with torch.inference_mode(False):
@@ -74,29 +74,38 @@ class StepRunner:
             self._local.connect(plan.number, call.has_backward, args, kwargs)
         self._prepared = plan.inputs
 
-    def _find_batched(
+    def _find_rows(
         self, call: StepCall, plan: StepPlan, chosen: list[Registration]
-    ) -> dict[tuple[str, str], bool]:
-        """Return whether the tensors of records have rows of the batch, by their name and kind; for
-        micro-batches of one row only.
-        """
-        if plan.number == 1 or sum(of_rank[0] for of_rank in plan.rows) != 1:
+    ) -> dict[tuple[str, str], microbatches.Rows]:
+        """Return what rows the tensors of records have, by their name and kind."""
+        recorded = [r for r in chosen if r.hook_function.record and r.kind != "tensor"]
+        if plan.number == 1 or not recorded:
             return {}
-        local = [r for r in chosen if r.module is not None and r.kind != "tensor"]
-        key = tuple(r.index for r in local), str(call.microbatch_dim)
+        local = [r for r in recorded if r.module is not None]
+        key = tuple(r.index for r in recorded), str(call.microbatch_dim)
 
         def find() -> None:
-            if key not in self._batched:
-                self._batched[key] = find_batched(
-                    self._local.instrumented,
-                    local,
-                    plan.arg_chunks[0],
-                    plan.kwarg_chunks[0],
-                    lambda r: self._dim(call, chosen, r.hook_function.record_name),
-                )
+            if key in self._rows:
+                return
+            args = (
+                (plan.arg_chunks[0], microbatches.two_as_one(call.args, plan.arg_chunks))
+                if self._local.stages[0].is_first
+                else ((), ())
+            )
+            kwargs = (
+                plan.kwarg_chunks[0],
+                microbatches.two_as_one(call.kwargs, plan.kwarg_chunks),
+            )
+            self._rows[key] = find_rows(
+                self._pipeline,
+                local,
+                MicrobatchInputs(args, kwargs),
+                lambda r: self._dim(call, chosen, r.hook_function.record_name),
+                must_run=sum(of_rank[0] for of_rank in plan.rows) == 1,
+            )
 
-        gather_checked(self._pipeline.world, "a step of micro-batches of one row", find)
-        found = self._batched[key]
+        gather_checked(self._pipeline.world, "the rows of a step's micro-batches", find)
+        found = self._rows[key]
         return {
             (r.hook_function.record_name, r.kind): found[r.index] for r in local if r.index in found
         }
@@ -106,7 +115,7 @@ class StepRunner:
         call: StepCall,
         plan: StepPlan,
         chosen: list[Registration],
-        batched: dict[tuple[str, str], bool],
+        of_rows: dict[tuple[str, str], microbatches.Rows],
         output_ptr: dict[str, list[Tensor]],
     ) -> Any:
         core, state = self._core, self._state
@@ -146,7 +155,7 @@ class StepRunner:
         except BaseException as error:
             state.fail_in_model(error, "schedule")
         consumed = self._end_run(run)
-        records = self._join_records(call, plan, chosen, batched)
+        records = self._join_records(call, plan, chosen, of_rows)
         try:
             output = self._end.finish(
                 call, records, before, gradients, consumed, output, output_ptr
@@ -201,7 +210,7 @@ class StepRunner:
         call: StepCall,
         plan: StepPlan,
         chosen: list[Registration],
-        batched: dict[tuple[str, str], bool],
+        of_rows: dict[tuple[str, str], microbatches.Rows],
     ) -> list[step_records.StageRecords]:
         records = self._core.records
         if self._state.failure.has_error or not records.keeps_full:
@@ -217,7 +226,7 @@ class StepRunner:
                 plan.number,
                 plan.rows,
                 lambda name: self._dim(call, chosen, name),
-                lambda name, kind: batched.get((name, kind)),
+                lambda name, kind: of_rows.get((name, kind)),
                 {key: of_key[0] for key, of_key in shapes.items() if len(of_key) == 1},
             )
         except ValueError as error:

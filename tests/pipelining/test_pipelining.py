@@ -285,6 +285,59 @@ def test_microbatches_of_one_row():
                 assert records["layers.6.act.1.inner"][0].shape == (1, 8)
 
 
+class Summary(nn.Module):
+    """Computes tensors whose rows can't be told by their sizes or values."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.inner = kind, nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.kind == "as many shared rows as a micro-batch has":
+            return x + self.inner(torch.ones(2, 8)).mean(0)
+        if self.kind == "two rows for each of the batch":
+            return self.inner(x.repeat_interleave(2, 0))[::2]
+        if self.kind == "rows along another dim":
+            return self.inner(x.T.reshape(8, -1, 1).expand(-1, -1, 8))[:, :, 0].T
+        return x + self.inner(x.sum(0))  # a sum over rows
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "is_refused"),
+    [
+        ("as many shared rows as a micro-batch has", False),
+        ("two rows for each of the batch", True),
+        ("rows along another dim", True),
+        ("a sum over rows", True),
+    ],
+)
+def test_micro_batches_that_are_alike(kind, is_refused):
+    """Neither sizes nor equal values show what rows a tensor has."""
+    model = make_mlp()
+    model.layers[6].act = nn.Sequential(nn.Linear(16, 8), Summary(kind), nn.Linear(8, 16))
+    name = "layers.6.act.1.inner"
+
+    def script(flex):
+        flex.register_forward_hook(HookFunction(name))
+        flex.register_full_backward_hook(HookFunction("layers.6.act"))
+
+    x, y = (one[:1].repeat(8, 1) for one in data(8))
+    expected = unsplit(model, script, x, y, MSE)
+    records = {}
+    with FlexModel(make_schedule(ALL[0], model, loss_fn=MSE), records) as flex:
+        script(flex)
+        if not is_refused:
+            flex(x, target=y)
+        else:
+            with pytest.raises(HookError, match=rf"forward hook on {name!r}: .* neither the same"):
+                flex(x, target=y)
+            flex.restore()
+            return
+        if rank_of(flex) == 0:
+            check(records, expected["records"])
+
+
 # ---- The rest of FlexModel -----------------------------------------------------------------------
 
 
