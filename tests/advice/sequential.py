@@ -327,6 +327,17 @@ def traced(sample=None, model=None):
     )
 
 
+def subgraph_of(sample, **arguments):
+    class Masked(Stack):
+        def forward(self, x, mask=None):
+            return super().forward(x) if mask is None else super().forward(x * mask)
+
+    model = Masked()
+    sample = {"x": BATCHES[0]} | ({"mask": BATCHES[0]} if "mask" in sample else {})
+    first = sequential.trace_subgraphs(model, sample, ["Linear"])[0]
+    first.forward(model, x=BATCHES[1], **arguments)
+
+
 def of_meta(how):
     model = Stack()
     if how == "run":
@@ -486,4 +497,14 @@ ROWS = [
         lambda: (of_meta("loaded"), of_meta("run")),
     ),
     Row("and sample_input has only {}; add it", lambda: traced({}), traced),
+    Row(
+        "give a sample_input that lacks it, too",
+        lambda: subgraph_of(["mask"], mask=None),
+        lambda: subgraph_of([], mask=None),
+    ),
+    Row(
+        "give a sample_input that has one, too",
+        lambda: subgraph_of([], mask=BATCHES[1]),
+        lambda: subgraph_of(["mask"], mask=BATCHES[1]),
+    ),
 ]
