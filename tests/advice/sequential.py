@@ -211,6 +211,19 @@ def buffers(how=None):
     compare(empty, expected=model, weights=state, device="cpu")
 
 
+def without_a_parameter(how=None):
+    model, other = Stack(), Stack()
+    nn.init.zeros_(model.blocks[1].bias)
+    weights = other.state_dict()
+    weights.pop("blocks.1.bias")
+    if how == "added":
+        other.blocks[1].bias = model.blocks[1].bias
+        weights["blocks.1.bias"] = model.blocks[1].bias
+    elif how == "none":
+        other, weights = model, None
+    compare(model, expected=other, weights=weights)
+
+
 def other_shapes(how=None):
     wide, model = Stack(), Stack()
 
@@ -428,6 +441,11 @@ ROWS = [
         "can't compute it; make it persistent, add it",
         buffers,
         lambda: [buffers(how) for how in ("persistent", "in the weights", "on the CPU")],
+    ),
+    Row(
+        "add it to weights, or leave weights= out",
+        without_a_parameter,
+        lambda: [without_a_parameter(how) for how in ("added", "none")],
     ),
     Row("build the model of quantised layers", lambda: run_quantized("plain"), run_quantized),
     Row(
