@@ -211,6 +211,19 @@ def buffers(how=None):
     compare(empty, expected=model, weights=state, device="cpu")
 
 
+def without_a_parameter(how=None):
+    model, other = Stack(), Stack()
+    nn.init.zeros_(model.blocks[1].bias)
+    weights = other.state_dict()
+    weights.pop("blocks.1.bias")
+    if how == "added":
+        other.blocks[1].bias = model.blocks[1].bias
+        weights["blocks.1.bias"] = model.blocks[1].bias
+    elif how == "none":
+        other, weights = model, None
+    compare(model, expected=other, weights=weights)
+
+
 def other_shapes(how=None):
     wide, model = Stack(), Stack()
 
@@ -327,6 +340,17 @@ def traced(sample=None, model=None):
     )
 
 
+def subgraph_of(sample, **arguments):
+    class Masked(Stack):
+        def forward(self, x, mask=None):
+            return super().forward(x) if mask is None else super().forward(x * mask)
+
+    model = Masked()
+    sample = {"x": BATCHES[0]} | ({"mask": BATCHES[0]} if "mask" in sample else {})
+    first = sequential.trace_subgraphs(model, sample, ["Linear"])[0]
+    first.forward(model, x=BATCHES[1], **arguments)
+
+
 def of_meta(how):
     model = Stack()
     if how == "run":
@@ -418,6 +442,11 @@ ROWS = [
         buffers,
         lambda: [buffers(how) for how in ("persistent", "in the weights", "on the CPU")],
     ),
+    Row(
+        "add it to weights, or leave weights= out",
+        without_a_parameter,
+        lambda: [without_a_parameter(how) for how in ("added", "none")],
+    ),
     Row("build the model of quantised layers", lambda: run_quantized("plain"), run_quantized),
     Row(
         "save a dequantised copy once, as in",
@@ -486,4 +515,14 @@ ROWS = [
         lambda: (of_meta("loaded"), of_meta("run")),
     ),
     Row("and sample_input has only {}; add it", lambda: traced({}), traced),
+    Row(
+        "give a sample_input that lacks it, too",
+        lambda: subgraph_of(["mask"], mask=None),
+        lambda: subgraph_of([], mask=None),
+    ),
+    Row(
+        "give a sample_input that has one, too",
+        lambda: subgraph_of([], mask=BATCHES[1]),
+        lambda: subgraph_of(["mask"], mask=BATCHES[1]),
+    ),
 ]

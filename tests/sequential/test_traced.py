@@ -28,7 +28,7 @@ TARGETS = {
 def run_by_hand(model, subgraphs, inputs):
     values = dict(inputs)
     for subgraph in subgraphs:
-        output = subgraph.forward(model, **{name: values[name] for name in subgraph.input_names})
+        output = subgraph.forward(model, **values)
         for name in subgraph.consumed_names:
             del values[name]
         if subgraph is not subgraphs[-1]:
@@ -232,6 +232,58 @@ def test_what_does_not_equal_the_model_is_an_error(name):
     if name != "draws numbers":
         outputs = sequential.run(model, BATCHES)
         assert all(assert_equal(o, model(b)) is None for o, b in zip(outputs, BATCHES))
+
+
+class Optional(Parent):
+    """Its code asks whether arguments are None. Nodes are named ``add`` and ``blocks_0``, too."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x, mask=None, scale=2.0, *, add=None, blocks_0=None, **others):
+        if mask is None:
+            x = x + 100
+        y = self.blocks[1](self.blocks[0](x) * scale)
+        return y if add is None and blocks_0 is None else y * 3
+
+
+X, MASK = BATCHES[0], torch.ones_like(BATCHES[0])
+
+
+@pytest.mark.parametrize("sample", [{}, {"mask": None, "add": None}])
+def test_an_argument_that_the_sample_lacks(sample):
+    model = Optional()
+    subgraphs = trace_subgraphs(model, {"x": X, **sample}, ["Linear"])
+    assert [one.input_names for one in subgraphs[:2]] == [{"x"}, {"blocks_0"}]
+    assert any(node.name == "add" for node in subgraphs[0].graph.nodes)
+    assert_equal(run_by_hand(model, subgraphs, {"x": X + 1}), model(X + 1))
+    same = {"mask": None, "add": None, "blocks_0": None, "scale": 2.0}
+    output = subgraphs[0].forward(model, x=X, **same)
+    assert_equal(output, subgraphs[0].forward(model, X))
+    expected = model.blocks[1](output["blocks_0"] * 2)
+    assert_equal(*subgraphs[1].forward(model, **output, **sample).values(), expected)
+    for name, value in (("mask", MASK), ("add", 1), ("blocks_0", MASK), ("scale", 3.0)):
+        message = f"with a value of '{name}', and sample_input has none.*sequential.run"
+        with pytest.raises(TraceError, match=message):
+            subgraphs[0].forward(model, x=X, **{name: value})
+    with pytest.raises(TraceError, match="with a value of 'mask'"):
+        subgraphs[1].forward(model, **output, mask=MASK)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'masks'"):
+        subgraphs[0].forward(model, x=X, masks=MASK)
+
+
+def test_an_argument_that_the_sample_has():
+    model = Optional()
+    subgraphs = trace_subgraphs(model, {"x": X, "mask": MASK}, ["Linear"])
+    assert_equal(run_by_hand(model, subgraphs, {"x": X + 1, "mask": MASK}), model(X + 1, MASK))
+    message = "with mask=None, and sample_input has a value of 'mask'.*sequential.run"
+    with pytest.raises(TraceError, match=message):
+        subgraphs[0].forward(model, x=X, mask=None)
+    order = [node.name for node in subgraphs[0].graph.find_nodes(op="placeholder")]
+    with pytest.raises(TraceError, match=message):
+        subgraphs[0].forward(model, *({"x": X}.get(name) for name in order))
+    with pytest.raises(TypeError, match="'mask'"):
+        subgraphs[0].forward(model, x=X)
 
 
 def test_no_target_and_a_missing_argument():

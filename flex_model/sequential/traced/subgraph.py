@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from flex_model.integrations.keyword_arguments import takes_keyword
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
 from flex_model.sequential.traced import code_path, trace_check
 from flex_model.sequential.traced.statement_nodes import Retrace, Statements
-from flex_model.sequential.traced.tracer import SequentialTracer
+from flex_model.sequential.traced.tracer import SequentialTracer, keyword_arguments
 
 
 @dataclass
@@ -26,8 +26,7 @@ class Subgraph:
 
         values = dict(batch)
         for subgraph in trace_subgraphs(model, batch, ["LlamaDecoderLayer"]):
-            inputs = {name: values[name] for name in subgraph.input_names}
-            output = subgraph.forward(model, **inputs)
+            output = subgraph.forward(model, **values)
             for name in subgraph.consumed_names:
                 del values[name]
             if subgraph is not last:
@@ -38,17 +37,32 @@ class Subgraph:
         input_names: Names of the values that ``forward`` takes: arguments of the model, and outputs
             of earlier subgraphs.
         consumed_names: Those of them that no later subgraph takes.
+        given_names: Arguments of the model that the sample had, and not as None.
+        constants: Its other arguments, with the values that were traced instead.
+        unused_names: Values of the model that other subgraphs or none take.
     """
 
     graph: Graph
     input_names: set[str]
     consumed_names: set[str]
+    given_names: set[str] = field(default_factory=set)
+    constants: dict[str, Any] = field(default_factory=dict)
+    unused_names: set[str] = field(default_factory=set)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it: ``forward(model, **values)``. Returns a dict by node name; the last one of a
-        model returns what the model returns.
+        """Run it: ``forward(model, **values)``, where ``values`` may hold more than its inputs:
+        arguments of the model, and inputs of other subgraphs. Returns a dict by node name; the last
+        one of a model returns what the model returns.
+
+        Raises:
+            TraceError: an argument that the sample had is None, or one that it did not have is
+                given.
         """
-        return self._function(*args, **kwargs)
+        names = [node.name for node in self.graph.find_nodes(op="placeholder")]
+        values = dict(zip(names, args[1:])) | kwargs  # the model is args[0]
+        trace_check.check_arguments(values, self.given_names, self.constants)
+        used = {name: kwargs[name] for name in kwargs if name not in self.unused_names}
+        return self._function(*args, **used)
 
     @cached_property
     def _function(self) -> Any:
@@ -72,8 +86,8 @@ def trace_subgraphs(
     one are single nodes, and so are statements that read values of tensors in Python.
 
     Args:
-        sample_input: Arguments by name. Their lengths, and that they are None, are taken to be the
-            same for all inputs.
+        sample_input: Arguments by name. Their lengths are taken to be the same for all inputs.
+            Subgraphs take the arguments that it has, and no others; None is none.
         sequential_targets: As in ``match_modules``.
         ignore: Names of functions and methods, around targets, that are single nodes anyway.
         targets_per_subgraph: How many targets a subgraph has; the last one that has any may have
@@ -103,17 +117,20 @@ def trace_subgraphs(
         )
     concrete_args = populate_concrete_args(model, sample_input)
     settings = _without_cache(model, concrete_args)
+    given = {name: value for name, value in sample_input.items() if value is not None}
+    concrete_args |= dict.fromkeys(sample_input.keys() - given)
     ancestors = get_sequential_ancestors(model, targets)
     with trace_check.without_hooks(model):
         path, expected = code_path.follow(
             ancestors, targets, lambda: model(**sample_input, **settings)
         )
         with trace_check.unchanged_attributes(ancestors):
-            graph = _trace(model, ancestors, path, dict(sample_input), concrete_args, ignore)
+            graph = _trace(model, ancestors, path, given, concrete_args, ignore)
             trace_check.check_targets(model, graph, targets)
             partitions = topological_partition(graph, targets, targets_per_subgraph)
             subgraphs = partition_graph(model, partitions)
             trace_consumed_names(subgraphs)
+            _note_arguments(subgraphs, set(given), keyword_arguments(model, concrete_args))
             num_expected = -(-len(targets) // targets_per_subgraph) + 1
             trace_check.check_number(subgraphs, num_expected)
             trace_check.check_equal(model, subgraphs, sample_input, settings, expected)
@@ -251,6 +268,18 @@ def trace_consumed_names(subgraphs: list[Subgraph]) -> None:
         subgraph.consumed_names.clear()
         subgraph.consumed_names.update(subgraph.input_names - later)
         later |= subgraph.input_names
+
+
+def _note_arguments(subgraphs: list[Subgraph], given: set[str], constants: dict[str, Any]) -> None:
+    """Note with what arguments of the model the subgraphs were traced."""
+    between = set().union(*(subgraph.input_names for subgraph in subgraphs)) - given
+    for index, subgraph in enumerate(subgraphs):
+        # Nodes may have an argument's name. Before the first subgraph there are none.
+        hidden = between if index else set()
+        subgraph.given_names.update(given)
+        subgraph.constants.update((n, constants[n]) for n in constants if n not in hidden)
+        unused = (given | constants.keys() | between) - subgraph.input_names
+        subgraph.unused_names.update(unused)
 
 
 def graph_is_well_formed(graph: Graph) -> bool:

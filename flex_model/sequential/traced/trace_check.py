@@ -93,6 +93,30 @@ def check_number(subgraphs: list[Subgraph], expected: int) -> None:
         raise trace_error(f"expected {expected} subgraphs, got {len(subgraphs)}")
 
 
+def check_arguments(values: dict[str, Any], given: set[str], constants: dict[str, Any]) -> None:
+    """Check that a subgraph runs with the arguments of the model that it was traced with.
+
+    Raises:
+        TraceError: one of ``given`` is None, or one of ``constants`` has another value.
+    """
+    for name, value in values.items():
+        if name in given and value is None:
+            raise trace_error(
+                f"a subgraph is run with {name}=None, and sample_input has a value of {name!r}: "
+                "what was traced may depend on it; give a sample_input that lacks it, too"
+            )
+        if name in constants and not _is_the_same(value, constants[name]):
+            raise trace_error(
+                f"a subgraph is run with a value of {name!r}, and sample_input has none, so that "
+                f"{name}={constants[name]!r} was traced; give a sample_input that has one, too"
+            )
+
+
+def _is_the_same(value: Any, constant: Any) -> bool:
+    is_plain = type(value) is type(constant) and isinstance(value, (int, float, str))
+    return value is constant or (is_plain and value == constant)
+
+
 def check_equal(
     model: nn.Module,
     subgraphs: list[Subgraph],
@@ -156,7 +180,7 @@ def _run(model: nn.Module, subgraphs: list[Subgraph], inputs: dict[str, Any]) ->
     """Return the output of the last of them, run in order."""
     values, output = dict(inputs), None
     for subgraph in subgraphs:
-        output = subgraph.forward(model, **{name: values[name] for name in subgraph.input_names})
+        output = subgraph.forward(model, **values)
         for name in subgraph.consumed_names:
             del values[name]
         if subgraph is not subgraphs[-1]:

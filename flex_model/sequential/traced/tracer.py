@@ -185,13 +185,8 @@ class SequentialTracer(torch.fx.Tracer):
         proxies = {
             name: self.create_proxy("placeholder", name, (), {}) for name in self.sample_input
         }
-        concrete = dict(concrete_args or {})
-        for parameter in inspect.signature(self.root.forward).parameters.values():
-            if parameter.kind == inspect.Parameter.VAR_POSITIONAL:
-                concrete.pop(parameter.name, None)
-            elif parameter.kind == inspect.Parameter.VAR_KEYWORD:
-                concrete |= concrete.pop(parameter.name, {})
         root: Any = self.root
+        concrete = keyword_arguments(root, concrete_args or {})
         return (lambda: root.forward(**proxies, **concrete)), []
 
     def create_node(self, kind: str, *args: Any, **settings: Any) -> torch.fx.Node:
@@ -301,6 +296,17 @@ class SequentialTracer(torch.fx.Tracer):
             return self.create_proxy("call_function", bound, proxies, {})
 
         return call
+
+
+def keyword_arguments(model: nn.Module, concrete_args: dict[str, Any]) -> dict[str, Any]:
+    """Return concrete arguments as the model is called with them: variadic ones by name."""
+    arguments = dict(concrete_args)
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind == inspect.Parameter.VAR_POSITIONAL:
+            arguments.pop(parameter.name, None)
+        elif parameter.kind == inspect.Parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(parameter.name, {})
+    return arguments
 
 
 def _is_leaf(value: Any) -> bool:

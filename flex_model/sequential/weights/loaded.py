@@ -31,7 +31,7 @@ def loaded(
     """A context in which weights are loaded and dropped; the model is as it was afterwards."""
     source = None if weights is None else as_source(weights, module)
     inventory = take_inventory(module, targets, _finder(module, source), needed)
-    _check_complete(inventory)
+    _check_complete(inventory, is_given=source is not None)
     loader = WeightLoader(source, inventory, targets, place, prefetch)
     try:
         with heap.small(), rebuild.rebuilt(module, inventory.rebuilt, place):
@@ -110,16 +110,24 @@ def moved(batch: Any, place: torch.device) -> Any:
     return batch
 
 
-def _check_complete(inventory: Inventory) -> None:
-    missing = [
-        weight.names[0]
-        for weight in inventory.loaded
-        if weight not in inventory.sources and weight.tensor.is_meta
-    ]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+def _check_complete(inventory: Inventory, *, is_given: bool) -> None:
+    """Check that all weights have a source, if one is given; buffers in memory may have none: those
+    that are not persistent are never stored.
+    """
+    unknown = [weight for weight in inventory.loaded if weight not in inventory.sources]
+    on_meta = [weight.names[0] for weight in unknown if weight.tensor.is_meta]
+    own = [weight.names[0] for weight in unknown if weight.is_parameter and is_given]
+    missing = on_meta or own
+    more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    if on_meta:
         raise ValueError(
             f"sequential.run: no source for {missing[0]!r}{more}: it is on meta, and the weights "
             "do not have it. If they have it by another name: CheckpointWeights(path, rename=...); "
             "if the model is to be run as it is, build it on a real device"
+        )
+    if own:
+        raise ValueError(
+            f"sequential.run: no source for {own[0]!r}{more}: the weights do not have it, and the "
+            "model's own value may be that of another checkpoint; add it to weights, or leave "
+            "weights= out. If they have it by another name: CheckpointWeights(path, rename=...)"
         )
