@@ -626,6 +626,7 @@ def gpt2_ddp(tmp_path: Path) -> Iterator[Pair]:
 
 HF_MODELS = {
     "llama": ("Llama", {}),
+    "llama 4 layers": ("Llama", {"num_hidden_layers": 4}),
     "llama uneven": ("Llama", {"intermediate_size": 97}),
     "qwen2": ("Qwen2", {}),
     "qwen3-moe": (
@@ -690,8 +691,10 @@ def huggingface_model(name: str) -> nn.Module:
 
 
 @contextlib.contextmanager
-def huggingface(tmp_path: Path, name: str, tp: int, fsdp: int = 1) -> Iterator[Pair]:
-    """``from_pretrained`` with a tensor-parallel plan, as a user loads a model."""
+def huggingface(
+    tmp_path: Path, name: str, tp: int = 1, fsdp: int = 1, pp: int = 1
+) -> Iterator[Pair]:
+    """``from_pretrained`` with a plan, as a user loads a model."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -701,7 +704,8 @@ def huggingface(tmp_path: Path, name: str, tp: int, fsdp: int = 1) -> Iterator[P
     if dist.get_rank() == 0:
         huggingface_model(name).save_pretrained(folder)
     dist.barrier()
-    sizes = {"tp_size": tp} | ({"fsdp_size": fsdp} if fsdp > 1 else {})
+    sizes = {"tp_size": tp, "fsdp_size": fsdp, "pp_size": pp}
+    sizes = {name: size for name, size in sizes.items() if size > 1}
 
     def load(**settings):
         model = AutoModelForCausalLM.from_pretrained(
@@ -731,6 +735,7 @@ def huggingface(tmp_path: Path, name: str, tp: int, fsdp: int = 1) -> Iterator[P
         dp_rank=dist.get_rank() // tp,
         keywords={"use_cache": False},
         tolerance=ROUNDED,
+        backward=pp == 1,
     )
 
 
@@ -1122,6 +1127,7 @@ def changed(tmp_path: Path, build: Callable, zeros: tuple[str, ...] = (), **chan
 # ---- The rows of the table -----------------------------------------------------------------------
 
 HF = "Hugging Face tp_plan"
+HF_PP = "Hugging Face pp_size"
 NATIVE = "parallelize_module"
 P = functools.partial
 
@@ -1134,6 +1140,9 @@ CASES = {
     "hf-mixtral-2": Case(HF, "Mixtral", 2, P(huggingface, name="mixtral", tp=2)),
     "hf-deepseek-v3-2": Case(HF, "DeepSeek-V3", 2, P(huggingface, name="deepseek-v3", tp=2)),
     "hf-llama-4": Case(HF, "Llama", 4, P(huggingface, name="llama", tp=4)),
+    "hf-pp-2": Case(HF_PP, "Llama", 2, P(huggingface, name="llama", pp=2), when="make check"),
+    "hf-pp-qwen3moe-2": Case(HF_PP, "Qwen3-MoE", 2, P(huggingface, name="qwen3-moe", pp=2)),
+    "hf-pp-4": Case(HF_PP, "Llama, 4 layers", 4, P(huggingface, name="llama 4 layers", pp=4)),
     "hf-tp-fsdp-4": Case(
         "Hugging Face tp 2 x fsdp 2", "Llama", 4, P(huggingface, name="llama", tp=2, fsdp=2)
     ),

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 
 import frameworks
+import modality_pairs
 import user_scripts
 from frameworks import Case
 from ragged_pairs import ragged
@@ -151,7 +152,8 @@ SCRIPTS |= of_kinds(
     "generate",
     "Llama, 3 tokens by generate",
     user_scripts.llama,
-    ("one", "hf-2", "hf-4"),
+    ("one", "hf-2", "hf-pp-2", "hf-4"),
+    KINDS | {"hf-pp-2": (frameworks.HF_PP, 2, "pp")},
     backward=False,
     forward=user_scripts.generated,
     keywords={},
@@ -193,6 +195,30 @@ SCRIPTS |= {
         user_scripts.split_quantised,
     )
     for ranks in (2, 4)
+}
+
+# ---- Models of images, sound and text ------------------------------------------------------------
+
+MODELS = {
+    "llava": "LLaVA",
+    "qwen2_vl": "Qwen2-VL, its positions stated",
+    "qwen2_5_vl": "Qwen2.5-VL, its positions stated",
+    "idefics3": "Idefics3",
+    "gemma3": "Gemma 3",
+    "mistral3": "Mistral 3",
+    "pixtral": "Pixtral",
+    "whisper": "Whisper",
+}
+WITH_A_PLAN = [name for name in MODELS if name not in ("gemma3", "whisper")]
+SCRIPTS |= {
+    f"modality-{name}-{ranks}": Case(
+        framework,
+        MODELS[name] if ranks > 1 else MODELS[name].partition(",")[0],
+        ranks,
+        P(modality_pairs.of_modality, name=name),
+    )
+    for framework, ranks, names in (("one process", 1, MODELS), (HF, 2, WITH_A_PLAN))
+    for name in names
 }
 
 CASES = FRAMEWORKS | SCRIPTS

@@ -68,9 +68,9 @@ def one_process(tmp_path: Path) -> Iterator[Pair]:
 
 @contextlib.contextmanager
 def llama(tmp_path: Path, kind: str, **settings) -> Iterator[Pair]:
-    """A Llama: "one" process, "ddp", "fsdp2", or "tp" by transformers."""
-    if kind == "tp":
-        with frameworks.huggingface(tmp_path, "llama", num_ranks()) as pair:
+    """A Llama: "one" process, "ddp", "fsdp2", or "tp" or "pp" by transformers."""
+    if kind in ("tp", "pp"):
+        with frameworks.huggingface(tmp_path, "llama", **{kind: num_ranks()}) as pair:
             yield replace(pair, sites=SITES, parameters=PARAMETERS, **settings)
         return
     model = frameworks.huggingface_model("llama").double()
