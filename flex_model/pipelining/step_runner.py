@@ -38,7 +38,8 @@ class StepRunner:
         self._index, self._end = pipeline.index, StepEnd(pipeline)
         self._prepared: int | None = None  # the inputs that the stages have buffers for
         self._last: Run | None = None
-        self._rows: dict[Any, dict[int, microbatches.Rows]] = {}  # of such inputs: see `_find_rows`
+        # Of such inputs: by a hook's index and its dim of the batch; None: not found.
+        self._rows: dict[tuple[int, int], microbatches.Rows | None] = {}
 
     def run(self, call: StepCall, output_ptr: dict[str, list[Tensor]]) -> Any:
         """Run one step; return the result of the call on this rank."""
@@ -78,37 +79,46 @@ class StepRunner:
         self, call: StepCall, plan: StepPlan, chosen: list[Registration]
     ) -> dict[tuple[str, str], microbatches.Rows]:
         """Return what rows the tensors of records have, by their name and kind."""
-        recorded = [r for r in chosen if r.hook_function.record and r.kind != "tensor"]
-        if plan.number == 1 or not recorded:
+        if plan.number == 1:
             return {}
-        local = [r for r in recorded if r.module is not None]
-        key = tuple(r.index for r in recorded), str(call.microbatch_dim)
-
-        def find() -> None:
-            if key in self._rows:
-                return
-            args = (
-                (plan.arg_chunks[0], microbatches.two_as_one(call.args, plan.arg_chunks))
-                if self._local.stages[0].is_first
-                else ((), ())
-            )
-            kwargs = (
-                plan.kwarg_chunks[0],
-                microbatches.two_as_one(call.kwargs, plan.kwarg_chunks),
-            )
-            self._rows[key] = find_rows(
-                self._pipeline,
-                local,
-                MicrobatchInputs(args, kwargs),
-                lambda r: self._dim(call, chosen, r.hook_function.record_name),
-                must_run=sum(of_rank[0] for of_rank in plan.rows) == 1,
-            )
-
-        gather_checked(self._pipeline.world, "the rows of a step's micro-batches", find)
-        found = self._rows[key]
-        return {
-            (r.hook_function.record_name, r.kind): found[r.index] for r in local if r.index in found
+        # The same on all ranks: each has the registrations of every stage.
+        keys = {
+            registration: (registration.index, self._dim_of(call, chosen, registration))
+            for registration in chosen
+            if registration.hook_function.record and registration.kind != "tensor"
         }
+        new = [registration for registration, key in keys.items() if key not in self._rows]
+        if new:
+            found: dict[int, microbatches.Rows] = {}
+
+            def find() -> None:
+                args: tuple[tuple[Any, ...], tuple[Any, ...]] = (), ()
+                if self._local.stages[0].is_first:
+                    two = microbatches.two_as_one(call.args, plan.arg_chunks)
+                    args = plan.arg_chunks[0], two
+                two = microbatches.two_as_one(call.kwargs, plan.kwarg_chunks)
+                found.update(
+                    find_rows(
+                        self._pipeline,
+                        [registration for registration in new if registration.module is not None],
+                        MicrobatchInputs(args, (plan.kwarg_chunks[0], two)),
+                        lambda registration: keys[registration][1],
+                        must_run=sum(of_rank[0] for of_rank in plan.rows) == 1,
+                    )
+                )
+
+            gather_checked(self._pipeline.world, "the rows of a step's micro-batches", find)
+            self._rows |= {keys[one]: found.get(one.index) for one in new}
+        return {
+            (one.hook_function.record_name, one.kind): rows
+            for one, key in keys.items()
+            if (rows := self._rows[key]) is not None
+        }
+
+    def _dim_of(
+        self, call: StepCall, chosen: list[Registration], registration: Registration
+    ) -> int:
+        return self._dim(call, chosen, registration.hook_function.record_name)
 
     def _run(
         self,

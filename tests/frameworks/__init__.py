@@ -16,6 +16,7 @@ from frameworks.decoder_model import (
     parallelized,
 )
 from frameworks.hugging_face import huggingface, huggingface_model
+from frameworks.megatron_gpt import megatron_on_cpu
 from frameworks.pair import (
     ROUNDED,
     Case,
@@ -26,6 +27,7 @@ from frameworks.pair import (
     gathered,
     gradients,
     num_ranks,
+    own_groups,
     quiet,
     randomise,
     rank,
@@ -54,7 +56,9 @@ __all__ = [
     "gradients",
     "huggingface",
     "huggingface_model",
+    "megatron_on_cpu",
     "num_ranks",
+    "own_groups",
     "parallelized",
     "quiet",
     "randomise",
