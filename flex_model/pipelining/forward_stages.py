@@ -9,8 +9,6 @@ what was not sent.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
-from flex_model.integrations import cut
+from flex_model.pipelining.instrumented_stage import one_forward
 from flex_model.runs.step import MicrobatchState
 from flex_model.runs.until import Site, Until
 
@@ -121,7 +119,7 @@ class InstrumentedForward:
         with torch.no_grad(), self._state.at(self.index, 0):
             try:
                 if not self._is_skipped:
-                    with self._one_forward():
+                    with one_forward(self._until, stage.submod):
                         if stage.is_first:
                             self._begin_tracking(kwargs)
                         output = self._forward(**kwargs)
@@ -135,18 +133,6 @@ class InstrumentedForward:
             except BaseException as error:
                 self._fail(error)
         return output
-
-    @contextlib.contextmanager
-    def _one_forward(self) -> Iterator[None]:
-        """A context for a forward, which ends early in a step of ``run_until``."""
-        if self._until is None:
-            yield
-            return
-        with self._until.installed(), self._until.one_forward():
-            yield
-        cut.clean_up(self.stage.submod)
-        if not self._until.is_reached:
-            raise RuntimeError(cut.not_reached(None))
 
     def _fail(self, error: BaseException) -> None:
         if is_agreed(error):

@@ -126,7 +126,7 @@ class InstrumentedStage:
         with self._state.at(self.index, fwd_chunk_id):
             try:
                 if not self._is_skipped:
-                    with self._one_forward():
+                    with one_forward(self._until, self.stage.submod):
                         output = self._of_torch(
                             "forward_one_chunk",
                             fwd_chunk_id,
@@ -145,18 +145,6 @@ class InstrumentedStage:
         cache = self.stage.fwd_cache
         outputs, inputs = cache[microbatch]
         cache[microbatch] = outputs, [value for value in inputs if isinstance(value, Tensor)]
-
-    @contextlib.contextmanager
-    def _one_forward(self) -> Iterator[None]:
-        """A context for a forward, which ends early in a step of ``run_until``."""
-        if self._until is None:
-            yield
-            return
-        with self._until.installed(), self._until.one_forward():
-            yield
-        cut.clean_up(self.stage.submod)
-        if not self._until.is_reached:
-            raise RuntimeError(cut.not_reached(None))
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         core = self._core
@@ -283,6 +271,19 @@ class InstrumentedStage:
             yield
         finally:
             del vars(submod)["parameters"]
+
+
+@contextlib.contextmanager
+def one_forward(until: Until | None, root: nn.Module) -> Iterator[None]:
+    """A context for one forward of a stage, which ends early in a step of ``run_until``."""
+    if until is None:
+        yield
+        return
+    with until.installed(), until.one_forward():
+        yield
+    cut.clean_up(root)
+    if not until.is_reached:
+        raise RuntimeError(cut.not_reached(None))
 
 
 def to_meta(tensor: Tensor) -> Tensor:

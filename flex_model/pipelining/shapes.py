@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,25 +47,54 @@ def infer_shapes(
     Raises:
         ValueError: a stage can't run these inputs; on every rank of the pipeline.
     """
+
+    def run(stage: InstrumentedStage, received: Sequence[Description] | None) -> Any:
+        inputs = args if received is None else _zeros(received, stage.stage.device)
+        shapes = _output_shapes(stage, inputs, stage.accepted(kwargs))
+        if has_backward and not stage.stage.is_last:
+            _check_floats(shapes)
+        return shapes
+
+    problem = _run_in_order(
+        pipeline,
+        "the shapes of stage",
+        run,
+        lambda stage: _advise_split(stage.accepted(dict(unsplit))),
+    )
+    if problem:
+        raise ValueError(f"the pipeline can't run these inputs: {problem}")
+
+
+def _run_in_order(
+    pipeline: LocalPipeline,
+    what: str,
+    run: Callable[[InstrumentedStage, Any], Any],
+    advise: Callable[[InstrumentedStage], str] = lambda stage: "",
+) -> str | None:
+    """Run the stages one after the other, each on its rank; return the error of the first that
+    fails, on every rank. Collective over the stages of one pipeline.
+
+    Args:
+        what: For the exchanges: ends with the number of a stage.
+        run: Gets a stage and what the one before returned, as JSON; None for the first.
+        advise: Returns what follows the error of a stage.
+    """
     index, local = pipeline.index, {stage.index: stage for stage in pipeline.local.instrumented}
-    shapes: Sequence[Description] = []
+    sent: Any = None
     for number in range(index.num_stages):
         own: dict[str, Any] = {}
         if number in local:
-            stage = local[number]
             try:
-                inputs = args if number == 0 else _zeros(shapes, stage.stage.device)
-                own["shapes"] = _output_shapes(stage, inputs, stage.accepted(kwargs))
-                if has_backward and number < index.num_stages - 1:
-                    _check_floats(own["shapes"])
+                own["sent"] = run(local[number], sent)
             except Exception as error:
-                advice = _advise_split(stage.accepted(dict(unsplit)))
-                own["error"] = f"stage {number}: {type(error).__name__}: {error}{advice}"
-        gathered = exchange_json(pipeline.line, own, f"the shapes of stage {number}")
-        of_stage = gathered[index.pp_ranks[number]]
+                own["error"] = (
+                    f"stage {number}: {type(error).__name__}: {error}{advise(local[number])}"
+                )
+        of_stage = exchange_json(pipeline.line, own, f"{what} {number}")[index.pp_ranks[number]]
         if "error" in of_stage:
-            raise ValueError(f"the pipeline can't run these inputs: {of_stage['error']}")
-        shapes = of_stage["shapes"]
+            return of_stage["error"]
+        sent = of_stage["sent"]
+    return None
 
 
 def _advise_split(unsplit: Mapping[str, int]) -> str:
@@ -168,18 +196,10 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-@dataclass(frozen=True)
-class MicrobatchInputs:
-    """The inputs of one micro-batch, and of two as one."""
-
-    args: tuple[tuple[Any, ...], tuple[Any, ...]]
-    kwargs: tuple[dict[str, Any], dict[str, Any]]
-
-
 def find_rows(
     pipeline: LocalPipeline,
     registrations: Sequence[Registration],
-    inputs: MicrobatchInputs,
+    inputs: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
     dim_of: Callable[[Registration], int],
     must_run: bool,
 ) -> dict[int, Rows]:
@@ -189,49 +209,39 @@ def find_rows(
     one pipeline.
 
     Args:
+        inputs: The positional and keyword arguments of one micro-batch, and of two as one; the
+            positional ones count on the first stage's rank.
         dim_of: Returns the dim along which a hook's records are joined.
         must_run: Whether stages that can't be run on two are an error.
 
     Raises:
         ValueError: a stage can't be run on two; on every rank of the pipeline.
     """
-    index, local = pipeline.index, {stage.index: stage for stage in pipeline.local.instrumented}
     found: dict[int, Rows] = {}
-    shapes: Sequence[Sequence[Description]] = []
-    for number in range(index.num_stages):
-        own: dict[str, Any] = {}
-        if number in local:
-            stage = local[number]
-            args = inputs.args if number == 0 else [_ones(of, stage.stage.device) for of in shapes]
-            try:
-                if is_traced(stage.stage):
-                    raise TypeError("torch's tracer made it for one size")
-                runs = [
-                    _tensors_of_hooks(stage, registrations, *of_run)
-                    for of_run in zip(args, inputs.kwargs, strict=True)
-                ]
-                own["shapes"] = [describe(outputs) for _, outputs in runs]
-            except Exception as error:
-                own["error"] = f"stage {number} can't: {type(error).__name__}: {error}"
-            else:
-                (one, _), (two, _) = runs
-                for registration in registrations:
-                    calls = one.get(registration.index, []), two.get(registration.index, [])
-                    kinds = {_changed_by_rows(*of, dim_of(registration)) for of in zip(*calls)}
-                    if len(kinds) == 1 and len(calls[0]) == len(calls[1]):
-                        found[registration.index] = kinds.pop()
-        of_stage = exchange_json(pipeline.line, own, f"the rows in stage {number}")[
-            index.pp_ranks[number]
-        ]
-        if "error" in of_stage and must_run:
-            raise ValueError(
-                "micro-batches have one row, and stages must be run on two to show which of their "
-                f"tensors have rows of the batch, but {of_stage['error']}; give micro-batches of "
-                "two rows or more"
-            )
-        if "error" in of_stage:
-            break
-        shapes = of_stage["shapes"]
+
+    def run(stage: InstrumentedStage, received: Sequence[Sequence[Description]] | None) -> Any:
+        if is_traced(stage.stage):
+            raise TypeError("torch's tracer made it for one size")
+        runs = []
+        for number, (args, kwargs) in enumerate(inputs):
+            if received is not None:
+                args = _ones(received[number], stage.stage.device)
+            runs.append(_tensors_of_hooks(stage, registrations, args, kwargs))
+        (one, _), (two, _) = runs
+        for registration in registrations:
+            calls = one.get(registration.index, []), two.get(registration.index, [])
+            kinds = {_changed_by_rows(*of, dim_of(registration)) for of in zip(*calls)}
+            if len(kinds) == 1 and len(calls[0]) == len(calls[1]):
+                found[registration.index] = kinds.pop()
+        return [describe(outputs) for _, outputs in runs]
+
+    problem = _run_in_order(pipeline, "the rows in stage", run)
+    if problem and must_run:
+        raise ValueError(
+            "micro-batches have one row, and stages must be run on two to show which of their "
+            f"tensors have rows of the batch, which fails in {problem}; give micro-batches of two "
+            "rows or more"
+        )
     return found
 
 

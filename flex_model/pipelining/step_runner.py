@@ -7,6 +7,7 @@ trainable modules and errors do when it is over, through groups of our own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from flex_model.pipelining import microbatches, step_records
 from flex_model.pipelining.agreement import gather_checked
 from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.local_pipeline import LocalPipeline
-from flex_model.pipelining.shapes import MicrobatchInputs, find_rows, infer_shapes
+from flex_model.pipelining.shapes import find_rows, infer_shapes
 from flex_model.pipelining.stages import find_targets
 from flex_model.pipelining.step_end import StepEnd
 from flex_model.pipelining.step_plan import StepCall, StepPlan, plan_step
@@ -46,15 +47,16 @@ class StepRunner:
         core = self._core
         plan = plan_step(call, self._pipeline, self._prepared)
         chosen = core.table.chosen(call.choice)
+        dims = self._dims(call, chosen)
         with self._state.running(plan.rows):
             try:
                 with self._state.silenced():
                     self._prepare(call, plan)
-                    of_rows = self._find_rows(call, plan, chosen)
+                    of_rows = self._find_rows(call, plan, chosen, dims)
                 if not call.appends:
                     for registration in chosen:
                         output_ptr.pop(registration.hook_function.record_name, None)
-                return self._run(call, plan, chosen, of_rows, output_ptr)
+                return self._run(call, plan, chosen, dims, of_rows, output_ptr)
             finally:
                 core.records.output_ptr.clear()
 
@@ -76,14 +78,14 @@ class StepRunner:
         self._prepared = plan.inputs
 
     def _find_rows(
-        self, call: StepCall, plan: StepPlan, chosen: list[Registration]
+        self, call: StepCall, plan: StepPlan, chosen: list[Registration], dims: dict[str, int]
     ) -> dict[tuple[str, str], microbatches.Rows]:
         """Return what rows the tensors of records have, by their name and kind."""
         if plan.number == 1:
             return {}
         # The same on all ranks: each has the registrations of every stage.
         keys = {
-            registration: (registration.index, self._dim_of(call, chosen, registration))
+            registration: (registration.index, dims[registration.hook_function.record_name])
             for registration in chosen
             if registration.hook_function.record and registration.kind != "tensor"
         }
@@ -92,20 +94,19 @@ class StepRunner:
             found: dict[int, microbatches.Rows] = {}
 
             def find() -> None:
-                args: tuple[tuple[Any, ...], tuple[Any, ...]] = (), ()
+                args = two_args = ()
                 if self._local.stages[0].is_first:
-                    two = microbatches.two_as_one(call.args, plan.arg_chunks)
-                    args = plan.arg_chunks[0], two
-                two = microbatches.two_as_one(call.kwargs, plan.kwarg_chunks)
-                found.update(
-                    find_rows(
-                        self._pipeline,
-                        [registration for registration in new if registration.module is not None],
-                        MicrobatchInputs(args, (plan.kwarg_chunks[0], two)),
-                        lambda registration: keys[registration][1],
-                        must_run=sum(of_rank[0] for of_rank in plan.rows) == 1,
-                    )
+                    args = plan.arg_chunks[0]
+                    two_args = microbatches.two_as_one(call.args, plan.arg_chunks)
+                two_kwargs = microbatches.two_as_one(call.kwargs, plan.kwarg_chunks)
+                of_rank = find_rows(
+                    self._pipeline,
+                    [registration for registration in new if registration.module is not None],
+                    [(args, plan.kwarg_chunks[0]), (two_args, two_kwargs)],
+                    lambda registration: keys[registration][1],
+                    must_run=sum(of_rank[0] for of_rank in plan.rows) == 1,
                 )
+                found.update(of_rank)
 
             gather_checked(self._pipeline.world, "the rows of a step's micro-batches", find)
             self._rows |= {keys[one]: found.get(one.index) for one in new}
@@ -115,16 +116,12 @@ class StepRunner:
             if (rows := self._rows[key]) is not None
         }
 
-    def _dim_of(
-        self, call: StepCall, chosen: list[Registration], registration: Registration
-    ) -> int:
-        return self._dim(call, chosen, registration.hook_function.record_name)
-
     def _run(
         self,
         call: StepCall,
         plan: StepPlan,
         chosen: list[Registration],
+        dims: dict[str, int],
         of_rows: dict[tuple[str, str], microbatches.Rows],
         output_ptr: dict[str, list[Tensor]],
     ) -> Any:
@@ -133,7 +130,7 @@ class StepRunner:
             name for r in chosen for name in r.hook_function.parameter_names
         )
         for registration in chosen:
-            dim = self._dim(call, chosen, registration.hook_function.record_name)
+            dim = dims[registration.hook_function.record_name]
             if registration.kind != "tensor":
                 shape = registration.hook_function.expected_shape
                 shape = microbatches.part_of_shape(shape, dim, plan.rows)
@@ -165,7 +162,7 @@ class StepRunner:
         except BaseException as error:
             state.fail_in_model(error, "schedule")
         consumed = self._end_run(run)
-        records = self._join_records(call, plan, chosen, of_rows)
+        records = self._join_records(plan, chosen, dims, of_rows)
         try:
             output = self._end.finish(
                 call, records, before, gradients, consumed, output, output_ptr
@@ -194,13 +191,18 @@ class StepRunner:
                 ]
             stage.begin(call.has_backward, stage.index > last, sites)
 
-    def _dim(self, call: StepCall, chosen: list[Registration], name: str) -> int:
-        """Return the dim along which the micro-batches' records of this name are joined."""
-        dim, default = call.microbatch_dim, microbatches.batch_dim(self._schedule)
-        if isinstance(dim, int):
-            return dim
-        modules = [r.name for r in chosen if r.hook_function.record_name == name]
-        return next((dim[module] for module in modules if dim and module in dim), default)
+    def _dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int]:
+        """Return the dims along which the micro-batches' records are joined, by their name."""
+        stated = call.microbatch_dim
+        default = stated if isinstance(stated, int) else microbatches.batch_dim(self._schedule)
+        by_module = stated if isinstance(stated, Mapping) else {}
+        dims: dict[str, int] = {}
+        for registration in chosen:
+            if registration.name in by_module:
+                dims.setdefault(
+                    registration.hook_function.record_name, by_module[registration.name]
+                )
+        return {r.hook_function.record_name: default for r in chosen} | dims
 
     def _end_run(self, run: Run) -> bool:
         """Deliver the records of the stage's ranks to its first; return whether an edit drew random
@@ -217,9 +219,9 @@ class StepRunner:
 
     def _join_records(
         self,
-        call: StepCall,
         plan: StepPlan,
         chosen: list[Registration],
+        dims: dict[str, int],
         of_rows: dict[tuple[str, str], microbatches.Rows],
     ) -> list[step_records.StageRecords]:
         records = self._core.records
@@ -235,7 +237,7 @@ class StepRunner:
                 records.output_ptr,
                 plan.number,
                 plan.rows,
-                lambda name: self._dim(call, chosen, name),
+                dims.__getitem__,
                 lambda name, kind: of_rows.get((name, kind)),
                 {key: of_key[0] for key, of_key in shapes.items() if len(of_key) == 1},
             )
