@@ -33,25 +33,25 @@ def for_model(model: nn.Module, source: _Source, path: Path, *, is_renamed: bool
     Raises:
         ValueError: quantised weights that are not read as plain ones.
     """
-    checkpoint = None if is_quantised(model) else stated(path, model)
-    if checkpoint is not None and is_renamed:
-        raise checkpoint.refusal("rename=... reads each tensor as it is stored")
+    checkpoint = None if _is_quantised(model) else stated(path, model)
     if is_renamed:
+        if checkpoint is not None:
+            raise checkpoint.refusal("rename=... reads each tensor as it is stored")
         return source
     transformers = sys.modules.get("transformers")
-    is_known = transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        if checkpoint is not None:
+            raise checkpoint.refusal(f"{type(model).__name__} is no model of transformers")
+        return source
     try:
-        if is_known:
-            return ConvertedWeights(model, source, checkpoint)
+        return ConvertedWeights(model, source, checkpoint)
     except ImportError:  # before transformers 5, the names are the same
         if checkpoint is not None:
             raise
-    if checkpoint is not None:
-        raise checkpoint.refusal(f"{type(model).__name__} is no model of transformers")
-    return source
+        return source
 
 
-def is_quantised(model: nn.Module) -> bool:
+def _is_quantised(model: nn.Module) -> bool:
     """Whether a model has layers of quantised weights. Local."""
     return any(
         quantized.kind_of(module, name, parameter) is not None

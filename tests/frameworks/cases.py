@@ -126,6 +126,7 @@ CASES = {
         "decoder",
         4,
         P(tensor_and_data_parallel, kind="tp"),
+        when="make check",
     ),
     "sp-fsdp2-4": Case(
         "parallelize_module sp 2 x FSDP2", "decoder", 4, P(tensor_and_data_parallel, kind="sp")
