@@ -120,9 +120,10 @@ class FlexModel(nn.Module):
         return_on: For schedules. ``"last"``: ranks with the last stage get the output, the others
             None; ``"all"``: every rank gets it, detached. Can be set.
         microbatch_dim: For schedules: the dim along which the records of micro-batches are joined,
-            or a dict of it by module name. Default: as the schedule splits its first input, else 0.
-            Tensors that have no rows of the batch are the same in all micro-batches, and kept once.
-            Can be set.
+            or a dict of it by module name, with None for a tensor that has no rows of the batch and
+            is kept once. Which rows a tensor has is proven by the operations that made it; where
+            that fails, it is an error, unless it is stated here. Default: as the schedule splits
+            its first input, else 0. Can be set.
 
     Pipelines::
 
@@ -185,7 +186,7 @@ class FlexModel(nn.Module):
         pad_value: float = 0,
         batch_mode: str = "micro",
         return_on: str = "last",
-        microbatch_dim: int | Mapping[str, int] | None = None,
+        microbatch_dim: int | Mapping[str, int | None] | None = None,
     ) -> None:
         super().__init__()
         if isinstance(module, FlexModel):

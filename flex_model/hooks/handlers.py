@@ -121,7 +121,8 @@ class HookHandlers:
                 run.note_recomputation()
             call = HookCall(registration, module, run)
             function = self._own_batch.of(registration).executor.function
-            (edited,) = function.run(call, (full,), leaf, {})
+            with follow.paused():
+                (edited,) = function.run(call, (full,), leaf, {})
             return None if edited is None else copy_for_model(edited, leaf)
         except Exception as error:
             self.hook_failed(registration, error)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash, sites_hash
+from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.padding import Rows
 from flex_model.distributed.placement import Placement, Shard
 from flex_model.errors import agreed
@@ -92,7 +93,8 @@ class Tracking:
         Raises:
             ValueError: the model states otherwise.
         """
-        refuted = self._weights().refuted(statement) if statement.kind == "parameter" else ""
+        weights = self._weights(self._communicator.mesh, self._buffers)
+        refuted = weights.refuted(statement) if statement.kind == "parameter" else ""
         if refuted:
             raise ValueError(refuted)
         self.statements.add(statement)
@@ -188,16 +190,17 @@ class Tracking:
 
     def follower(self) -> Follower:
         """Return a follower that has the placements of the model's weights. Local."""
-        mesh, weights = self._communicator.mesh, self._weights()
-        trusts_conditions = self._follow != "always"
-        return Follower(
-            self._root, mesh, self.statements, weights, self._kept.source, trusts_conditions
-        )
+        mesh, trusts = self._communicator.mesh, self._follow != "always"
+        weights = self._weights(mesh, self._buffers)
+        return Follower(self._root, mesh, self.statements, weights, self._kept.source, trusts)
 
-    def _weights(self) -> Weights:
-        return Weights(
-            self._root, self._communicator.mesh, self.statements, self._constants, self._buffers
-        )
+    def follower_of_microbatch(self, buffers: Buffers) -> Follower:
+        """Return a follower of a micro-batch, of which no data-parallel rank has a part. Local."""
+        mesh = self._communicator.mesh.of_own_batch()
+        return Follower(self._root, mesh, self.statements, self._weights(mesh, buffers))
+
+    def _weights(self, mesh: Mesh, buffers: Buffers | None) -> Weights:
+        return Weights(self._root, mesh, self.statements, self._constants, buffers)
 
     def end(self, output: Any = None, failed: bool = False) -> None:
         """End the forward that began last. Collective where it was followed and has not failed on
@@ -337,9 +340,9 @@ class Tracking:
 
     def _states_gradient(self, tensor: Tensor) -> bool:
         """Return whether a DTensor states the placements of its gradient, too."""
-        stated = stated_by_dtensor(tensor, self._communicator.mesh) or (None, None)
-        sizes = self._communicator.mesh.dp_size, self._communicator.mesh.tp_size
-        return all(one is not None or size == 1 for one, size in zip(stated, sizes))
+        mesh = self._communicator.mesh
+        dp, tp = stated_by_dtensor(tensor, mesh) or (None, None)
+        return (dp is not None or mesh.dp_size == 1) and (tp is not None or mesh.tp_size == 1)
 
     def proof(self, registration: Registration) -> dict[str, list[str]]:
         """Return, by axis, the operations that prove how the hook's tensor is placed, in its first
@@ -387,16 +390,14 @@ class Tracking:
         return dict(zip(values, pairs))
 
     def _agreed(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """Return the placements that all ranks of the grid have proven alike, None elsewhere: each
-        rank's proofs are about its own ranks along an axis. Collective where there are any.
-        """
+        """Return what all ranks of the grid have proven alike. Collective where there is any."""
         if not pairs:
             return []
-        rows = torch.tensor([[site_hash(encode(one)) for one in pair] for pair in pairs])
+        rows = [[site_hash(encode(one)) for one in pair] for pair in pairs]
         header = Header("inputs", site=site_hash("gradients", len(pairs)))
         with self._communicator.uncounted():
             self._communicator.check_consistency(header, f"the layouts of {len(pairs)} gradients")
-            table = self._communicator.exchange(rows).tolist()
+            table = self._communicator.exchange(torch.tensor(rows)).tolist()
         return [common(pair, [rank[i] for rank in table]) for i, pair in enumerate(pairs)]
 
     def prove_gradient(self, evidence: Evidence) -> Pair:
@@ -406,8 +407,7 @@ class Tracking:
         graph = evidence.graph
         if graph is None or None not in evidence.gradient:
             return evidence.gradient
-        value = evidence.current
-        gradient, of_part = self._of_backward(graph, value)
+        gradient, of_part = self._of_backward(graph, evidence.current)
         if evidence.place is not None:
             self._memory.note_gradient(evidence.key, evidence.place, gradient)
         evidence.note_passing(None in gradient)
@@ -419,8 +419,7 @@ class Tracking:
         """
         with follow.paused(graph):
             exchange_chunks(self._communicator, graph)
-        found = [graph.gradient_placements(value, partly) for partly in (False, True)]
-        return self._agreed(found)
+        return self._agreed([graph.gradient_placements(value, partly) for partly in (False, True)])
 
     def prove_parameter_gradient(self, registration: Registration) -> Pair:
         """Return the placements of a parameter's gradient on which the graphs of the last followed

@@ -38,10 +38,13 @@ class CallSizes:
 
     They belong to the operation of the call's name: others inside the call may have equal numbers
     for other reasons.
+
+    Args:
+        recorder: The key of the recorder whose expressions these are.
     """
 
-    def __init__(self, name: str = "", args: Any = (), kwargs: Any = None) -> None:
-        self.name = _plain_name(name)
+    def __init__(self, recorder: int, name: str = "", args: Any = (), kwargs: Any = None) -> None:
+        self._recorder, self.name = recorder, _plain_name(name)
         self._in_order: list[tuple[Any, Expression | None]] = []
         self._visit(args)
         num_positional = len(self._in_order)
@@ -51,7 +54,7 @@ class CallSizes:
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            self._in_order.append((plain(value), expression_of(value)))
+            self._in_order.append((plain(value), expression_of(value, self._recorder)))
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self._visit(item)
@@ -77,7 +80,7 @@ class CallSizes:
         """
         if self.is_subscript or not self._are_positional:
             return None
-        numbers = CallSizes(args=arguments)._in_order
+        numbers = CallSizes(self._recorder, args=arguments)._in_order
         if not _are_same([n for n, _ in numbers], [n for n, _ in self._in_order]):
             return None
         return [expression for _, expression in self._in_order]

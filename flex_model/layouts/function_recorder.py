@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites, memory_map
 from flex_model.layouts.call_sizes import CallSizes
-from flex_model.layouts.callers import is_called_by_model, is_run_by_model
+from flex_model.layouts.callers import MASKS, is_called_through_recorders, is_run_by_model
 from flex_model.layouts.expressions import Expression
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.sizes import Size, expression_of, plain, tagged
+from flex_model.layouts.sizes import Size, expression_of, expressions_of, plain, tagged
 
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder
@@ -55,7 +55,7 @@ class FunctionRecorder(TorchFunctionMode):
         if recorder.is_paused:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in _INSPECTIONS and not is_called_by_model():
+        if name in _INSPECTIONS and not is_called_through_recorders():
             return func(*args, **kwargs)
         if name == "__len__":
             length = func(*args, **kwargs)
@@ -65,8 +65,9 @@ class FunctionRecorder(TorchFunctionMode):
             return self._read_number(func, args[0], args, kwargs)
         if name in _CONDITIONS:
             answer = func(*args, **kwargs)
+            of_mask = not is_called_through_recorders(but_for=MASKS)
             for tensor in filter(lambda one: isinstance(one, Tensor), args):
-                recorder.log.add("condition", recorder.one_value(tensor), answer)
+                recorder.log.add("condition", recorder.one_value(tensor), answer, of_mask)
             return answer
         if name in _SIZES:
             return self._read(func, args, kwargs)
@@ -94,7 +95,7 @@ class FunctionRecorder(TorchFunctionMode):
             args = args[0], self._with_numbers(args[1]), *args[2:]
             self._note_whole_slices(args[0], args[1])
         reduction = composites.reduction_of(func, kwargs)
-        with recorder.in_call(CallSizes(name, args, kwargs), reduction):
+        with recorder.in_call(CallSizes(recorder.key, name, args, kwargs), reduction):
             bound = composites.bind(func, types, args, kwargs)
             if bound is not None and rules.has_rule(bound.name):
                 encoded = recorder.encode(bound.schema, bound.args, bound.kwargs)
@@ -152,7 +153,7 @@ class FunctionRecorder(TorchFunctionMode):
                 continue
             pairs = [(start, ("number", 0)), (step, ("number", 1)), (stop, ("dim", value, dim))]
             for number, other in pairs:
-                own = expression_of(number)
+                own = expression_of(number, self._recorder.key)
                 if own is not None or (number is stop is not None and value):
                     own = ("number", plain(number)) if own is None else own
                     self._recorder.log.add("compared", "eq", own, other, True, True)
@@ -162,9 +163,11 @@ class FunctionRecorder(TorchFunctionMode):
         recorder = self._recorder
         of, number = recorder.one_value(tensor), func(*args, **kwargs)
         if isinstance(number, bool):
-            recorder.log.add("condition", of, number)
+            of_mask = not is_called_through_recorders(but_for=MASKS)
+            recorder.log.add("condition", of, number, of_mask)
         elif func is Tensor.item:
-            return tagged(number, ("read", of, number))
+            read = {recorder.key: ("read", of, plain(number))}
+            return tagged(number, expressions_of(number) | read)
         else:
             recorder.log.add("read", of)
         return number
@@ -175,7 +178,7 @@ class FunctionRecorder(TorchFunctionMode):
         """
         recorder = self._recorder
         name = getattr(func, "__name__", "")
-        with recorder.in_call(CallSizes(name), recorder.reduction):
+        with recorder.in_call(CallSizes(recorder.key, name), recorder.reduction):
             result = func(*args, **kwargs)
         tensor = args[0] if args else None
         if func == _DATA:
@@ -188,21 +191,23 @@ class FunctionRecorder(TorchFunctionMode):
             return result
         dims = dtensor.unsplit_dims(tensor)
         of = recorder.one_value(tensor)
+
+        def size(number: int, expression: Expression) -> Size:
+            return Size(number, expressions_of(number) | {recorder.key: expression})
+
         if is_count:
             expressions: list[Expression] = [("dim", of, dim) for dim in range(tensor.dim())]
             is_whole = len(dims) == len(expressions) > 0
-            return (
-                Size(result, reduce(lambda a, b: ("mul", a, b), expressions))
-                if is_whole
-                else result
-            )
+            if not is_whole:
+                return result
+            return size(result, reduce(lambda a, b: ("mul", a, b), expressions))
         if not is_size:
             return torch.Size(
-                [Size(n, ("dim", of, dim)) if dim in dims else n for dim, n in enumerate(result)]
+                [size(n, ("dim", of, dim)) if dim in dims else n for dim, n in enumerate(result)]
             )
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         is_whole = isinstance(dim, int) and dim % tensor.dim() in dims
-        return Size(result, ("dim", of, dim % tensor.dim())) if is_whole else result
+        return size(result, ("dim", of, dim % tensor.dim())) if is_whole else result
 
 
 def _is_number(bound: Any) -> bool:

@@ -15,7 +15,8 @@ An entry is a tuple of plain values (numbers, strings, None, and tuples of them)
   where there is none or it is not known.
 - ``("invalidated", values)``: nothing is known of these values from here on.
 - ``("read", value)``: its elements were read, as numbers or by code outside torch.
-- ``("condition", value, answer)``: a condition on its elements was evaluated.
+- ``("condition", value, answer, of_mask)``: a condition on its elements was evaluated, by what
+  makes masks or by other code.
 - ``("number", number, expression, conversion)``: a size was converted to a plain number.
 - ``("compared", by, expression, other, answer)``: a size was compared with another number.
 - ``("joint", value, before)``: every rank has a tensor here, such as that of a hook; ``value`` has

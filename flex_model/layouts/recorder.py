@@ -6,9 +6,10 @@ Nothing is inferred here; `proofs` does that from the logs of all ranks.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,11 +29,18 @@ from flex_model.layouts.argument_encoder import ArgumentEncoder, Encoded
 from flex_model.layouts.backward_nodes import BackwardNodes, PendingResults, is_framework_hook
 from flex_model.layouts.call_sizes import CallSizes
 from flex_model.layouts.callers import is_called_by_torch, is_run_by_tp_plan
-from flex_model.layouts.expressions import Expression, leaves
+from flex_model.layouts.expressions import leaves
 from flex_model.layouts.function_recorder import FunctionRecorder
 from flex_model.layouts.operation_log import Log, Value
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.sizes import on_comparison, on_conversion, operand_of, plain
+from flex_model.layouts.sizes import (
+    expression_of,
+    expressions_of,
+    on_comparison,
+    on_conversion,
+    operand_of,
+    plain,
+)
 from flex_model.layouts.tensor_values import TensorValues, without_function_mode
 
 Placements = tuple[Any, Any] | None  # encoded, along dp and tp
@@ -44,6 +52,7 @@ _COPIES = {"aten::_to_copy", "aten::clone", "aten::to"}
 _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
 
 
+_keys = itertools.count(1)
 active_recorders: list[Recorder] = []  # the recorders of all FlexModels that are entered
 
 
@@ -77,7 +86,7 @@ class Recorder(TorchDispatchMode):
         has_module_hooks: bool,
     ) -> None:
         super().__init__()
-        self.owner, self.log = weakref.ref(owner), log
+        self.owner, self.log, self.key = weakref.ref(owner), log, next(_keys)
         self._source, self._kept = source, kept
         self._axes_of, self.stated = axes_of, stated
         self._functions = FunctionRecorder(self)
@@ -88,7 +97,7 @@ class Recorder(TorchDispatchMode):
         self.nodes = BackwardNodes(self, has_module_hooks)
         self._pending_results = PendingResults(log)
         self.comparisons: list[tuple[str, Any, Any]] = []  # of sizes, with this rank's numbers
-        self.sizes = CallSizes()
+        self.sizes = CallSizes(self.key)
         self.reduction = ""  # of the running call of torch.distributed
         self.stated_sizes: frozenset[int] = frozenset()  # stated by the running module
 
@@ -154,14 +163,17 @@ class Recorder(TorchDispatchMode):
         """Set the sizes of last dims that the running module states."""
         self.stated_sizes = stated_sizes
 
-    def _note_conversion(self, number: Any, expression: Expression, name: str) -> None:
-        if not self.is_paused:
+    def _note_conversion(self, number: Any, size: Any, name: str) -> None:
+        expression = expression_of(size, self.key)
+        if expression is not None and not self.is_paused:
             self.log.add("number", number, expression, name)
 
     def _note_comparison(self, by: str, own: Any, other: Any, answer: bool) -> None:
         if self.is_paused:
             return
-        expressions = operand_of(own), operand_of(other)
+        if not (expressions_of(own) | expressions_of(other)).keys() & {self.key, None}:
+            return
+        expressions = operand_of(own, self.key), operand_of(other, self.key)
         self.log.add("compared", by, *expressions, answer, is_called_by_torch())
         if not any(leaf[0] == "read" for leaf in leaves(expressions[0]) | leaves(expressions[1])):
             self.comparisons.append((by, plain(own), plain(other)))
@@ -174,7 +186,9 @@ class Recorder(TorchDispatchMode):
         first time. It is a tuple where the object is not known and several values share its memory;
         None for tensors that are not plain memory.
         """
-        with self.paused():  # torch computes the properties of DTensors that are read here
+        with ExitStack() as stack:  # torch computes the properties of DTensors that are read here
+            for recorder in {self, *active_recorders}:
+                stack.enter_context(recorder.paused())
             value = self._value(tensor)
             if tensor.requires_grad and value is not None:
                 return self.nodes.note_use(tensor, value)

@@ -4,6 +4,9 @@ the number that the unsharded program passes instead.
 ``b, s, _ = h.shape; q.view(b, s, -1, 64)`` passes plain numbers to ``view``, and with one row a
 rank the local ``b`` is 1: the number does not show whether the unsharded program passes 1 or the
 whole batch. In a followed forward ``h.shape`` has these numbers instead.
+
+Several recorders may follow one forward, each with values of its own, so a number has an expression
+for each of them. For any other recorder, such as one of a later forward, it is a plain number.
 """
 
 from __future__ import annotations
@@ -19,10 +22,14 @@ from flex_model.layouts.expressions import OPERATIONS, Expression
 _OF_INTEGERS = {"lshift", "rshift", "and", "or", "xor"}
 
 
-class _Tagged:
-    """The common part of `Size` and `SizeRatio`: the expression, and arithmetic that keeps it."""
+#: By recorder; None: for every recorder.
+Expressions = dict[Any, Expression]
 
-    expression: Expression
+
+class _Tagged:
+    """The common part of `Size` and `SizeRatio`: expressions, and arithmetic that keeps them."""
+
+    expressions: Expressions
 
     def __neg__(self) -> Any:
         return 0 - self  # type: ignore[operator]
@@ -49,13 +56,12 @@ class _Tagged:
         """Return the hash, and note a conversion: the unsharded program may use another number as a
         key.
         """
-        _note(plain(self), self.expression, "__int__")
+        _note(plain(self), self, "__int__")
         return hash(plain(self))
 
 
-#: Called with the plain number to which a size is converted, its expression, and the conversion's
-#: name.
-on_conversion: list[Callable[[Any, Expression, str], None]] = []
+#: Called with the plain number to which a size is converted, the size, and the conversion's name.
+on_conversion: list[Callable[[Any, Any, str], None]] = []
 
 #: Called with the name of a comparison, both numbers, and the result.
 on_comparison: list[Callable[[str, Any, Any, bool], None]] = []
@@ -82,15 +88,15 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class Size(_Tagged, int):
-    """An int with its expression in sizes and elements of tensors. It pickles as a plain int.
+    """An int with its expressions in sizes and elements of tensors. It pickles as a plain int.
 
     C code turns it into a plain number without a call of these methods: ``1.0 / size``,
     ``range(size)``, ``math.log(size)``.
     """
 
-    def __new__(cls, value: int, expression: Expression) -> Size:
+    def __new__(cls, value: int, expressions: Expressions) -> Size:
         size = int.__new__(cls, value)
-        size.expression = expression
+        size.expressions = expressions
         return size
 
     def __reduce__(self) -> Any:
@@ -106,9 +112,9 @@ class Size(_Tagged, int):
 class SizeRatio(_Tagged, float):
     """A float computed from sizes, such as ``1 / h.shape[0]``."""
 
-    def __new__(cls, value: float, expression: Expression) -> SizeRatio:
+    def __new__(cls, value: float, expressions: Expressions) -> SizeRatio:
         ratio = float.__new__(cls, value)
-        ratio.expression = expression
+        ratio.expressions = expressions
         return ratio
 
     def __reduce__(self) -> Any:
@@ -121,14 +127,22 @@ class SizeRatio(_Tagged, float):
         return self
 
 
-def expression_of(value: Any) -> Expression | None:
-    """Return the expression of a tagged number; None for all else."""
-    return value.expression if isinstance(value, _Tagged) else None
+def expression_of(value: Any, recorder: Any) -> Expression | None:
+    """Return the recorder's expression of a tagged number; None where it has none."""
+    if not isinstance(value, _Tagged):
+        return None
+    return value.expressions.get(recorder, value.expressions.get(None))
 
 
-def operand_of(value: Any) -> Expression:
-    """Return the expression of a number, tagged or not."""
-    return value.expression if isinstance(value, _Tagged) else ("number", value)
+def operand_of(value: Any, recorder: Any) -> Expression:
+    """Return the recorder's expression of a number, tagged or not."""
+    expression = expression_of(value, recorder)
+    return ("number", plain(value)) if expression is None else expression
+
+
+def expressions_of(value: Any) -> Expressions:
+    """Return the expressions of a number, by recorder."""
+    return value.expressions if isinstance(value, _Tagged) else {}
 
 
 def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
@@ -139,23 +153,26 @@ def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
             return pow(int(self), other, *modulus)
         if not isinstance(other, (int, float)):
             if isinstance(other, (list, tuple, str)):  # a sequence repeated by the size
-                _note(plain(self), self.expression, "__int__")
+                _note(plain(self), self, "__int__")
             return NotImplemented
         if name in _OF_INTEGERS and isinstance(other, float):
             return NotImplemented
         numbers = plain(self), plain(other)
         left, right = reversed(numbers) if reflected else numbers
         first, second = (other, self) if reflected else (self, other)
-        expression = (name, operand_of(first), operand_of(second))
-        return tagged(compute(left, right), expression)
+        expressions = {
+            recorder: (name, operand_of(first, recorder), operand_of(second, recorder))
+            for recorder in self.expressions | expressions_of(other)
+        }
+        return tagged(compute(left, right), expressions)
 
     return method
 
 
-def _note(number: Any, expression: Expression, conversion: str) -> None:
+def _note(number: Any, size: Any, conversion: str) -> None:
     if is_called_by_model():
         for note in on_conversion:
-            note(number, expression, conversion)
+            note(number, size, conversion)
 
 
 def _conversion(kind: type, name: str) -> Any:
@@ -163,7 +180,7 @@ def _conversion(kind: type, name: str) -> Any:
 
     def method(self: Any, *args: Any) -> Any:
         number = convert(self, *args)
-        _note(number, self.expression, name)
+        _note(number, self, name)
         return number
 
     return method
@@ -198,14 +215,14 @@ for _kind, _type in ((Size, int), (SizeRatio, float)):
 
 def literal(number: int) -> Size:
     """Tag a number that the unsharded program has, too, whichever size equals it."""
-    return Size(number, ("literal", number))
+    return Size(number, {None: ("literal", number)})
 
 
-def tagged(number: Any, expression: Expression) -> Any:
-    """Return the number with its expression; a bool has none."""
+def tagged(number: Any, expressions: Expressions) -> Any:
+    """Return the number with its expressions; a bool has none."""
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         return number
-    return Size(number, expression) if isinstance(number, int) else SizeRatio(number, expression)
+    return Size(number, expressions) if isinstance(number, int) else SizeRatio(number, expressions)
 
 
 def plain(number: Any) -> Any:

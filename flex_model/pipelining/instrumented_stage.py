@@ -18,6 +18,7 @@ from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
 from flex_model.integrations import cut
 from flex_model.pipelining.own_tensor import OwnTensor
+from flex_model.pipelining.row_proofs import StageRecording
 from flex_model.pipelining.stages import accepted_kwargs, is_traced
 from flex_model.runs.step import MicrobatchState
 from flex_model.runs.until import Site, Until
@@ -42,8 +43,9 @@ class InstrumentedStage:
         self.stage, self.index = stage, stage.stage_index
         self._state, self._core = state, core
         self._accepted = accepted_kwargs(stage.submod)
-        self._is_skipped = False  # these two: see `begin`
+        self._is_skipped = False  # these three: see `begin`
         self._until: Until | None = None
+        self._recording: StageRecording | None = None
         self._failed: set[int] = set()  # micro-batches that continue with zeros
         self._num_backwards = 0
         self._shapes_are_inferred = False
@@ -69,11 +71,16 @@ class InstrumentedStage:
             is_skipped: Whether the step needs nothing of the stage.
             sites: The modules after which its forwards end; None: they run to their end.
         """
+        self._recording = None
         self._failed.clear()
         self._num_backwards = 0
         self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
         self.stage.has_backward = has_backward
         self.stage.clear_runtime_states()
+
+    def record(self, recording: StageRecording) -> None:
+        """Record the micro-batches of the step that has begun."""
+        self._recording = recording
 
     def prepare(
         self, number: int, has_backward: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -152,8 +159,15 @@ class InstrumentedStage:
             return sendable(self._of_torch("forward_maybe_with_nosync", *args, **kwargs))
         core.tracking.begin(args, kwargs, core.table.active_hooks, part=self.index)
         output = None
+
+        def forward() -> Any:
+            return self._of_torch("forward_maybe_with_nosync", *args, **kwargs)
+
         try:
-            output = self._of_torch("forward_maybe_with_nosync", *args, **kwargs)
+            if self._recording is None:
+                output = forward()
+            else:
+                output = self._recording.run(self._state.microbatch, forward, args, kwargs)
         finally:
             core.tracking.end(output)
         return sendable(output)

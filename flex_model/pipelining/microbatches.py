@@ -5,7 +5,6 @@ tensors of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -17,7 +16,9 @@ from torch.distributed.pipelining.microbatch import (
 )
 from torch.utils import _pytree as pytree
 
+from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.distributed.tensor_dicts import Description, describe
+from flex_model.pipelining.row_proofs import InputDims, Rows
 
 
 def batch_dim(schedule: Any) -> int:
@@ -148,79 +149,113 @@ def shapes_of(values: Any) -> list[Description]:
     return describe([leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)])
 
 
-def two_as_one(whole: Any, chunks: Sequence[Any]) -> Any:
-    """Return the inputs of the first two micro-batches as those of one.
-
-    Args:
-        whole: The inputs of the batch.
-        chunks: Those of each micro-batch, as ``split_args`` or ``split_kwargs`` returned them.
+def input_dims(
+    schedule: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, rows: int | None
+) -> InputDims:
+    """Return the dims along which ``split_args`` and ``split_kwargs`` split the tensors in these
+    inputs of the whole batch.
     """
+    if number == 1:
+        return InputDims([], {})
+    arg_specs, kwarg_specs = schedule._args_chunk_spec, schedule._kwargs_chunk_spec
+    if arg_specs is None:
+        arg_specs = tuple(_default_specs(arg, None) for arg in args)
+    if kwarg_specs is None:
+        kwarg_specs = {name: _default_specs(value, rows) for name, value in kwargs.items()}
+    return InputDims(
+        [dim for arg, spec in zip(args, arg_specs) for dim in _dims(arg, spec)],
+        {name: _dims(value, kwarg_specs[name]) for name, value in kwargs.items()},
+    )
 
-    def joined(whole: Any, one: Any, two: Any) -> Any:
-        if not isinstance(one, Tensor) or one.shape == whole.shape:
-            return one
-        sizes = zip(whole.shape, one.shape)
-        dim = next(i for i, (of_whole, of_one) in enumerate(sizes) if of_whole != of_one)
-        return torch.cat([one, two], dim)
 
-    return pytree.tree_map(joined, whole, chunks[0], chunks[1])
-
-
-class Rows(Enum):
-    """What more rows in a micro-batch change in a tensor."""
-
-    ALONG_DIM = "its size along the dim of the batch, and no other"
-    NOTHING = "nothing"
-    OTHERWISE = "its shape in another way, or its values"
+def _dims(value: Any, specs: Any) -> list[int | None]:
+    leaves, tree = pytree.tree_flatten(value)
+    return [
+        spec.split_dim if isinstance(spec, TensorChunkSpec) else None
+        for leaf, spec in zip(leaves, tree.flatten_up_to(specs), strict=True)
+        if isinstance(leaf, Tensor)
+    ]
 
 
 def join(
-    parts: Sequence[Tensor], dim: int, rows: Sequence[Sequence[int]], of: Rows | None
+    parts: Sequence[Tensor],
+    dim: int | None,
+    rows: Sequence[Sequence[int]],
+    of: Rows,
+    is_gradient: bool = False,
+    is_stated: bool = False,
 ) -> Tensor:
     """Return the tensor that the hook of an unsplit run sees, from those of the micro-batches.
 
     Args:
         parts: By micro-batch.
+        dim: The dim of the rows, if they have any; None: they have none.
         rows: By data-parallel rank: its rows of each micro-batch.
-        of: What their rows are; None, where stages run on one size of micro-batches only: rows
-            along ``dim`` if the sizes fit, or else nothing.
+        of: What is proven of their rows.
+        is_gradient: Whether these are gradients of the tensors that ``of`` is about.
+        is_stated: Whether the user states ``dim``.
 
     Raises:
-        ValueError: they are neither rows along ``dim`` nor one tensor for all rows.
+        ValueError: it is not known what rows they have, or they have some along another dim.
     """
     if len(parts) == 1:
         return parts[0]
+    first, placement = parts[0], of.placement
+    if placement is None and is_stated:
+        placement = _along(dim, first)
+    if isinstance(placement, Replicate):
+        if is_gradient:  # each micro-batch adds to it
+            return torch.stack(list(parts)).sum(0)
+        if all(same_bits(part, first) for part in parts[1:]):
+            return first
     in_all = [sum(of_rank[i] for of_rank in rows) for i in range(len(parts))]
-    first = parts[0]
-    fits = -first.dim() <= dim < first.dim() and [part.shape[dim] for part in parts] == in_all
-    if of is None:
-        of = Rows.ALONG_DIM if fits else Rows.NOTHING
-    if of is Rows.NOTHING and all(same_bits(part, first) for part in parts[1:]):
-        return first
-    if of is not Rows.ALONG_DIM or not fits:
-        raise ValueError(
-            f"the tensors of the micro-batches, of shapes {[tuple(p.shape) for p in parts]}, are "
-            f"neither the same for any rows nor rows of the batch along dim {dim}, of which they "
-            f"would have {in_all}; pass the dim along which they are joined as microbatch_dim=, "
-            'or use batch_mode="full"'
+    is_split = placement == _along(dim, first)
+    if dim is None or not is_split or [part.shape[dim] for part in parts] != in_all:
+        raise ValueError(_refusal(parts, placement, of.lost_at, in_all))
+    # Each part has the rows of all data-parallel ranks, one rank after the other, as the whole
+    # must have.
+    pieces = [part.split([of_rank[i] for of_rank in rows], dim) for i, part in enumerate(parts)]
+    return torch.cat([piece[rank] for rank in range(len(rows)) for piece in pieces], dim)
+
+
+def _along(dim: int | None, tensor: Tensor) -> Placement | None:
+    """Return the placement of a tensor with rows along this dim; None where it has no such dim."""
+    if dim is None:
+        return Replicate()
+    return Shard(dim % tensor.dim()) if -tensor.dim() <= dim < tensor.dim() else None
+
+
+def _refusal(
+    parts: Sequence[Tensor], placement: Placement | None, lost_at: str, rows: Sequence[int]
+) -> str:
+    what = f"the tensors of the micro-batches, of shapes {[tuple(p.shape) for p in parts]}"
+    if placement is None:
+        after = f" (lost at {lost_at})" if lost_at else ""
+        return (
+            f"which rows of the batch {what}, have is not known{after}; state the dim of the rows "
+            "with microbatch_dim={name of the module: dim}, or None for a tensor that has none, or "
+            'use batch_mode="full"'
         )
-    if len(rows) > 1 and dim in (0, -first.dim()):
-        # Each part has the rows of all data-parallel ranks, one rank after the other, as the whole
-        # must have.
-        pieces = [part.split([of_rank[i] for of_rank in rows], dim) for i, part in enumerate(parts)]
-        return torch.cat([piece[rank] for rank in range(len(rows)) for piece in pieces], dim)
-    return torch.cat(list(parts), dim)
+    if isinstance(placement, Shard) and parts[0].shape[placement.dim] == rows[0]:
+        return (
+            f"{what}, have the rows of the batch along dim {placement.dim}; pass it as "
+            f"microbatch_dim={{name of the module: {placement.dim}}}"
+        )
+    return (
+        f"{what}, are neither the same for any rows nor have one row for each of the "
+        f'micro-batches\' {list(rows)}; use batch_mode="full"'
+    )
 
 
 def part_of_shape(
-    shape: tuple[int | None, ...] | None, dim: int, rows: Sequence[Sequence[int]]
+    shape: tuple[int | None, ...] | None, dim: int | None, rows: Sequence[Sequence[int]]
 ) -> tuple[int | None, ...] | None:
     """Return the shape of a micro-batch's tensor, where that of the whole batch has ``shape``.
 
     Args:
         rows: As of ``join``.
     """
-    if shape is None or not -len(shape) <= dim < len(shape):
+    if shape is None or dim is None or not -len(shape) <= dim < len(shape):
         return shape
     if shape[dim] != sum(sum(of_rank) for of_rank in rows):
         return shape  # no rows of the batch

@@ -22,11 +22,9 @@ from flex_model.distributed.tensor_dicts import (
     describe,
     exchange_json,
 )
-from flex_model.hooks.registration import Registration
 from flex_model.pipelining.instrumented_stage import InstrumentedStage, sendable, to_meta
 from flex_model.pipelining.local_pipeline import LocalPipeline
-from flex_model.pipelining.microbatches import Rows, same_bits
-from flex_model.pipelining.stages import find_targets, is_traced
+from flex_model.pipelining.stages import is_traced
 
 
 def infer_shapes(
@@ -55,7 +53,7 @@ def infer_shapes(
             _check_floats(shapes)
         return shapes
 
-    problem = _run_in_order(
+    problem = run_in_order(
         pipeline,
         "the shapes of stage",
         run,
@@ -65,7 +63,7 @@ def infer_shapes(
         raise ValueError(f"the pipeline can't run these inputs: {problem}")
 
 
-def _run_in_order(
+def run_in_order(
     pipeline: LocalPipeline,
     what: str,
     run: Callable[[InstrumentedStage, Any], Any],
@@ -194,96 +192,3 @@ def _left_as_it_was(module: nn.Module) -> Iterator[None]:
             for buffer, before in buffers:
                 if buffer.shape == before.shape:
                     buffer.copy_(before)
-
-
-def find_rows(
-    pipeline: LocalPipeline,
-    registrations: Sequence[Registration],
-    inputs: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
-    dim_of: Callable[[Registration], int],
-    must_run: bool,
-) -> dict[int, Rows]:
-    """Return what more rows in a micro-batch change in the tensor of each hook of this rank, by the
-    hook's index: the stages are run on one micro-batch and on two as one. Hooks of stages that
-    can't be run on two are left out, and those whose calls differ. Collective over the stages of
-    one pipeline.
-
-    Args:
-        inputs: The positional and keyword arguments of one micro-batch, and of two as one; the
-            positional ones count on the first stage's rank.
-        dim_of: Returns the dim along which a hook's records are joined.
-        must_run: Whether stages that can't be run on two are an error.
-
-    Raises:
-        ValueError: a stage can't be run on two; on every rank of the pipeline.
-    """
-    found: dict[int, Rows] = {}
-
-    def run(stage: InstrumentedStage, received: Sequence[Sequence[Description]] | None) -> Any:
-        if is_traced(stage.stage):
-            raise TypeError("torch's tracer made it for one size")
-        runs = []
-        for number, (args, kwargs) in enumerate(inputs):
-            if received is not None:
-                args = _ones(received[number], stage.stage.device)
-            runs.append(_tensors_of_hooks(stage, registrations, args, kwargs))
-        (one, _), (two, _) = runs
-        for registration in registrations:
-            calls = one.get(registration.index, []), two.get(registration.index, [])
-            kinds = {_changed_by_rows(*of, dim_of(registration)) for of in zip(*calls)}
-            if len(kinds) == 1 and len(calls[0]) == len(calls[1]):
-                found[registration.index] = kinds.pop()
-        return [describe(outputs) for _, outputs in runs]
-
-    problem = _run_in_order(pipeline, "the rows in stage", run)
-    if problem and must_run:
-        raise ValueError(
-            "micro-batches have one row, and stages must be run on two to show which of their "
-            f"tensors have rows of the batch, which fails in {problem}; give micro-batches of two "
-            "rows or more"
-        )
-    return found
-
-
-def _ones(shapes: Sequence[Description], device: torch.device) -> tuple[Tensor, ...]:
-    """Return inputs of a later stage: not zeros, of which any sum over rows is the same."""
-    return tuple(map(torch.ones_like, _zeros(shapes, device)))
-
-
-def _tensors_of_hooks(
-    stage: InstrumentedStage,
-    registrations: Sequence[Registration],
-    inputs: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[dict[int, list[Tensor]], list[Tensor]]:
-    """Run a stage; return the tensors of each hook's calls, by its index, and those it sends."""
-    root = stage.stage.submod
-    found: dict[int, list[Tensor]] = {}
-    handles = []
-    for registration in registrations:
-        is_input = registration.kind in ("forward_pre", "full_backward")
-
-        def note(module, args, kwargs, output, registration=registration, is_input=is_input):
-            with contextlib.suppress(Exception):  # the hook's own call raises it
-                leaf = registration.leaf((args, kwargs) if is_input else output)
-                found.setdefault(registration.index, []).append(leaf.detach().clone())
-
-        for module in find_targets(root, registration.name):
-            handles.append(module.register_forward_hook(note, with_kwargs=True))
-    try:
-        outputs = _run(root, inputs, stage.accepted(kwargs))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found, [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)]
-
-
-def _changed_by_rows(one: Tensor, two: Tensor, dim: int) -> Rows:
-    """Return what differs in a tensor of one micro-batch and in that of two as one."""
-    if one.shape == two.shape:
-        return Rows.NOTHING if same_bits(one, two) else Rows.OTHERWISE
-    if one.dim() != two.dim() or not -one.dim() <= dim < one.dim():
-        return Rows.OTHERWISE
-    sizes = list(one.shape)
-    sizes[dim] *= 2
-    return Rows.ALONG_DIM if sizes == list(two.shape) else Rows.OTHERWISE

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from flex_model import _C
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
@@ -21,6 +22,7 @@ from flex_model.parameters.trainable import refuse_different
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.agreement import check_equal, gather_checked
 from flex_model.pipelining.local_pipeline import LocalPipeline
+from flex_model.pipelining.row_proofs import InputDims
 from flex_model.pipelining.stage_index import StageIndex
 
 
@@ -45,7 +47,7 @@ class StepCall:
     until: list[tuple[str, str]] | None
     batch_mode: str
     return_on: str
-    microbatch_dim: int | Mapping[str, int] | None
+    microbatch_dim: int | Mapping[str, int | None] | None
 
 
 @dataclass(eq=False)
@@ -55,14 +57,18 @@ class StepPlan:
     Attributes:
         inputs: The hash of the shapes, dtypes and modes of the inputs on all ranks.
         is_prepared: Whether every rank's stages have buffers for these inputs.
+        conditions: A hash of the inputs, and of all that a module may branch on, on all ranks.
         number: The number of micro-batches.
+        input_dims: How this rank's inputs are split into them.
         rows: By data-parallel rank: its number of rows in each micro-batch.
         seed: The seed of random edits.
     """
 
     inputs: int
     is_prepared: bool
+    conditions: int
     number: int
+    input_dims: InputDims
     arg_chunks: list[Any]
     kwarg_chunks: list[Any]
     target_chunks: list[Any] | None
@@ -127,6 +133,7 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
             "seed": seed_of_state() if mesh.rank == 0 else 0,
             "modules": core.replicas.digest() if has_edits else None,
             "prepared": prepared,
+            "modules' flags": _C.walk_modules(core.module, [], Tensor, nn.Module)[1:],
         }
 
     gathered = gather_checked(world, "the start of a step of the pipeline", describe, equal)
@@ -146,7 +153,9 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
     return StepPlan(
         inputs,
         all(of_rank["prepared"] == inputs for of_rank in gathered),
+        site_hash(inputs, *(of_rank["modules' flags"] for of_rank in gathered)),
         number,
+        microbatches.input_dims(schedule, args, call.kwargs, number, own_rows),
         microbatches.split_args(schedule, args, number),
         microbatches.split_kwargs(schedule, call.kwargs, number, own_rows),
         None if target is None else list(torch.tensor_split(target, number)),
@@ -192,15 +201,15 @@ def _check_target_rows(rows: int | None, target_rows: int | None) -> None:
         )
 
 
-def check_dims(dims: int | Mapping[str, int] | None, index: StageIndex) -> None:
+def check_dims(dims: int | Mapping[str, int | None] | None, index: StageIndex) -> None:
     """TypeError, or ValueError for an unknown name, unless ``microbatch_dim`` is a dim, or dims by
     names of modules.
     """
     by_name = dims if isinstance(dims, Mapping) else {"": 0 if dims is None else dims}
     for name, dim in by_name.items():
-        if isinstance(dim, bool) or not isinstance(dim, int):
+        if isinstance(dim, bool) or not isinstance(dim, (int, type(None))):
             raise TypeError(
-                "microbatch_dim must be an int, or a dict of ints by module name; got "
+                "microbatch_dim must be an int, or a dict of ints or None by module name; got "
                 f"{type(dim).__name__}{f' for {name!r}' if name else ''}"
             )
         if name:

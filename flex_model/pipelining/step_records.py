@@ -13,6 +13,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import describe, from_rank, gather_to_first
 from flex_model.layouts.resolve import ExpectedShape
 from flex_model.pipelining import microbatches
+from flex_model.pipelining.row_proofs import Rows
 
 _BACKWARD = ("full_backward", "full_backward_pre")
 
@@ -31,8 +32,9 @@ def join(
     recorded: dict[Any, list[Tensor]],
     number: int,
     rows: Sequence[Sequence[int]],
-    dim_of: Callable[[str], int],
-    rows_of: Callable[[str, str], microbatches.Rows | None],
+    dim_of: Callable[[str], int | None],
+    rows_of: Callable[[str, str, int], Rows],
+    is_stated: Callable[[str], bool],
     expected: Mapping[tuple[str, str], ExpectedShape],
 ) -> list[StageRecords]:
     """Return the records of this rank's stages.
@@ -41,8 +43,9 @@ def join(
         recorded: By name, kind and (stage, micro-batch), as ``records.Records`` keeps them.
         number: The number of micro-batches.
         rows: By data-parallel rank: its rows of each micro-batch.
-        dim_of: Returns the dim along which they are joined, by name.
-        rows_of: Returns what rows they have, by name and kind; None: unknown.
+        dim_of: Returns the dim along which they are joined, by name; None for none.
+        rows_of: Returns what is proven of their rows, by name, kind and stage.
+        is_stated: Returns whether the user states ``dim_of`` of a name for its module.
         expected: By name and kind: their ``expected_shape``, where it has one.
 
     Raises:
@@ -67,7 +70,14 @@ def join(
             )
         try:
             whole = [
-                microbatches.join(parts, dim_of(name), rows, rows_of(name, kind))
+                microbatches.join(
+                    parts,
+                    dim_of(name),
+                    rows,
+                    rows_of(name, kind, stage),
+                    kind in _BACKWARD,
+                    is_stated(name),
+                )
                 for parts in zip(*lists, strict=True)
             ]
             for tensor in whole:

@@ -21,10 +21,12 @@ from flex_model.pipelining import microbatches, step_records
 from flex_model.pipelining.agreement import gather_checked
 from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.local_pipeline import LocalPipeline
-from flex_model.pipelining.shapes import find_rows, infer_shapes
+from flex_model.pipelining.row_proofs import Rows
+from flex_model.pipelining.shapes import infer_shapes
 from flex_model.pipelining.stages import find_targets
 from flex_model.pipelining.step_end import StepEnd
 from flex_model.pipelining.step_plan import StepCall, StepPlan, plan_step
+from flex_model.pipelining.step_rows import StepRows
 from flex_model.runs.run import Run
 from flex_model.runs.stop_request import STOP_REQUEST
 from flex_model.runs.until import Site
@@ -39,8 +41,7 @@ class StepRunner:
         self._index, self._end = pipeline.index, StepEnd(pipeline)
         self._prepared: int | None = None  # the inputs that the stages have buffers for
         self._last: Run | None = None
-        # Of such inputs: by a hook's index and its dim of the batch; None: not found.
-        self._rows: dict[tuple[int, int], microbatches.Rows | None] = {}
+        self._rows = StepRows(pipeline)
 
     def run(self, call: StepCall, output_ptr: dict[str, list[Tensor]]) -> Any:
         """Run one step; return the result of the call on this rank."""
@@ -52,11 +53,10 @@ class StepRunner:
             try:
                 with self._state.silenced():
                     self._prepare(call, plan)
-                    of_rows = self._find_rows(call, plan, chosen, dims)
                 if not call.appends:
                     for registration in chosen:
                         output_ptr.pop(registration.hook_function.record_name, None)
-                return self._run(call, plan, chosen, dims, of_rows, output_ptr)
+                return self._run(call, plan, chosen, dims, output_ptr)
             finally:
                 core.records.output_ptr.clear()
 
@@ -65,7 +65,6 @@ class StepRunner:
         if plan.is_prepared or not self._local.needs_shapes:
             return
         self._prepared = None
-        self._rows.clear()
         args, kwargs = plan.arg_chunks[0], plan.kwarg_chunks[0]
         unsplit = microbatches.find_unsplit(self._schedule, call.kwargs, kwargs, plan.number)
         with torch.inference_mode(False):
@@ -77,52 +76,12 @@ class StepRunner:
             self._local.connect(plan.number, call.has_backward, args, kwargs)
         self._prepared = plan.inputs
 
-    def _find_rows(
-        self, call: StepCall, plan: StepPlan, chosen: list[Registration], dims: dict[str, int]
-    ) -> dict[tuple[str, str], microbatches.Rows]:
-        """Return what rows the tensors of records have, by their name and kind."""
-        if plan.number == 1:
-            return {}
-        # The same on all ranks: each has the registrations of every stage.
-        keys = {
-            registration: (registration.index, dims[registration.hook_function.record_name])
-            for registration in chosen
-            if registration.hook_function.record and registration.kind != "tensor"
-        }
-        new = [registration for registration, key in keys.items() if key not in self._rows]
-        if new:
-            found: dict[int, microbatches.Rows] = {}
-
-            def find() -> None:
-                args = two_args = ()
-                if self._local.stages[0].is_first:
-                    args = plan.arg_chunks[0]
-                    two_args = microbatches.two_as_one(call.args, plan.arg_chunks)
-                two_kwargs = microbatches.two_as_one(call.kwargs, plan.kwarg_chunks)
-                of_rank = find_rows(
-                    self._pipeline,
-                    [registration for registration in new if registration.module is not None],
-                    [(args, plan.kwarg_chunks[0]), (two_args, two_kwargs)],
-                    lambda registration: keys[registration][1],
-                    must_run=sum(of_rank[0] for of_rank in plan.rows) == 1,
-                )
-                found.update(of_rank)
-
-            gather_checked(self._pipeline.world, "the rows of a step's micro-batches", find)
-            self._rows |= {keys[one]: found.get(one.index) for one in new}
-        return {
-            (one.hook_function.record_name, one.kind): rows
-            for one, key in keys.items()
-            if (rows := self._rows[key]) is not None
-        }
-
     def _run(
         self,
         call: StepCall,
         plan: StepPlan,
         chosen: list[Registration],
-        dims: dict[str, int],
-        of_rows: dict[tuple[str, str], microbatches.Rows],
+        dims: dict[str, int | None],
         output_ptr: dict[str, list[Tensor]],
     ) -> Any:
         core, state = self._core, self._state
@@ -144,6 +103,7 @@ class StepRunner:
         core.executor.average_over(divisor)
         gradients = Gradients(core, divisor)
         self._begin_stages(call)
+        self._rows.begin(call, plan, chosen)
         losses: list[Tensor] = []
         output = None
         before = save_ctx.begin_step(core.save_ctx)
@@ -162,13 +122,15 @@ class StepRunner:
         except BaseException as error:
             state.fail_in_model(error, "schedule")
         consumed = self._end_run(run)
-        records = self._join_records(plan, chosen, dims, of_rows)
         try:
+            self._rows.infer()
+            records = self._join_records(call, plan, chosen, dims)
             output = self._end.finish(
                 call, records, before, gradients, consumed, output, output_ptr
             )
         except BaseException:
             self._prepared = None  # what failed may have left buffers in use
+            self._rows.forget()
             gradients.restore(is_failed=True)
             raise
         gradients.restore(is_failed=False)
@@ -191,12 +153,14 @@ class StepRunner:
                 ]
             stage.begin(call.has_backward, stage.index > last, sites)
 
-    def _dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int]:
-        """Return the dims along which the micro-batches' records are joined, by their name."""
+    def _dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int | None]:
+        """Return the dims along which the micro-batches' records are joined, by their name; None
+        for those that have no rows, as the user states.
+        """
         stated = call.microbatch_dim
         default = stated if isinstance(stated, int) else microbatches.batch_dim(self._schedule)
         by_module = stated if isinstance(stated, Mapping) else {}
-        dims: dict[str, int] = {}
+        dims: dict[str, int | None] = {}
         for registration in chosen:
             if registration.name in by_module:
                 dims.setdefault(
@@ -219,15 +183,21 @@ class StepRunner:
 
     def _join_records(
         self,
+        call: StepCall,
         plan: StepPlan,
         chosen: list[Registration],
-        dims: dict[str, int],
-        of_rows: dict[tuple[str, str], microbatches.Rows],
+        dims: dict[str, int | None],
     ) -> list[step_records.StageRecords]:
         records = self._core.records
         if self._state.failure.has_error or not records.keeps_full:
             return []
         shapes: dict[tuple[str, str], list[ExpectedShape]] = {}
+        dim, rows = call.microbatch_dim, self._rows.of_records(chosen)
+        stated = {
+            r.hook_function.record_name
+            for r in chosen
+            if isinstance(dim, int) or (isinstance(dim, Mapping) and r.name in dim)
+        }
         for registration in chosen:
             function = registration.hook_function
             shape = function.expected_shape if function.select is None else None
@@ -238,7 +208,8 @@ class StepRunner:
                 plan.number,
                 plan.rows,
                 dims.__getitem__,
-                lambda name, kind: of_rows.get((name, kind)),
+                lambda *key: rows.get(key, Rows()),
+                stated.__contains__,
                 {key: of_key[0] for key, of_key in shapes.items() if len(of_key) == 1},
             )
         except ValueError as error:

@@ -59,7 +59,7 @@ class Settings:
     follow: Follow
     batch_mode: str
     return_on: str
-    microbatch_dim: int | Mapping[str, int] | None
+    microbatch_dim: int | Mapping[str, int | None] | None
     dp_batch: str | None
     pad_value: float
 

@@ -13,7 +13,7 @@ import models
 from advice.row import Row
 from flex_model import FlexModel, HookFunction, editing, sequential
 from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
-from pipelines import MLP, Scaled, Transposed, alone_group, make_mlp, make_schedule, part
+from pipelines import MLP, Scaled, Summary, Transposed, alone_group, make_mlp, make_schedule, part
 
 X, Y = models.random(8, 8, dtype=torch.float32), models.random(8, 3, seed=3, dtype=torch.float32)
 MSE, SCALE, ROWS_OF_BATCH = nn.MSELoss(), torch.ones(8, 1), TensorChunkSpec(0)
@@ -148,6 +148,15 @@ def turned(**settings):
     model = make_mlp()
     model.layers[2].act = Transposed()
     step(HookFunction("layers.2.act.inner"), model=model, **settings)
+
+
+SUMMARY = "layers.2.act.1.inner"
+
+
+def shared_rows(kind, **settings):
+    model = make_mlp()
+    model.layers[2].act = nn.Sequential(nn.Linear(16, 8), Summary(kind), nn.Linear(8, 16))
+    step(HookFunction(SUMMARY), model=model, **settings)
 
 
 def edited_rows(batch_mode="micro", **where):
@@ -329,17 +338,7 @@ def of_a_module(**settings):
     FlexModel(make_mlp(), process_group=alone_group(), **settings).restore()
 
 
-def traced(num_microbatches):
-    x, y = X[:4], Y[:4]
-    example, split_spec = (x[: 4 // num_microbatches],), {"layers.4": SplitPoint.BEGINNING}
-    pipe = pipeline(make_mlp(), example, split_spec=split_spec, method="trace")
-    stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, num_microbatches, loss_fn=MSE)
-    step(HookFunction("layers.1"), HookFunction("layers.6"), x=x, target=y, schedule=schedule)
-
-
 TWO_RANKS = [
-    Row("give micro-batches of two rows or more", lambda: traced(4), lambda: traced(2)),
     Row(
         "FlexModel(schedule, ...), or leave it out",
         lambda: of_a_module(batch_mode="full"),
@@ -396,9 +395,23 @@ TWO_RANKS = [
         lambda: scaled(torch.ones(16, 1), ROWS_OF_BATCH, Patches),
     ),
     Row(
-        "pass the dim along which they are joined as microbatch_dim=",
+        "pass it as microbatch_dim=",
         turned,
-        lambda: (turned(microbatch_dim={"layers.2.act.inner": 1}), turned(batch_mode="full")),
+        lambda: turned(microbatch_dim={"layers.2.act.inner": 1}),
+    ),
+    Row(
+        "state the dim of the rows with microbatch_dim=",
+        lambda: shared_rows("as many shared rows as a micro-batch has"),
+        lambda: (
+            shared_rows("as many shared rows as a micro-batch has", microbatch_dim={SUMMARY: None}),
+            shared_rows("rows in reverse order", microbatch_dim={SUMMARY: 0}),
+            shared_rows("a sum over rows", batch_mode="full"),
+        ),
+    ),
+    Row(
+        "are neither the same for any rows nor have one row for each of the",
+        lambda: shared_rows("two rows for each of the batch"),
+        lambda: shared_rows("two rows for each of the batch", batch_mode="full"),
     ),
     Row(
         "give the dim of the rows with dims={'rows': ...}, or use",

@@ -22,7 +22,17 @@ from flex_model import FlexModel, HookError, HookFunction, sequential
 from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
 from flex_model.pipelining.schedule import stages_of
 from flex_model.runs.stop_request import STOP_REQUEST
-from pipelines import ALL, Block, Scaled, alone_group, make_mlp, make_schedule, part, unsplit
+from pipelines import (
+    ALL,
+    Block,
+    Scaled,
+    Summary,
+    alone_group,
+    make_mlp,
+    make_schedule,
+    part,
+    unsplit,
+)
 
 MSE = nn.MSELoss()
 
@@ -285,34 +295,19 @@ def test_microbatches_of_one_row():
                 assert records["layers.6.act.1.inner"][0].shape == (1, 8)
 
 
-class Summary(nn.Module):
-    """Computes tensors whose rows can't be told by their sizes or values."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind, self.inner = kind, nn.Linear(8, 8)
-
-    def forward(self, x):
-        if self.kind == "as many shared rows as a micro-batch has":
-            return x + self.inner(torch.ones(2, 8)).mean(0)
-        if self.kind == "two rows for each of the batch":
-            return self.inner(x.repeat_interleave(2, 0))[::2]
-        if self.kind == "rows along another dim":
-            return self.inner(x.T.reshape(8, -1, 1).expand(-1, -1, 8))[:, :, 0].T
-        return x + self.inner(x.sum(0))  # a sum over rows
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "is_refused"),
+    ("kind", "refusal"),
     [
-        ("as many shared rows as a micro-batch has", False),
-        ("two rows for each of the batch", True),
-        ("rows along another dim", True),
-        ("a sum over rows", True),
+        ("as many shared rows as a micro-batch has", "ones of 2, which may be a rank's own"),
+        ("two rows for each of the batch", "have one row for each"),
+        ("rows along another dim", "have the rows of the batch along dim 1"),
+        ("rows in reverse order", "is not known .lost at flip"),
+        ("sums of the rows so far", "is not known .lost at cumsum"),
+        ("a sum over rows", "is not known .lost at linear"),
     ],
 )
-def test_micro_batches_that_are_alike(kind, is_refused):
+def test_micro_batches_that_are_alike(kind, refusal):
     """Neither sizes nor equal values show what rows a tensor has."""
     model = make_mlp()
     model.layers[6].act = nn.Sequential(nn.Linear(16, 8), Summary(kind), nn.Linear(8, 16))
@@ -321,19 +316,19 @@ def test_micro_batches_that_are_alike(kind, is_refused):
     def script(flex):
         flex.register_forward_hook(HookFunction(name))
         flex.register_full_backward_hook(HookFunction("layers.6.act"))
+        flex.register_full_backward_pre_hook(HookFunction(name, output_name="gradient"))
 
     x, y = (one[:1].repeat(8, 1) for one in data(8))
     expected = unsplit(model, script, x, y, MSE)
     records = {}
     with FlexModel(make_schedule(ALL[0], model, loss_fn=MSE), records) as flex:
         script(flex)
-        if not is_refused:
+        with pytest.raises(HookError, match=rf"forward hook on {name!r}: .* {refusal}"):
             flex(x, target=y)
-        else:
-            with pytest.raises(HookError, match=rf"forward hook on {name!r}: .* neither the same"):
-                flex(x, target=y)
-            flex.restore()
+        if not kind.startswith("as many"):
             return
+        flex.microbatch_dim = {name: None}
+        flex(x, target=y)
         if rank_of(flex) == 0:
             check(records, expected["records"])
 

@@ -390,7 +390,9 @@ def test_dims_of_micro_batches_by_name():
         compare(flex, records, script, model, x, y)
     with FlexModel(schedule) as flex:
         script(flex)
-        with pytest.raises(HookError, match="pass the dim along which"):
+        with pytest.raises(
+            HookError, match=r"have the rows of the batch along dim 1; pass it as microbatch_dim="
+        ):
             flex(x, target=y)
     with pytest.raises(TypeError, match="microbatch_dim must be an int"):
         FlexModel(schedule, microbatch_dim="0")
