@@ -11,6 +11,8 @@
 PYTHON3 ?= python3
 VENV ?= .venv
 JOBS ?= 2
+# Each file on one process, in the order of tests/conftest.py.
+XDIST := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PYTHON := $(abspath $(VENV))/bin/python
 # New when the requirements or the Python are: then the environment is brought up to date.
 NEEDS := $(filter-out requirements/docs.txt,$(wildcard requirements/*.txt))
@@ -22,6 +24,8 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHON
+# Else each of the hundreds of processes that tests start would compile what it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
 
 CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
@@ -49,7 +53,7 @@ demo: build  ## two processes find the induction heads of a sharded model
 	torchrun --standalone --nproc-per-node 2 examples/induction_heads.py
 
 test: build browser  ## the tests, those of several ranks included, but for the slow ones
-	FLEX_MODEL_REQUIRE_BROWSER=1 pytest -q -n $(JOBS) --dist loadfile
+	FLEX_MODEL_REQUIRE_BROWSER=1 pytest -q $(XDIST)
 
 browser: venv  ## a headless browser for the tests of pages, in .venv, where none is installed
 	@.ci/make_browser "$(VENV)/browser"
@@ -121,7 +125,7 @@ check-sanitizers: venv  ## engine and op tests under the address and undefined-b
 	@.ci/check_sanitizers
 
 check-slow: build  ## the slow tests
-	pytest -q -m "slow and not table" -n $(JOBS) --dist loadfile
+	pytest -q -m "slow and not table" $(XDIST)
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist site *.egg-info flex_model/*.so flex_model/_build_config.json

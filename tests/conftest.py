@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import traceback
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,6 +27,17 @@ from rank_pool import GRACE_S, RankPool, Skipped, seed_everything
 
 TIMEOUT_S = 60
 PROCESS = os.getpid()
+# The files that take longest. They come first, or one of them may be all that is left to run.
+LONGEST = [
+    "test_frameworks.py",
+    "test_simulation.py",
+    "test_cuda_emulated.py",
+    "test_transformers_5_17.py",
+    "test_memory.py",
+    "test_examples.py",
+    "test_gpu_run.py",
+    "test_other_loops.py",
+]
 POOLS = {}
 STDERR, STATUS = pytest.StashKey(), pytest.StashKey()
 
@@ -47,9 +59,18 @@ def pytest_runtest_logreport():
         os._exit(70)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)  # after those that the marks deselect are gone
+def pytest_collection_modifyitems(config, items):
     if WORLD_SIZE:
         items.sort(key=lambda item: item.get_closest_marker("ranks") is not None)
+    if hasattr(config, "workerinput"):  # of xdist, which gives a worker one file after the other
+        num_tests = Counter(item.path for item in items)
+        places = {name: place for place, name in enumerate(LONGEST)}
+
+        def when(item):
+            return places.get(item.path.name, len(LONGEST)), -num_tests[item.path]
+
+        items.sort(key=when)
 
 
 def pytest_runtest_setup(item):

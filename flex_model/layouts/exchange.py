@@ -28,7 +28,9 @@ def exchange_chunks(communicator: Communicator, follower: Follower) -> None:
             return [chunk] * len(digests)
         packed = chunk.pack()
         lengths = communicator.exchange(torch.tensor([len(packed)])).flatten().tolist()
-        return list(map(Chunk.unpack, communicator.exchange_padded(packed, max(lengths))))
+        texts = communicator.exchange_padded(packed, max(lengths))
+        chunks = {text: Chunk.unpack(text) for text in set(texts)}  # some ranks' are equal
+        return [chunks[text] for text in texts]
 
     with communicator.uncounted():
         follower.sync(exchange)

@@ -152,8 +152,8 @@ def hash_of(*parts: object) -> Value:
     return int.from_bytes(digest, "little") >> 1
 
 
-def _as_tuples(value: Any) -> Any:
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
+def _as_tuples(values: list[Any]) -> tuple[Any, ...]:
+    return tuple([_as_tuples(item) if type(item) is list else item for item in values])
 
 
 def dtype_of(name: str) -> torch.dtype:

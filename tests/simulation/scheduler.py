@@ -1,26 +1,25 @@
 """Runs many threads, one at a time and in virtual time, so that a run is the same for each seed.
 
 A thread runs until it waits. Then the clock turns to the next event, and the thread that it wakes
-gets the baton. Waits of minutes cost nothing.
+runs next. Waits of minutes cost nothing. Threads are greenlets: no two run at once, and the system
+takes much longer to let one real thread follow another, most of all one on another core.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-import sys
-import threading
 import traceback
 from collections.abc import Callable, Generator
 from typing import Any, Protocol, TypeVar
+
+import torch
+from greenlet import getcurrent, greenlet
 
 T = TypeVar("T")
 
 # What yields whenever it waits: for a signal, at most so many seconds. Either may be None.
 Steps = Generator[tuple["Signal | None", "float | None"], None, T]
-
-_STACK_BYTES = 1 << 20
-_local = threading.local()
 
 
 class Killed(BaseException):
@@ -54,18 +53,19 @@ class Signal:
             waiter.wake()
 
 
-class Thread:
-    """A thread of a process, which runs only while it has the baton."""
+class Thread(greenlet):
+    """A thread of a process; at its end it returns which one runs next."""
 
     def __init__(
         self, scheduler: Scheduler, owner: Any, function: Callable[[], object], is_awaited: bool
     ) -> None:
+        super().__init__(parent=scheduler.caller)
         self.owner, self.function, self.is_awaited = owner, function, is_awaited
-        self.baton = threading.Lock()
-        self.baton.acquire()
         self.num_wakes = 0
-        self.ident: int | None = None  # of the real thread
         self._scheduler = scheduler
+
+    def run(self) -> Thread | None:
+        return self._scheduler.run_thread(self)
 
     def wake(self, after_s: float = 0.0) -> None:
         """Let it run, in so many seconds, unless something wakes it before."""
@@ -82,20 +82,18 @@ class Scheduler:
     Attributes:
         now: The virtual time in seconds.
         dice: For latencies that vary.
+        caller: The greenlet that has made it, and runs it.
     """
 
     def __init__(self, seed: int) -> None:
         self.now = 0.0
         self.dice = random.Random(seed)
+        self.caller = getcurrent()
         self._events: list[tuple[float, float, int, Callable[[], object]]] = []
         self._num_events = 0
         self._threads: dict[Thread, None] = {}  # a set would have another order each time
         self._num_awaited = 0
-        self._idle: list[_Worker] = []
-        self._workers: list[_Worker] = []
         self._next: Thread | None = None
-        self._main = threading.Lock()  # released once nothing can run any more
-        self._main.acquire()
         self._crashes: list[str] = []
         self._until_s = 0.0
         self._is_over = False
@@ -135,7 +133,7 @@ class Scheduler:
 
     def wait(self, signal: Signal | None, within_s: float | None = None) -> None:
         """Let the calling thread wait for a signal, at most so many seconds."""
-        thread: Thread = _local.thread
+        thread: Thread = getcurrent()
         self.check_lives(thread.owner)
         if signal is not None:
             signal.waiters[thread] = None
@@ -143,8 +141,10 @@ class Scheduler:
             thread.wake(within_s)
         chosen = self._pick()
         if chosen is not thread:
-            self._hand_to(chosen)
-            thread.baton.acquire()
+            has_gradients = torch.is_grad_enabled()  # torch keeps one for the real thread
+            self._switch_to(chosen)
+            if torch.is_grad_enabled() != has_gradients:
+                torch.set_grad_enabled(has_gradients)
         if signal is not None:
             signal.waiters.pop(thread, None)
         self.check_lives(thread.owner)
@@ -170,42 +170,41 @@ class Scheduler:
             HangError: some have not, at ``until_s`` or where nothing can happen any more.
         """
         self._until_s = until_s
-        self._hand_to(self._pick())
-        self._main.acquire()
+        has_gradients, chosen = torch.is_grad_enabled(), self._pick()
+        while chosen is not None:
+            torch.set_grad_enabled(True)  # as in a new thread
+            chosen = chosen.switch()
         waiting = [t for t in self._threads if t.is_awaited and not t.owner.is_dead]
         where = _stacks(waiting)
-        for thread in list(self._threads):  # so that no real thread is left behind
-            if thread.ident is not None:
-                thread.baton.release()
-                self._main.acquire()
-        for worker in self._workers:
-            worker.stop()
+        for thread in list(self._threads):
+            if thread:  # it has begun, and ends now: as if its process did
+                thread.switch()
+        torch.set_grad_enabled(has_gradients)
         if self._crashes:
             raise RuntimeError("a thread failed:\n" + "\n".join(self._crashes))
         if waiting:
             raise HangError(f"{len(waiting)} threads wait at {self.now:.1f} s, as here:\n{where}")
 
-    # ---- The baton -------------------------------------------------------------------------------
+    # ---- Turns -----------------------------------------------------------------------------------
 
     def resume(self, thread: Thread, number: int) -> None:
-        """Let a thread have the baton next, unless it was woken since this was asked for."""
+        """Let a thread run next, unless it was woken since this was asked for."""
         if thread.num_wakes == number and thread in self._threads:
             thread.num_wakes += 1
             self._next = thread
 
-    def run_thread(self, thread: Thread) -> None:
-        """Run a thread, which has the baton, to its end, and hand the baton on."""
-        _local.thread, thread.ident = thread, threading.get_ident()
+    def run_thread(self, thread: Thread) -> Thread | None:
+        """Run a thread to its end; return which one runs next."""
         try:
             if not thread.owner.is_dead:
                 thread.function()
         except Killed:
             pass
-        except BaseException:
+        except Exception:  # others, as Ctrl-C, are raised by the caller's `run`
             self._crashes.append(traceback.format_exc())
         self._threads.pop(thread)
         self._num_awaited -= thread.is_awaited
-        self._hand_to(self._pick())
+        return self._pick()
 
     def _pick(self) -> Thread | None:
         """Turn the clock until a thread can run; None if none can any more."""
@@ -220,21 +219,12 @@ class Scheduler:
             act()
         return self._next
 
-    def _hand_to(self, thread: Thread | None) -> None:
-        if thread is None:
-            self._main.release()
-        elif thread.ident is not None:
-            thread.baton.release()
+    def _switch_to(self, thread: Thread | None) -> None:
+        """Let the calling thread wait, and another one run, which has begun or not."""
+        if thread is not None and thread:
+            thread.switch()
         else:
-            if self._idle:
-                worker = self._idle.pop()
-            else:
-                self._workers.append(worker := _Worker(self))
-            worker.give(thread)
-
-    def note_idle(self, worker: _Worker) -> None:
-        """Note that a worker has nothing to do."""
-        self._idle.append(worker)
+            self.caller.switch(thread)
 
 
 class _Followed:
@@ -268,49 +258,17 @@ class _Followed:
             self.wake(within_s)
 
 
-class _Worker:
-    """A real thread, which runs one thread after the other: most live for one request only."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._thread: Thread | None = None
-        self._has_work = threading.Lock()
-        self._has_work.acquire()
-        before = threading.stack_size(_STACK_BYTES)
-        self._real = threading.Thread(target=self._run, daemon=True)
-        self._real.start()
-        threading.stack_size(before)
-
-    def give(self, thread: Thread | None) -> None:
-        self._thread = thread
-        self._has_work.release()
-
-    def stop(self) -> None:
-        self.give(None)
-        self._real.join()
-
-    def _run(self) -> None:
-        while True:
-            self._has_work.acquire()
-            thread = self._thread
-            if thread is None:
-                return
-            self._scheduler.run_thread(thread)
-            self._scheduler.note_idle(self)
-
-
 def current_owner() -> Any:
     """The process of the calling thread; None outside of all."""
-    thread = getattr(_local, "thread", None)
-    return None if thread is None else thread.owner
+    return getattr(getcurrent(), "owner", None)
 
 
 def _stacks(threads: list[Thread]) -> str:
     """Where threads wait, of some that wait in different places."""
-    frames, texts = sys._current_frames(), {}
+    texts: dict[str, list[str]] = {}
     for thread in threads:
-        if thread.ident in frames:
-            text = "".join(traceback.format_stack(frames[thread.ident])[-9:-1])
+        if thread.gr_frame is not None:
+            text = "".join(traceback.format_stack(thread.gr_frame)[-10:-2])
             texts.setdefault(text, []).append(str(thread.owner))
     listed = [f"{', '.join(names[:4])} ({len(names)}):\n{text}" for text, names in texts.items()]
     return "\n".join(listed[:4])
