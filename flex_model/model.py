@@ -121,9 +121,8 @@ class FlexModel(nn.Module):
             None; ``"all"``: every rank gets it, detached. Can be set.
         microbatch_dim: For schedules: the dim along which the records of micro-batches are joined,
             or a dict of it by module name, with None for a tensor that has no rows of the batch and
-            is kept once. Which rows a tensor has is proven by the operations that made it; where
-            that fails, it is an error, unless it is stated here. Default: as the schedule splits
-            its first input, else 0. Can be set.
+            is kept once. Default: it is proven by the operations that made the tensor; where that
+            fails, it is an error, unless it is stated here. Can be set.
 
     Pipelines::
 

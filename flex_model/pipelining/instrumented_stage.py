@@ -313,7 +313,8 @@ def sendable(output: Any) -> Any:
         return type(output)(sendable(item) for item in output)
     if not isinstance(output, Tensor):
         return output
-    output = output.contiguous()
+    if output.stride() != to_meta(output).stride():  # of dims of size 1, too: torch compares them
+        output = output.clone(memory_format=torch.contiguous_format)
     if output.requires_grad and (output._is_view() or output.grad_fn is None):
         return OwnTensor.apply(output)
     return output

@@ -179,71 +179,82 @@ def _dims(value: Any, specs: Any) -> list[int | None]:
 
 def join(
     parts: Sequence[Tensor],
-    dim: int | None,
+    stated: Placement | None,
     rows: Sequence[Sequence[int]],
     of: Rows,
     is_gradient: bool = False,
-    is_stated: bool = False,
 ) -> Tensor:
     """Return the tensor that the hook of an unsplit run sees, from those of the micro-batches.
 
     Args:
         parts: By micro-batch.
-        dim: The dim of the rows, if they have any; None: they have none.
+        stated: What the user states of their rows; None: nothing.
         rows: By data-parallel rank: its rows of each micro-batch.
         of: What is proven of their rows.
-        is_gradient: Whether these are gradients of the tensors that ``of`` is about.
-        is_stated: Whether the user states ``dim``.
+        is_gradient: Whether these are gradients of the tensors that ``stated`` and ``of`` are
+            about.
 
     Raises:
-        ValueError: it is not known what rows they have, or they have some along another dim.
+        ValueError: it is not known what rows they have, or the user states it wrongly.
     """
     if len(parts) == 1:
         return parts[0]
     first, placement = parts[0], of.placement
-    if placement is None and is_stated:
-        placement = _along(dim, first)
+    if isinstance(stated, Shard) and stated.dim < 0:
+        stated = Shard(first.dim() + stated.dim) if first.dim() >= -stated.dim else None
+    if placement is None:
+        placement = stated
+    elif isinstance(placement, Shard) and stated not in (None, placement):
+        raise ValueError(_refusal(parts, placement, "", stated))
     if isinstance(placement, Replicate):
         if is_gradient:  # each micro-batch adds to it
             return torch.stack(list(parts)).sum(0)
         if all(same_bits(part, first) for part in parts[1:]):
             return first
-    in_all = [sum(of_rank[i] for of_rank in rows) for i in range(len(parts))]
-    is_split = placement == _along(dim, first)
-    if dim is None or not is_split or [part.shape[dim] for part in parts] != in_all:
-        raise ValueError(_refusal(parts, placement, of.lost_at, in_all))
+    dim = placement.dim if isinstance(placement, Shard) and not placement.is_interleaved else -1
+    sizes = _rows_of_ranks(parts, dim, rows) if 0 <= dim < first.dim() else None
+    if sizes is None:
+        raise ValueError(_refusal(parts, placement, of.lost_at, None))
     # Each part has the rows of all data-parallel ranks, one rank after the other, as the whole
     # must have.
-    pieces = [part.split([of_rank[i] for of_rank in rows], dim) for i, part in enumerate(parts)]
+    pieces = [part.split(of_part, dim) for part, of_part in zip(parts, sizes)]
     return torch.cat([piece[rank] for rank in range(len(rows)) for piece in pieces], dim)
 
 
-def _along(dim: int | None, tensor: Tensor) -> Placement | None:
-    """Return the placement of a tensor with rows along this dim; None where it has no such dim."""
-    if dim is None:
-        return Replicate()
-    return Shard(dim % tensor.dim()) if -tensor.dim() <= dim < tensor.dim() else None
+def _rows_of_ranks(
+    parts: Sequence[Tensor], dim: int, rows: Sequence[Sequence[int]]
+) -> list[list[int]] | None:
+    """Return, by micro-batch, each data-parallel rank's size along ``dim``; None where the parts
+    have not equally many indices there for each row of the batch.
+    """
+    of_all = [[of_rank[i] for of_rank in rows] for i in range(len(parts))]
+    found = {divmod(part.shape[dim], sum(of_part)) for part, of_part in zip(parts, of_all)}
+    times, rest = found.pop()
+    if found or rest:
+        return None
+    return [[times * size for size in of_part] for of_part in of_all]
 
 
 def _refusal(
-    parts: Sequence[Tensor], placement: Placement | None, lost_at: str, rows: Sequence[int]
+    parts: Sequence[Tensor], placement: Placement | None, lost_at: str, stated: Placement | None
 ) -> str:
     what = f"the tensors of the micro-batches, of shapes {[tuple(p.shape) for p in parts]}"
-    if placement is None:
-        after = f" (lost at {lost_at})" if lost_at else ""
+    if stated is not None and isinstance(placement, Shard):
+        other = f"along dim {stated.dim}" if isinstance(stated, Shard) else "nowhere"
         return (
-            f"which rows of the batch {what}, have is not known{after}; state the dim of the rows "
-            "with microbatch_dim={name of the module: dim}, or None for a tensor that has none, or "
+            f"{what}, have the rows of the batch along dim {placement.dim} by the operations that "
+            f"made them, and microbatch_dim states that they have them {other}; leave it out"
+        )
+    if placement is not None:
+        return (
+            f"{what}, are neither the same for any rows nor rows of the batch one after the other; "
             'use batch_mode="full"'
         )
-    if isinstance(placement, Shard) and parts[0].shape[placement.dim] == rows[0]:
-        return (
-            f"{what}, have the rows of the batch along dim {placement.dim}; pass it as "
-            f"microbatch_dim={{name of the module: {placement.dim}}}"
-        )
+    after = f" (lost at {lost_at})" if lost_at else ""
     return (
-        f"{what}, are neither the same for any rows nor have one row for each of the "
-        f'micro-batches\' {list(rows)}; use batch_mode="full"'
+        f"which rows of the batch {what}, have is not known{after}; state the dim of the rows with "
+        "microbatch_dim={name of the module: dim}, or None for a tensor that has none, or use "
+        'batch_mode="full"'
     )
 
 

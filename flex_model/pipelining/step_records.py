@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.placement import Placement
 from flex_model.distributed.tensor_dicts import describe, from_rank, gather_to_first
 from flex_model.layouts.resolve import ExpectedShape
 from flex_model.pipelining import microbatches
@@ -32,9 +33,8 @@ def join(
     recorded: dict[Any, list[Tensor]],
     number: int,
     rows: Sequence[Sequence[int]],
-    dim_of: Callable[[str], int | None],
+    stated: Callable[[str], Placement | None],
     rows_of: Callable[[str, str, int], Rows],
-    is_stated: Callable[[str], bool],
     expected: Mapping[tuple[str, str], ExpectedShape],
 ) -> list[StageRecords]:
     """Return the records of this rank's stages.
@@ -43,9 +43,8 @@ def join(
         recorded: By name, kind and (stage, micro-batch), as ``records.Records`` keeps them.
         number: The number of micro-batches.
         rows: By data-parallel rank: its rows of each micro-batch.
-        dim_of: Returns the dim along which they are joined, by name; None for none.
+        stated: Returns what the user states of their rows, by name.
         rows_of: Returns what is proven of their rows, by name, kind and stage.
-        is_stated: Returns whether the user states ``dim_of`` of a name for its module.
         expected: By name and kind: their ``expected_shape``, where it has one.
 
     Raises:
@@ -72,11 +71,10 @@ def join(
             whole = [
                 microbatches.join(
                     parts,
-                    dim_of(name),
+                    stated(name),
                     rows,
                     rows_of(name, kind, stage),
                     kind in _BACKWARD,
-                    is_stated(name),
                 )
                 for parts in zip(*lists, strict=True)
             ]

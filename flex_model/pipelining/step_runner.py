@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.errors import HookError
 from flex_model.hooks import save_ctx
 from flex_model.hooks.registration import Registration
@@ -192,12 +193,13 @@ class StepRunner:
         if self._state.failure.has_error or not records.keeps_full:
             return []
         shapes: dict[tuple[str, str], list[ExpectedShape]] = {}
-        dim, rows = call.microbatch_dim, self._rows.of_records(chosen)
-        stated = {
-            r.hook_function.record_name
-            for r in chosen
-            if isinstance(dim, int) or (isinstance(dim, Mapping) and r.name in dim)
-        }
+        rows = self._rows.of_records(chosen)
+        stated: dict[str, Placement] = {}
+        for registration in chosen:
+            name, of_call = registration.hook_function.record_name, call.microbatch_dim
+            if isinstance(of_call, int) or registration.name in (of_call or ()):
+                dim = dims[name]
+                stated[name] = Replicate() if dim is None else Shard(dim)
         for registration in chosen:
             function = registration.hook_function
             shape = function.expected_shape if function.select is None else None
@@ -207,9 +209,8 @@ class StepRunner:
                 records.output_ptr,
                 plan.number,
                 plan.rows,
-                dims.__getitem__,
+                stated.get,
                 lambda *key: rows.get(key, Rows()),
-                stated.__contains__,
                 {key: of_key[0] for key, of_key in shapes.items() if len(of_key) == 1},
             )
         except ValueError as error:

@@ -395,9 +395,9 @@ TWO_RANKS = [
         lambda: scaled(torch.ones(16, 1), ROWS_OF_BATCH, Patches),
     ),
     Row(
-        "pass it as microbatch_dim=",
-        turned,
-        lambda: turned(microbatch_dim={"layers.2.act.inner": 1}),
+        "and microbatch_dim states that they have them",
+        lambda: turned(microbatch_dim={"layers.2.act.inner": 0}),
+        lambda: (turned(), turned(microbatch_dim={"layers.2.act.inner": 1})),
     ),
     Row(
         "state the dim of the rows with microbatch_dim=",
@@ -409,9 +409,9 @@ TWO_RANKS = [
         ),
     ),
     Row(
-        "are neither the same for any rows nor have one row for each of the",
-        lambda: shared_rows("two rows for each of the batch"),
-        lambda: shared_rows("two rows for each of the batch", batch_mode="full"),
+        "are neither the same for any rows nor rows of the batch one after the other",
+        lambda: shared_rows("all rows twice"),
+        lambda: shared_rows("all rows twice", batch_mode="full"),
     ),
     Row(
         "give the dim of the rows with dims={'rows': ...}, or use",

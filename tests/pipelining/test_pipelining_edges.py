@@ -388,11 +388,12 @@ def test_dims_of_micro_batches_by_name():
     with FlexModel(schedule, records := {}, microbatch_dim=dims) as flex:
         script(flex)
         compare(flex, records, script, model, x, y)
-    with FlexModel(schedule) as flex:
+    with FlexModel(schedule, records := {}) as flex:
         script(flex)
-        with pytest.raises(
-            HookError, match=r"have the rows of the batch along dim 1; pass it as microbatch_dim="
-        ):
+        compare(flex, records, script, model, x, y)  # proven
+    with FlexModel(schedule, microbatch_dim=dims | {"layers.2.act.inner": 0}) as flex:
+        script(flex)
+        with pytest.raises(HookError, match="along dim 1 by the operations that made them, and"):
             flex(x, target=y)
     with pytest.raises(TypeError, match="microbatch_dim must be an int"):
         FlexModel(schedule, microbatch_dim="0")
