@@ -12,7 +12,7 @@ from torch import nn
 import models
 
 IMAGE, IMAGE_TOKENS = 60, 4  # the token that stands for a part of an image, and how many a row has
-_TEXT = {
+TEXT = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -30,7 +30,7 @@ _VISION = {
     "patch_size": 4,
 }
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
-_QWEN_VISION = {
+QWEN_VISION = {
     "depth": 2,
     "hidden_size": 16,
     "num_heads": 2,
@@ -49,7 +49,7 @@ def llava(dtype: torch.dtype = torch.float32) -> nn.Module:
     from transformers import LlavaForConditionalGeneration as Llava
 
     vision = CLIPVisionConfig(**(_VISION | {"num_hidden_layers": 3}))  # the last but one is used
-    text = LlamaConfig(**_TEXT)
+    text = LlamaConfig(**TEXT)
     return _seeded(
         Llava, LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE), dtype
     )
@@ -59,8 +59,8 @@ def qwen2_vl(dtype: torch.dtype = torch.float32) -> nn.Module:
     from transformers import Qwen2VLConfig
     from transformers import Qwen2VLForConditionalGeneration as Qwen2VL
 
-    vision = _QWEN_VISION | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
-    text = _TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+    vision = QWEN_VISION | {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+    text = TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
     text |= _TOKENS
     config = Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE)
     return _seeded(Qwen2VL, config, dtype)
@@ -70,9 +70,9 @@ def qwen2_5_vl(dtype: torch.dtype = torch.float32) -> nn.Module:
     from transformers import Qwen2_5_VLConfig
     from transformers import Qwen2_5_VLForConditionalGeneration as Qwen25VL
 
-    vision = _QWEN_VISION | {"intermediate_size": 24, "out_hidden_size": 32, "window_size": 16}
+    vision = QWEN_VISION | {"intermediate_size": 24, "out_hidden_size": 32, "window_size": 16}
     vision |= {"fullatt_block_indexes": [1]}
-    text = _TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
+    text = TEXT | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2]}}
     text |= _TOKENS
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE)
     return _seeded(Qwen25VL, config, dtype)
@@ -82,7 +82,7 @@ def idefics3(dtype: torch.dtype = torch.float32) -> nn.Module:
     from transformers import Idefics3Config, LlamaConfig
     from transformers import Idefics3ForConditionalGeneration as Idefics3
 
-    text, vision = LlamaConfig(**_TEXT, pad_token_id=0), _VISION | {"image_size": 16}
+    text, vision = LlamaConfig(**TEXT, pad_token_id=0), _VISION | {"image_size": 16}
     config = Idefics3Config(
         text_config=text, vision_config=vision, image_token_id=IMAGE, pad_token_id=0
     )
@@ -93,7 +93,7 @@ def gemma3(dtype: torch.dtype = torch.float32) -> nn.Module:
     from transformers import Gemma3Config, SiglipVisionConfig
     from transformers import Gemma3ForConditionalGeneration as Gemma3
 
-    text = _TEXT | {
+    text = TEXT | {
         "head_dim": 8,
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],
@@ -112,7 +112,7 @@ def mistral3(dtype: torch.dtype = torch.float32) -> nn.Module:
     from transformers import Mistral3Config, MistralConfig, PixtralVisionConfig
     from transformers import Mistral3ForConditionalGeneration as Mistral3
 
-    text = MistralConfig(**_TEXT, head_dim=8, sliding_window=None)
+    text = MistralConfig(**TEXT, head_dim=8, sliding_window=None)
     vision = PixtralVisionConfig(**(_VISION | {"image_size": 16}))
     config = Mistral3Config(
         text_config=text, vision_config=vision, image_token_index=IMAGE, spatial_merge_size=2
@@ -127,7 +127,7 @@ def pixtral(dtype: torch.dtype = torch.float32) -> nn.Module:
 
     config = LlavaConfig(
         vision_config=PixtralVisionConfig(**(_VISION | {"image_size": 16})),
-        text_config=MistralConfig(**_TEXT, head_dim=8, sliding_window=None),
+        text_config=MistralConfig(**TEXT, head_dim=8, sliding_window=None),
         image_token_index=IMAGE,
         vision_feature_layer=-1,
         vision_feature_select_strategy="full",
@@ -215,10 +215,10 @@ def _with_sizes(side: int) -> Callable[..., dict[str, Any]]:
 def _of_qwen(
     rows: int, length: int, seed: int, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Images of 4 by 4 patches, in rows of patches of two frames."""
-    batch = _texts(rows, length, seed)
-    patches = _random(rows * 16, 3 * 2 * 4 * 4, seed=seed, dtype=dtype)
-    batch |= {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, 4, 4]] * rows)}
+    """Images of 2 by 2 merged squares of patches, in rows of patches of two frames."""
+    batch, side = _texts(rows, length, seed), 2 * QWEN_VISION["spatial_merge_size"]
+    patches = _random(rows * side**2, 3 * 2 * 4 * 4, seed=seed, dtype=dtype)
+    batch |= {"pixel_values": patches, "image_grid_thw": torch.tensor([[1, side, side]] * rows)}
     return batch | {"mm_token_type_ids": (batch["input_ids"] == IMAGE).int()}
 
 

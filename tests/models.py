@@ -164,8 +164,10 @@ def gpt2(layers=2):
     return seeded(GPT2LMHeadModel, config).double().eval()
 
 
-def loaded_by_transformers(model, folder, dtype=torch.float32):
-    """``model``, saved by rank 0, as ``from_pretrained`` splits it over two ranks."""
+def loaded_by_transformers(model, folder, dtype=torch.float32, sizes=None):
+    """``model``, saved by rank 0, as ``from_pretrained`` splits it over two ranks: its tensors, or
+    as ``sizes`` say.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -174,7 +176,7 @@ def loaded_by_transformers(model, folder, dtype=torch.float32):
     dist.barrier()
     return AutoModelForCausalLM.from_pretrained(
         folder,
-        distributed_config=DistributedConfig(tp_size=2),
+        distributed_config=DistributedConfig(**sizes or {"tp_size": 2}),
         attn_implementation="eager",
         dtype=dtype,
     ).eval()

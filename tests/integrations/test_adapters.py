@@ -112,6 +112,35 @@ def test_adapters_of_a_model_that_transformers_has_sharded(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_adapters_of_a_model_in_stages(tmp_path):
+    """Forwards by the model that has the stages; nothing is trained (rows ``adapters-hf-pp`` of
+    the parity table have the numbers).
+    """
+    if torch.distributed.get_rank() == 0:
+        lora.adapted(models.llama(), ALL).save_pretrained(tmp_path / "adapters")
+    split = models.loaded_by_transformers(
+        models.llama(), tmp_path / "model", torch.float64, {"pp_size": 2}
+    )
+    model = lora.loaded(split, tmp_path / "adapters")
+    with pytest.raises(ValueError, match=r"is inside a PeftModel, .* wrap that one"):
+        FlexModel(model)
+    site = "model.layers.0.mlp.down_proj.lora_A.first"
+    with FlexModel(split, seen := {}) as flex:
+        flex.register_forward_hook(HookFunction(site))
+        with pytest.raises(ValueError, match="send no gradients"):
+            flex.register_full_backward_hook(HookFunction(site, output_name="gradient"))
+        with pytest.raises(ValueError, match="send no gradients"):
+            flex.register_hook(HookFunction(f"{site}.weight", output_name="weight"))
+        logits = flex(IDS).logits
+        with torch.no_grad():
+            plain = lora.adapted(models.llama(), ALL)(IDS).logits
+        assert_close(logits, plain, rtol=1e-5, atol=1e-8)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            logits.sum().backward()
+    assert len(seen.get(site, [])) == (torch.distributed.get_rank() == 0)
+
+
+@pytest.mark.ranks(2)
 def test_adapters_of_the_size_of_a_shard_are_refused():
     """PEFT over `parallelize_module`: each rank has other adapters than the unsharded model."""
     peft, mesh = pytest.importorskip("peft"), models.mesh(1, 2)["tp"]

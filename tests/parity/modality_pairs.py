@@ -1,15 +1,19 @@
 """Models of images or sound and text as rows of the table: their towers, projectors and texts."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate
+from torch.nn.parallel import DistributedDataParallel
 
+import modalities
 from flex_model import FlexModel
-from frameworks import ROUNDED, Pair, gradients, num_ranks, randomise, rank
+from frameworks import ROUNDED, Pair, apply, gradients, num_ranks, randomise, rank
 from modalities import FAMILIES, without_cache
 
 PROJECTORS = {
@@ -32,10 +36,19 @@ def sites_of(name: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def of_modality(tmp_path: Path, name: str) -> Iterator[Pair]:
-    """One of the models: on one process, or as transformers shards its text over the ranks."""
+def of_modality(tmp_path: Path, name: str, kind: str) -> Iterator[Pair]:
+    """One of the models: on "one" process, its text sharded by transformers ("tp"), or replicated
+    by "ddp": then hooks see each rank's own rows, since how many places for images a row has is
+    not known of other ranks.
+    """
     family, dtype, size = FAMILIES[name], torch.float64, num_ranks()
-    model = randomise(family.make())
+    dp, tp = (size, 1) if kind == "ddp" else (1, size)
+    with contextlib.ExitStack() as stack:
+        if tp == 4:  # a head for each rank, and no number of patches that is divided by 4
+            stack.enter_context(mock.patch.dict(modalities.TEXT, num_key_value_heads=4))
+            stack.enter_context(mock.patch.dict(modalities.QWEN_VISION, spatial_merge_size=3))
+        model = randomise(family.make())
+        batch = without_cache(family.batch(2 * dp, 13 if tp == 4 else 12, 1, dtype))
     if rank() == 0:
         model.save_pretrained(tmp_path / "model")
     if size > 1:
@@ -45,12 +58,15 @@ def of_modality(tmp_path: Path, name: str) -> Iterator[Pair]:
         return type(model).from_pretrained(tmp_path / "model", dtype=dtype, **settings).eval()
 
     def shard():
-        if size == 1:
+        if kind == "ddp":
+            return DistributedDataParallel(load())
+        if kind == "one":
             return load()
         from transformers.distributed import DistributedConfig
 
-        return load(distributed_config=DistributedConfig(tp_size=size))
+        return load(distributed_config=DistributedConfig(tp_size=tp))
 
+    local = {"sizes": {"dp_batch": "local"}, "call_hook": partial(own_rows, dp), "backward": False}
     yield Pair(
         load(),
         shard,
@@ -58,10 +74,21 @@ def of_modality(tmp_path: Path, name: str) -> Iterator[Pair]:
         sites_of(name),
         (f"{family.layers}.0.self_attn.k_proj.weight",),
         gradients,
-        keywords=without_cache(family.batch(2, 12, 1, dtype)),
+        dp=dp,
+        dp_rank=rank() // tp,
+        keywords=batch,
         tolerance=ROUNDED,
-        state=state_positions if size > 1 and name.startswith("qwen") else lambda flex: None,
+        state=state_positions if kind == "tp" and name.startswith("qwen") else lambda flex: None,
+        **(local if kind == "ddp" else {}),
     )
+
+
+def own_rows(num_ranks: int, full: torch.Tensor, edit: Callable | None) -> tuple:
+    """What the hooks of all ranks record and return, each of its own rows; positions are shared."""
+    is_shared = full.shape[0] % (2 * num_ranks) != 0  # each rank has two
+    parts = [full] * num_ranks if is_shared else full.chunk(num_ranks)
+    records, edited = zip(*(apply(part, edit) for part in parts))
+    return list(records), None if edit is None else torch.cat(edited)
 
 
 def state_positions(flex: FlexModel) -> None:

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 
 import frameworks
+import mesh_pairs
 import modality_pairs
 import user_scripts
 from frameworks import Case
@@ -80,18 +81,19 @@ SCRIPTS |= {
 
 
 def mesh_case(framework: str, make, num_dp: int, num_tp: int, **sizes) -> Case:
-    build = P(user_scripts.named_mesh, make=P(make, **sizes), dp=num_dp, tp=num_tp)
+    build = P(mesh_pairs.named_mesh, make=P(make, **sizes), dp=num_dp, tp=num_tp)
     names = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in sizes.items())
     return Case(f"{framework}, {names}", "decoder", num_dp * num_tp, build)
 
 
-ACCELERATE = P(mesh_case, "accelerate ParallelismConfig", user_scripts.accelerate_mesh)
-TORCHTITAN = P(mesh_case, "torchtitan mesh", user_scripts.torchtitan_mesh)
+ACCELERATE = P(mesh_case, "accelerate ParallelismConfig", mesh_pairs.accelerate_mesh)
+TORCHTITAN = P(mesh_case, "torchtitan mesh", mesh_pairs.torchtitan_mesh)
 SCRIPTS |= {
     "accelerate-shard-2": ACCELERATE(2, 1, dp_shard_size=2),
     "accelerate-tp-2": ACCELERATE(1, 2, tp_size=2),
     "accelerate-hsdp-4": ACCELERATE(4, 1, dp_replicate_size=2, dp_shard_size=2),
     "accelerate-shard-tp-4": ACCELERATE(2, 2, dp_shard_size=2, tp_size=2),
+    "torchtitan-1": TORCHTITAN(1, 1, fsdp=1, tp=1),
     "torchtitan-2": TORCHTITAN(2, 1, fsdp=2),
     "torchtitan-hsdp-4": TORCHTITAN(4, 1, dp_replicate=2, fsdp=2),
     "torchtitan-tp-4": TORCHTITAN(2, 2, fsdp=2, tp=2),
@@ -106,6 +108,7 @@ KINDS = {
     "hf-2": (HF, 2, "tp"),
     "fsdp2-4": ("FSDP2", 4, "fsdp2"),
     "hf-4": (HF, 4, "tp"),
+    "hf-pp-2": (frameworks.HF_PP, 2, "pp"),
 }
 NATIVE_ADAPTERS = {f"native-{n}": ("parallelize_module", n, "parallelize_module") for n in (2, 4)}
 
@@ -131,12 +134,13 @@ def rebuilt(prefix, names, build, **notes):
     }
 
 
-SCRIPTS |= of_kinds("patterns", "Llama, attention patterns", user_scripts.attention, KINDS)
+PATTERNS = [name for name in KINDS if name != "hf-pp-2"]  # which is refused
+SCRIPTS |= of_kinds("patterns", "Llama, attention patterns", user_scripts.attention, PATTERNS)
 SCRIPTS |= of_kinds(
     "adapters",
     "Llama, two LoRA adapters, switched in a run",
     user_scripts.adapters,
-    ("one", "fsdp2-2", "hf-2", "native-2", "fsdp2-4", "hf-4", "native-4"),
+    ("one", "fsdp2-2", "hf-2", "hf-pp-2", "native-2", "fsdp2-4", "hf-4", "native-4"),
 )
 SCRIPTS |= rebuilt(
     "compiled",
@@ -148,12 +152,18 @@ SCRIPTS |= {
     f"trainer-{n}": Case(f"transformers' Trainer{how}", "Llama, a step", n, user_scripts.trainer)
     for n, how in ((1, ""), (2, ", DDP"), (4, ", DDP"))
 }
+SCRIPTS |= {
+    f"trainer-fsdp2-{n}": Case(
+        "transformers' Trainer, FSDP2", "Llama, a step", n, P(user_scripts.trainer, kind="fsdp2")
+    )
+    for n in (2, 4)
+}
 SCRIPTS |= of_kinds(
     "generate",
     "Llama, 3 tokens by generate",
     user_scripts.llama,
     ("one", "hf-2", "hf-pp-2", "hf-4"),
-    KINDS | {"hf-pp-2": (frameworks.HF_PP, 2, "pp")},
+    KINDS,
     backward=False,
     forward=user_scripts.generated,
     keywords={},
@@ -201,23 +211,39 @@ SCRIPTS |= {
 
 MODELS = {
     "llava": "LLaVA",
-    "qwen2_vl": "Qwen2-VL, its positions stated",
-    "qwen2_5_vl": "Qwen2.5-VL, its positions stated",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
     "idefics3": "Idefics3",
     "gemma3": "Gemma 3",
     "mistral3": "Mistral 3",
     "pixtral": "Pixtral",
     "whisper": "Whisper",
 }
-WITH_A_PLAN = [name for name in MODELS if name not in ("gemma3", "whisper")]
+
+
+def notes_of(name: str, kind: str, ranks: int) -> str:
+    if kind != "tp" or not name.startswith("qwen"):
+        return ""
+    return ", its positions stated" + ", 3 x 3 patches merged" * (ranks == 4)
+
+
+WITH_A_PLAN = [name for name in MODELS if name != "whisper"]
+OF_ROWS = [name for name in MODELS if name not in ("mistral3", "pixtral")]  # not images in a row
+LOCAL = 'DDP, dp_batch="local"'
 SCRIPTS |= {
-    f"modality-{name}-{ranks}": Case(
+    f"modality-{name}-{place}": Case(
         framework,
-        MODELS[name] if ranks > 1 else MODELS[name].partition(",")[0],
+        MODELS[name] + notes_of(name, kind, ranks),
         ranks,
-        P(modality_pairs.of_modality, name=name),
+        P(modality_pairs.of_modality, name=name, kind=kind),
     )
-    for framework, ranks, names in (("one process", 1, MODELS), (HF, 2, WITH_A_PLAN))
+    for place, framework, kind, ranks, names in (
+        ("1", "one process", "one", 1, MODELS),
+        ("2", HF, "tp", 2, WITH_A_PLAN),
+        ("4", HF, "tp", 4, WITH_A_PLAN),
+        ("ddp-2", LOCAL, "ddp", 2, OF_ROWS),
+        ("ddp-4", LOCAL, "ddp", 4, OF_ROWS),
+    )
     for name in names
 }
 

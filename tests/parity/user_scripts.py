@@ -5,7 +5,6 @@ weights, device maps, attention patterns, generation, copies; on one process and
 import contextlib
 import copy
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -157,15 +155,26 @@ def switched(model, inputs, keywords) -> torch.Tensor:
     total = 0
     with model.active() if isinstance(model, FlexModel) else contextlib.nullcontext():
         for times, adapter in enumerate(("first", "second", "first"), 1):
-            model.set_adapter(adapter)
+            switch(model, adapter)
             total = total + times * call(model, inputs, keywords)
     return total
+
+
+def switch(model, adapter: str) -> None:
+    peft = pytest.importorskip("peft")
+    inner = model.module if isinstance(model, FlexModel) else model
+    if isinstance(inner, peft.PeftModel):
+        model.set_adapter(adapter)
+        return
+    for layer in inner.modules():
+        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
+            layer.set_adapter(adapter)
 
 
 @contextlib.contextmanager
 def adapters(tmp_path: Path, kind: str) -> Iterator[Pair]:
     """Adapters of PEFT, switched inside a run: as `llama`; "parallelize_module": the adapted model
-    is split, its adapters with the layers.
+    is split, its adapters with the layers; "pp": the model that has the stages is wrapped.
     """
     layers = lora.COLUMNS + (() if kind == "tp" else lora.ROWS)  # PEFT can't train these there
     with llama(tmp_path, "one" if kind == "parallelize_module" else kind) as pair:
@@ -176,8 +185,9 @@ def adapters(tmp_path: Path, kind: str) -> Iterator[Pair]:
             dist.barrier()
 
         def shard():
-            if kind == "tp":
-                return lora.loaded(pair.shard(), tmp_path / "adapters")
+            if kind in ("tp", "pp"):
+                model = lora.loaded(pair.shard(), tmp_path / "adapters")
+                return model if kind == "tp" else model.base_model.model
             model = lora.adapted(copy.deepcopy(pair.oracle), layers)
             if kind == "parallelize_module":
                 return lora.parallelized(model, models.mesh(1, num_ranks())["tp"])
@@ -185,11 +195,15 @@ def adapters(tmp_path: Path, kind: str) -> Iterator[Pair]:
 
         if kind == "parallelize_module":
             pair = replace(pair, inputs=(tokens(2),), dp=1, dp_rank=0)
+        sites = ADAPTER_SITES
+        if kind == "pp":  # the model in the PeftModel
+            oracle = oracle.base_model.model
+            sites = {what: name.removeprefix("base_model.model.") for what, name in sites.items()}
         yield replace(
             pair,
             oracle=oracle,
             shard=shard,
-            sites=ADAPTER_SITES,
+            sites=sites,
             parameters=tuple(f"{ADAPTED}mlp.up_proj.lora_{part}.first.weight" for part in "AB"),
             outputs={},
             forward=switched,
@@ -264,9 +278,9 @@ def double(module, full, save_ctx, modules):
 
 
 @contextlib.contextmanager
-def trainer(tmp_path: Path) -> Iterator[Pair]:
-    """One training step of a Llama by ``Trainer``, which shards it by DDP on several ranks; its
-    learning rate is zero. Hooks come by a ``HookCallback``.
+def trainer(tmp_path: Path, kind: str = "ddp") -> Iterator[Pair]:
+    """One training step of a Llama by ``Trainer``, which shards it by "ddp" or "fsdp2" on several
+    ranks; its learning rate is zero. Hooks come by a ``HookCallback``.
     """
     pytest.importorskip("accelerate")
     from accelerate.state import AcceleratorState
@@ -278,6 +292,7 @@ def trainer(tmp_path: Path) -> Iterator[Pair]:
     launcher = {"RANK": str(rank()), "LOCAL_RANK": str(rank()), "WORLD_SIZE": str(size)}
     with llama(tmp_path, "ddp") as pair, mock.patch.dict(os.environ, launcher if size > 1 else {}):
         pair.oracle.config.use_cache = False
+        layers = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
         rows = [{"input_ids": row, "labels": row} for row in pair.inputs[0]]
         arguments = TrainingArguments(
             output_dir=str(tmp_path / f"trainer{rank()}"),
@@ -293,6 +308,7 @@ def trainer(tmp_path: Path) -> Iterator[Pair]:
             use_cpu=True,
             disable_tqdm=True,
             dataloader_pin_memory=False,
+            **({"fsdp": "full_shard", "fsdp_config": layers} if kind == "fsdp2" else {}),
         )
 
         def session(register, records, targets):
@@ -421,54 +437,4 @@ def split_quantised(tmp_path: Path) -> Iterator[Pair]:
         sizes={"tensor_parallel_size": size},
         tolerance=ROUNDED,
         state=quantized_layers.state_layouts,
-    )
-
-
-# ---- Meshes as frameworks name them --------------------------------------------------------------
-
-
-def accelerate_mesh(**sizes):
-    """The mesh of a ParallelismConfig, and the dims that FSDP2 shards over."""
-    config = pytest.importorskip("accelerate").ParallelismConfig(**sizes)
-    mesh = config.build_device_mesh("cpu")
-    return mesh, tuple(config.fsdp_dim_names)
-
-
-def torchtitan_mesh(dp_replicate=1, fsdp=1, tp=1):
-    """The dense view of its ``ParallelDims``, and the dims that FSDP2 shards over."""
-    world = init_device_mesh("cpu", (num_ranks(),), mesh_dim_names=("world",))
-    sizes = (1, dp_replicate, fsdp, tp)
-    dense = world._unflatten(0, sizes, ("pp", "dp_replicate", "fsdp", "tp"))
-    return dense, ("dp_replicate", "fsdp") if dp_replicate > 1 else ("fsdp",)
-
-
-@contextlib.contextmanager
-def named_mesh(tmp_path: Path, make: Callable, dp: int, tp: int) -> Iterator[Pair]:
-    """The decoder over a mesh that a framework makes and names."""
-    model = frameworks.decoder()
-    with warnings.catch_warnings():  # torch's, of slicing a flattened dim
-        warnings.simplefilter("ignore")
-        mesh, names = make()
-        shards = mesh[names] if dp > 1 else None
-
-    def shard():
-        sharded = copy.deepcopy(model)
-        if tp > 1:
-            sharded = frameworks.parallelized(model, "tp", mesh["tp"])
-        if dp > 1:
-            for layer in sharded.layers:
-                fully_shard(layer, mesh=shards)
-            fully_shard(sharded, mesh=shards)
-        return sharded
-
-    yield Pair(
-        model,
-        shard,
-        (tokens(2 * dp, length=8),),
-        fewer(frameworks.DECODER_SITES),
-        frameworks.DECODER_PARAMETERS[:3],
-        gradients,
-        inputs_of=frameworks.DECODER_INPUTS,
-        dp=dp,
-        dp_rank=rank() // tp,
     )
