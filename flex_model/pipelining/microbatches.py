@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.distributed.tensor_dicts import Description, describe
-from flex_model.pipelining.row_proofs import InputDims, Rows
+from flex_model.pipelining.row_proofs import BatchRows, InputDims
 
 
 def batch_dim(schedule: Any) -> int:
@@ -181,7 +181,7 @@ def join(
     parts: Sequence[Tensor],
     stated: Placement | None,
     rows: Sequence[Sequence[int]],
-    of: Rows,
+    of: BatchRows,
     is_gradient: bool = False,
 ) -> Tensor:
     """Return the tensor that the hook of an unsplit run sees, from those of the micro-batches.

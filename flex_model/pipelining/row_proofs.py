@@ -34,7 +34,7 @@ _OF_INPUTS = ("forward_pre", "full_backward")
 
 
 @dataclass(frozen=True)
-class Rows:
+class BatchRows:
     """Where the rows of the batch are in a hook's tensor.
 
     Attributes:
@@ -155,7 +155,7 @@ class StageRecording:
             for handle in handles:
                 handle.remove()
 
-    def infer(self, received: Sequence[Any]) -> tuple[dict[int, Rows], list[Any]]:
+    def infer(self, received: Sequence[Any]) -> tuple[dict[int, BatchRows], list[Any]]:
         """Return the rows in the tensor of each hook, by its index, and the placements of what the
         stage sends, encoded.
 
@@ -167,7 +167,7 @@ class StageRecording:
         if len(done) < self._number:  # it failed, or the step ended before this stage
             return {}, []
         if any(_answers(one.chunk) != _answers(done[0].chunk) for one in done):
-            branched = Rows(None, "a branch on values, which not all micro-batches take")
+            branched = BatchRows(None, "a branch on values, which not all micro-batches take")
             return dict.fromkeys((one.index for one in self._targets), branched), []
         proofs = [self._prove(one, received) for one in done]
         found = {
@@ -243,7 +243,7 @@ def _note_at(
     ]
 
 
-def _rows_in_calls(proofs: Sequence[AxisProofs], of_hook: Sequence[list[Any]]) -> Rows:
+def _rows_in_calls(proofs: Sequence[AxisProofs], of_hook: Sequence[list[Any]]) -> BatchRows:
     """Return the rows in a hook's tensors, if those of all its calls have the same.
 
     Args:
@@ -251,17 +251,17 @@ def _rows_in_calls(proofs: Sequence[AxisProofs], of_hook: Sequence[list[Any]]) -
         of_hook: By micro-batch, the values of the tensors.
     """
     found = {_rows(proofs, of_call) for of_call in zip(*of_hook)}
-    return found.pop() if len(found) == 1 else Rows()
+    return found.pop() if len(found) == 1 else BatchRows()
 
 
-def _rows(proofs: Sequence[AxisProofs], values: Sequence[Any]) -> Rows:
+def _rows(proofs: Sequence[AxisProofs], values: Sequence[Any]) -> BatchRows:
     """Return the rows in a tensor, if that is proven for all micro-batches alike."""
     resolved = [one.resolve_joint(value) for one, value in zip(proofs, values)]
     found = {one.placement(value) for one, value in zip(proofs, resolved)}
     if len(found) == 1 and None not in found:
-        return Rows(found.pop())
+        return BatchRows(found.pop())
     texts = (one.lost_at(value) for one, value in zip(proofs, resolved))
-    return Rows(None, next(filter(None, texts), ""))
+    return BatchRows(None, next(filter(None, texts), ""))
 
 
 def _placed(dim: int | None) -> Placement:

@@ -14,7 +14,7 @@ from flex_model.distributed.placement import Placement
 from flex_model.distributed.tensor_dicts import describe, from_rank, gather_to_first
 from flex_model.layouts.resolve import ExpectedShape
 from flex_model.pipelining import microbatches
-from flex_model.pipelining.row_proofs import Rows
+from flex_model.pipelining.row_proofs import BatchRows
 
 _BACKWARD = ("full_backward", "full_backward_pre")
 
@@ -34,7 +34,7 @@ def join(
     number: int,
     rows: Sequence[Sequence[int]],
     stated: Callable[[str], Placement | None],
-    rows_of: Callable[[str, str, int], Rows],
+    rows_of: Callable[[str, str, int], BatchRows],
     expected: Mapping[tuple[str, str], ExpectedShape],
 ) -> list[StageRecords]:
     """Return the records of this rank's stages.

@@ -9,7 +9,7 @@ from flex_model.distributed.header import site_hash
 from flex_model.errors import HookError
 from flex_model.hooks.registration import Registration
 from flex_model.pipelining.local_pipeline import LocalPipeline
-from flex_model.pipelining.row_proofs import Rows, StageRecording
+from flex_model.pipelining.row_proofs import BatchRows, StageRecording
 from flex_model.pipelining.shapes import run_in_order
 from flex_model.pipelining.step_plan import StepCall, StepPlan
 
@@ -24,7 +24,7 @@ class StepRows:
     def __init__(self, pipeline: LocalPipeline) -> None:
         self._pipeline = pipeline
         self._conditions: int | None = None  # of the steps that were followed
-        self._found: dict[int, dict[int, Rows]] = {}  # by a hook's index and the stage
+        self._found: dict[int, dict[int, BatchRows]] = {}  # by a hook's index and the stage
         self._recordings: dict[int, StageRecording] = {}  # of the running step, by stage
 
     def begin(self, call: StepCall, plan: StepPlan, chosen: Sequence[Registration]) -> None:
@@ -76,15 +76,15 @@ class StepRows:
         """Follow the next step, after one that failed. The same on all ranks."""
         self._found.clear()
 
-    def of_records(self, chosen: Sequence[Registration]) -> dict[RecordKey, Rows]:
+    def of_records(self, chosen: Sequence[Registration]) -> dict[RecordKey, BatchRows]:
         """Return what is known of the records of these hooks on this rank. Nothing is known of
         those that several hooks make of different tensors.
         """
-        found: dict[RecordKey, Rows] = {}
+        found: dict[RecordKey, BatchRows] = {}
         for registration in chosen:
             function = registration.hook_function
             for stage, rows in self._found.get(registration.index, {}).items():
                 key = function.record_name, registration.kind, stage
                 if function.record:
-                    found[key] = rows if found.setdefault(key, rows) == rows else Rows()
+                    found[key] = rows if found.setdefault(key, rows) == rows else BatchRows()
         return found

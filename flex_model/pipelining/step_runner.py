@@ -22,7 +22,7 @@ from flex_model.pipelining import microbatches, step_records
 from flex_model.pipelining.agreement import gather_checked
 from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.local_pipeline import LocalPipeline
-from flex_model.pipelining.row_proofs import Rows
+from flex_model.pipelining.row_proofs import BatchRows
 from flex_model.pipelining.shapes import infer_shapes
 from flex_model.pipelining.stages import find_targets
 from flex_model.pipelining.step_end import StepEnd
@@ -210,7 +210,7 @@ class StepRunner:
                 plan.number,
                 plan.rows,
                 stated.get,
-                lambda *key: rows.get(key, Rows()),
+                lambda *key: rows.get(key, BatchRows()),
                 {key: of_key[0] for key, of_key in shapes.items() if len(of_key) == 1},
             )
         except ValueError as error:
