@@ -144,13 +144,14 @@ NUM_MICROBATCHES = 2
 def stepped(model, family, batch, spec=None):
     """One step of a schedule over a stage for each layer of the text, with an edit of both: its
     output, the records, and the gradients but for those of weights that several stages have, which
-    are not summed, as with torch's stages.
+    are not summed, as with torch's stages. The dim of the rows is stated: the models compare the
+    numbers of places and features of a micro-batch's images, so nothing is proven after that.
     """
     example = {name: value[: len(value) // 2] for name, value in batch.items()}
     pipe = pipeline(model, (), example, split_spec={f"{family.layers}.1": SplitPoint.BEGINNING})
     stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
     schedule = ScheduleGPipe(stage, NUM_MICROBATCHES, loss_fn=cross_entropy, kwargs_chunk_spec=spec)
-    with FlexModel(schedule, found := {}, return_on="all") as flex:
+    with FlexModel(schedule, found := {}, return_on="all", microbatch_dim=0) as flex:
         for layer in (0, 1):
             flex.register_forward_hook(
                 HookFunction(f"{family.layers}.{layer}", editing_function=mixing)
