@@ -11,7 +11,8 @@ from typing import Any
 
 # Their frames lie between the caller and the recorded function.
 _WRAPPERS = ("flex_model.layouts.sizes", "torch._tensor", "torch.storage")
-_RECORDERS = ("flex_model.layouts.function_recorder",)
+#: Those of other followers may lie there, too.
+RECORDERS = ("flex_model.layouts.function_recorder",)
 #: Whatever branch their comparisons take, each row of a mask depends on its own tokens alone.
 MASKS = ("transformers.masking_utils",)
 _PLANS = ("transformers.distributed.", "transformers.integrations.tensor_parallel")
@@ -26,16 +27,12 @@ _SHARDING = (
 )
 
 
-def is_called_by_model(but_for: tuple[str, ...] = ()) -> bool:
-    """Whether the model called the function that calls this one directly. What shards the model
-    does not count, as it handles its own tensors, nor do the modules ``but_for``.
+def is_called_by_model(but_for: tuple[str, ...] = (), through: tuple[str, ...] = ()) -> bool:
+    """Whether the model called the function that calls this one directly, or through the modules
+    ``through``. What shards the model does not count, as it handles its own tensors, nor do the
+    modules ``but_for``.
     """
-    return not _is_in(_frame_outside(sys._getframe(2), _WRAPPERS), _SHARDING + but_for)
-
-
-def is_called_through_recorders(but_for: tuple[str, ...] = ()) -> bool:
-    """As ``is_called_by_model``, where the recorders of other followers may lie between."""
-    caller = _frame_outside(sys._getframe(2), _WRAPPERS + _RECORDERS)
+    caller = _frame_outside(sys._getframe(2), _WRAPPERS + through)
     return not _is_in(caller, _SHARDING + but_for)
 
 

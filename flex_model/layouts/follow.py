@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -39,15 +39,9 @@ _NOT_RECORDING = nullcontext()
 
 def paused(*others: Follower) -> AbstractContextManager[None]:
     """Exclude what runs inside from the logs of all FlexModels: it is not part of the model."""
-    return _paused(others) if others or recorder.active_recorders else _NOT_RECORDING
-
-
-@contextmanager
-def _paused(others: tuple[Follower, ...]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for follower in dict.fromkeys([*others, *recording()]):
-            stack.enter_context(follower.recorder.paused())
-        yield
+    if not others and not recorder.active_recorders:
+        return _NOT_RECORDING
+    return recorder.all_paused(*(follower.recorder for follower in others))
 
 
 class Follower:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites, memory_map
 from flex_model.layouts.call_sizes import CallSizes
-from flex_model.layouts.callers import MASKS, is_called_through_recorders, is_run_by_model
+from flex_model.layouts.callers import MASKS, RECORDERS, is_called_by_model, is_run_by_model
 from flex_model.layouts.expressions import Expression
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import Size, expression_of, expressions_of, plain, tagged
@@ -55,7 +55,7 @@ class FunctionRecorder(TorchFunctionMode):
         if recorder.is_paused:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in _INSPECTIONS and not is_called_through_recorders():
+        if name in _INSPECTIONS and not is_called_by_model(through=RECORDERS):
             return func(*args, **kwargs)
         if name == "__len__":
             length = func(*args, **kwargs)
@@ -65,9 +65,8 @@ class FunctionRecorder(TorchFunctionMode):
             return self._read_number(func, args[0], args, kwargs)
         if name in _CONDITIONS:
             answer = func(*args, **kwargs)
-            of_mask = not is_called_through_recorders(but_for=MASKS)
             for tensor in filter(lambda one: isinstance(one, Tensor), args):
-                recorder.log.add("condition", recorder.one_value(tensor), answer, of_mask)
+                self._note_condition(recorder.one_value(tensor), answer)
             return answer
         if name in _SIZES:
             return self._read(func, args, kwargs)
@@ -163,14 +162,17 @@ class FunctionRecorder(TorchFunctionMode):
         recorder = self._recorder
         of, number = recorder.one_value(tensor), func(*args, **kwargs)
         if isinstance(number, bool):
-            of_mask = not is_called_through_recorders(but_for=MASKS)
-            recorder.log.add("condition", of, number, of_mask)
+            self._note_condition(of, number)
         elif func is Tensor.item:
             read = {recorder.key: ("read", of, plain(number))}
             return tagged(number, expressions_of(number) | read)
         else:
             recorder.log.add("read", of)
         return number
+
+    def _note_condition(self, value: Any, answer: Any) -> None:
+        of_mask = not is_called_by_model(but_for=MASKS, through=RECORDERS)
+        self._recorder.log.add("condition", value, answer, of_mask)
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return a shape, or one size of it, tagged with the tensor's value and dims; or another

@@ -33,14 +33,7 @@ from flex_model.layouts.expressions import leaves
 from flex_model.layouts.function_recorder import FunctionRecorder
 from flex_model.layouts.operation_log import Log, Value
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.sizes import (
-    expression_of,
-    expressions_of,
-    on_comparison,
-    on_conversion,
-    operand_of,
-    plain,
-)
+from flex_model.layouts.sizes import expression_of, on_comparison, on_conversion, operand_of, plain
 from flex_model.layouts.tensor_values import TensorValues, without_function_mode
 
 Placements = tuple[Any, Any] | None  # encoded, along dp and tp
@@ -54,6 +47,15 @@ _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
 
 _keys = itertools.count(1)
 active_recorders: list[Recorder] = []  # the recorders of all FlexModels that are entered
+
+
+@contextmanager
+def all_paused(*others: Recorder) -> Iterator[None]:
+    """Exclude what runs inside from the logs of all recorders that are entered, and of others."""
+    with ExitStack() as stack:
+        for recorder in {*others, *active_recorders}:
+            stack.enter_context(recorder.paused())
+        yield
 
 
 class Recorder(TorchDispatchMode):
@@ -171,8 +173,8 @@ class Recorder(TorchDispatchMode):
     def _note_comparison(self, by: str, own: Any, other: Any, answer: bool) -> None:
         if self.is_paused:
             return
-        if not (expressions_of(own) | expressions_of(other)).keys() & {self.key, None}:
-            return
+        if not any(expression_of(one, self.key) for one in (own, other)):
+            return  # of another follower's, or of an earlier forward
         expressions = operand_of(own, self.key), operand_of(other, self.key)
         self.log.add("compared", by, *expressions, answer, is_called_by_torch())
         if not any(leaf[0] == "read" for leaf in leaves(expressions[0]) | leaves(expressions[1])):
@@ -186,9 +188,7 @@ class Recorder(TorchDispatchMode):
         first time. It is a tuple where the object is not known and several values share its memory;
         None for tensors that are not plain memory.
         """
-        with ExitStack() as stack:  # torch computes the properties of DTensors that are read here
-            for recorder in {self, *active_recorders}:
-                stack.enter_context(recorder.paused())
+        with all_paused(self):  # torch computes the properties of DTensors that are read here
             value = self._value(tensor)
             if tensor.requires_grad and value is not None:
                 return self.nodes.note_use(tensor, value)

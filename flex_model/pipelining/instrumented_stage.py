@@ -43,7 +43,7 @@ class InstrumentedStage:
         self.stage, self.index = stage, stage.stage_index
         self._state, self._core = state, core
         self._accepted = accepted_kwargs(stage.submod)
-        self._is_skipped = False  # these three: see `begin`
+        self._is_skipped = False  # these two: see `begin`
         self._until: Until | None = None
         self._recording: StageRecording | None = None
         self._failed: set[int] = set()  # micro-batches that continue with zeros
@@ -71,15 +71,14 @@ class InstrumentedStage:
             is_skipped: Whether the step needs nothing of the stage.
             sites: The modules after which its forwards end; None: they run to their end.
         """
-        self._recording = None
         self._failed.clear()
         self._num_backwards = 0
         self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
         self.stage.has_backward = has_backward
         self.stage.clear_runtime_states()
 
-    def record(self, recording: StageRecording) -> None:
-        """Record the micro-batches of the step that has begun."""
+    def record(self, recording: StageRecording | None) -> None:
+        """Record the micro-batches of the step that begins; None: no longer."""
         self._recording = recording
 
     def prepare(

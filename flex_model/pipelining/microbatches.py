@@ -95,9 +95,7 @@ def split_args(schedule: Any, args: tuple[Any, ...], number: int) -> list[tuple[
     """Return the positional inputs of each micro-batch."""
     if not args or number == 1:
         return [args] * number
-    specs = schedule._args_chunk_spec
-    if specs is None:
-        specs = tuple(_default_specs(arg, None) for arg in args)
+    specs = _specs_of_args(schedule, args)
     chunks, _ = split_args_kwargs_into_chunks(args, {}, number, specs, {})
     return chunks
 
@@ -110,9 +108,7 @@ def split_kwargs(
     """
     if not kwargs or number == 1:
         return [kwargs] * number
-    specs = schedule._kwargs_chunk_spec
-    if specs is None:
-        specs = {name: _default_specs(value, rows) for name, value in kwargs.items()}
+    specs = _specs_of_kwargs(schedule, kwargs, rows)
     _, chunks = split_args_kwargs_into_chunks((), kwargs, number, (), specs)
     return chunks
 
@@ -136,6 +132,18 @@ def find_unsplit(
     }
 
 
+def _specs_of_args(schedule: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if schedule._args_chunk_spec is not None:
+        return schedule._args_chunk_spec
+    return tuple(_default_specs(arg, None) for arg in args)
+
+
+def _specs_of_kwargs(schedule: Any, kwargs: dict[str, Any], rows: int | None) -> dict[str, Any]:
+    if schedule._kwargs_chunk_spec is not None:
+        return schedule._kwargs_chunk_spec
+    return {name: _default_specs(value, rows) for name, value in kwargs.items()}
+
+
 def _default_specs(value: Any, rows: int | None) -> Any:
     def spec_of(leaf: Any) -> Any:
         is_split = isinstance(leaf, Tensor) and leaf.dim() and rows in (None, leaf.shape[0])
@@ -157,14 +165,10 @@ def input_dims(
     """
     if number == 1:
         return InputDims([], {})
-    arg_specs, kwarg_specs = schedule._args_chunk_spec, schedule._kwargs_chunk_spec
-    if arg_specs is None:
-        arg_specs = tuple(_default_specs(arg, None) for arg in args)
-    if kwarg_specs is None:
-        kwarg_specs = {name: _default_specs(value, rows) for name, value in kwargs.items()}
+    of_args, of_kwargs = _specs_of_args(schedule, args), _specs_of_kwargs(schedule, kwargs, rows)
     return InputDims(
-        [dim for arg, spec in zip(args, arg_specs) for dim in _dims(arg, spec)],
-        {name: _dims(value, kwarg_specs[name]) for name, value in kwargs.items()},
+        [dim for arg, spec in zip(args, of_args) for dim in _dims(arg, spec)],
+        {name: _dims(value, of_kwargs[name]) for name, value in kwargs.items()},
     )
 
 
@@ -211,7 +215,9 @@ def join(
             return torch.stack(list(parts)).sum(0)
         if all(same_bits(part, first) for part in parts[1:]):
             return first
-    dim = placement.dim if isinstance(placement, Shard) and not placement.is_interleaved else -1
+    dim = placement.dim if isinstance(placement, Shard) else -1
+    if placement != Shard(dim):  # in parts, or in pieces
+        dim = -1
     sizes = _rows_of_ranks(parts, dim, rows) if 0 <= dim < first.dim() else None
     if sizes is None:
         raise ValueError(_refusal(parts, placement, of.lost_at, None))

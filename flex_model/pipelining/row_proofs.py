@@ -78,6 +78,7 @@ class StageRecording:
     """Records a stage's micro-batches in one step. Local.
 
     Args:
+        buffers: What the rank's buffers contain as the step begins.
         registrations: The hooks at modules of this rank: those that record, and those that edit.
         dims: How the step's inputs are split into micro-batches.
         is_first: Whether the stage gets the step's positional inputs, not another stage's outputs.
@@ -87,6 +88,7 @@ class StageRecording:
         self,
         root: nn.Module,
         core: HookCore,
+        buffers: Buffers,
         registrations: Sequence[Registration],
         dims: InputDims,
         is_first: bool,
@@ -96,7 +98,7 @@ class StageRecording:
         # By hook, the modules of this stage that it is at.
         self._targets = {r: found for r in registrations if (found := find_targets(root, r.name))}
         self._dims, self._is_first, self._number = dims, is_first, number
-        self._buffers = Buffers(core.module)
+        self._buffers = buffers
         self._microbatches: dict[int, _Microbatch] = {}
 
     def run(

@@ -57,7 +57,8 @@ class StepPlan:
     Attributes:
         inputs: The hash of the shapes, dtypes and modes of the inputs on all ranks.
         is_prepared: Whether every rank's stages have buffers for these inputs.
-        conditions: A hash of the inputs, and of all that a module may branch on, on all ranks.
+        conditions: A hash of the inputs, and, with micro-batches, of the modules' flags and other
+            plain attributes, on all ranks.
         number: The number of micro-batches.
         input_dims: How this rank's inputs are split into them.
         rows: By data-parallel rank: its number of rows in each micro-batch.
@@ -133,7 +134,8 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
             "seed": seed_of_state() if mesh.rank == 0 else 0,
             "modules": core.replicas.digest() if has_edits else None,
             "prepared": prepared,
-            "modules' flags": _C.walk_modules(core.module, [], Tensor, nn.Module)[1:],
+            "modules' flags": number > 1
+            and _C.walk_modules(core.module, [], Tensor, nn.Module)[1:],
         }
 
     gathered = gather_checked(world, "the start of a step of the pipeline", describe, equal)

@@ -8,6 +8,7 @@ from typing import Any
 from flex_model.distributed.header import site_hash
 from flex_model.errors import HookError
 from flex_model.hooks.registration import Registration
+from flex_model.layouts.module_buffers import Buffers
 from flex_model.pipelining.local_pipeline import LocalPipeline
 from flex_model.pipelining.row_proofs import BatchRows, StageRecording
 from flex_model.pipelining.shapes import run_in_order
@@ -29,7 +30,6 @@ class StepRows:
 
     def begin(self, call: StepCall, plan: StepPlan, chosen: Sequence[Registration]) -> None:
         """Record this rank's stages in the step that begins, if it records new hooks."""
-        self._recordings.clear()
         if plan.number == 1:
             return
         conditions = site_hash(plan.conditions, call.until)
@@ -42,11 +42,13 @@ class StepRows:
             return
         self._found |= {registration.index: {} for registration in joined}
         here = [r for r in chosen if r.module is not None and r.kind != "tensor"]
+        core, buffers = self._pipeline.core, Buffers(self._pipeline.core.module)
         for stage in self._pipeline.local.instrumented:
             of_torch = stage.stage
             recording = StageRecording(
                 of_torch.submod,
-                self._pipeline.core,
+                core,
+                buffers,
                 here,
                 plan.input_dims,
                 of_torch.is_first,
@@ -69,12 +71,20 @@ class StepRows:
             return sent
 
         problem = run_in_order(self._pipeline, "the rows in stage", infer)
+        self._end()
         if problem:
             self._pipeline.state.fail(problem, HookError(problem))
 
     def forget(self) -> None:
         """Follow the next step, after one that failed. The same on all ranks."""
         self._found.clear()
+        self._end()
+
+    def _end(self) -> None:
+        """Drop the recordings, which hold the operations of all micro-batches."""
+        for stage in self._pipeline.local.instrumented if self._recordings else ():
+            stage.record(None)
+        self._recordings.clear()
 
     def of_records(self, chosen: Sequence[Registration]) -> dict[RecordKey, BatchRows]:
         """Return what is known of the records of these hooks on this rank. Nothing is known of

@@ -7,13 +7,12 @@ trainable modules and errors do when it is over, through groups of our own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flex_model.distributed.placement import Placement, Replicate, Shard
+from flex_model.distributed.placement import Replicate, Shard
 from flex_model.errors import HookError
 from flex_model.hooks import save_ctx
 from flex_model.hooks.registration import Registration
@@ -49,7 +48,7 @@ class StepRunner:
         core = self._core
         plan = plan_step(call, self._pipeline, self._prepared)
         chosen = core.table.chosen(call.choice)
-        dims = self._dims(call, chosen)
+        stated = self._stated_dims(call, chosen)
         with self._state.running(plan.rows):
             try:
                 with self._state.silenced():
@@ -57,7 +56,7 @@ class StepRunner:
                 if not call.appends:
                     for registration in chosen:
                         output_ptr.pop(registration.hook_function.record_name, None)
-                return self._run(call, plan, chosen, dims, output_ptr)
+                return self._run(call, plan, chosen, stated, output_ptr)
             finally:
                 core.records.output_ptr.clear()
 
@@ -82,15 +81,16 @@ class StepRunner:
         call: StepCall,
         plan: StepPlan,
         chosen: list[Registration],
-        dims: dict[str, int | None],
+        stated: dict[str, int | None],
         output_ptr: dict[str, list[Tensor]],
     ) -> Any:
         core, state = self._core, self._state
         self._pipeline.parameters.read_for_hooks(
             name for r in chosen for name in r.hook_function.parameter_names
         )
+        default = microbatches.batch_dim(self._schedule)
         for registration in chosen:
-            dim = dims[registration.hook_function.record_name]
+            dim = stated.get(registration.hook_function.record_name, default)
             if registration.kind != "tensor":
                 shape = registration.hook_function.expected_shape
                 shape = microbatches.part_of_shape(shape, dim, plan.rows)
@@ -125,7 +125,7 @@ class StepRunner:
         consumed = self._end_run(run)
         try:
             self._rows.infer()
-            records = self._join_records(call, plan, chosen, dims)
+            records = self._join_records(plan, chosen, stated)
             output = self._end.finish(
                 call, records, before, gradients, consumed, output, output_ptr
             )
@@ -154,20 +154,19 @@ class StepRunner:
                 ]
             stage.begin(call.has_backward, stage.index > last, sites)
 
-    def _dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int | None]:
-        """Return the dims along which the micro-batches' records are joined, by their name; None
-        for those that have no rows, as the user states.
+    def _stated_dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int | None]:
+        """Return the dims of the rows in records that the user states, by their name; None for
+        those that have no rows.
         """
         stated = call.microbatch_dim
-        default = stated if isinstance(stated, int) else microbatches.batch_dim(self._schedule)
-        by_module = stated if isinstance(stated, Mapping) else {}
         dims: dict[str, int | None] = {}
         for registration in chosen:
-            if registration.name in by_module:
-                dims.setdefault(
-                    registration.hook_function.record_name, by_module[registration.name]
-                )
-        return {r.hook_function.record_name: default for r in chosen} | dims
+            name = registration.hook_function.record_name
+            if isinstance(stated, int):
+                dims[name] = stated
+            elif stated is not None and registration.name in stated:
+                dims.setdefault(name, stated[registration.name])
+        return dims
 
     def _end_run(self, run: Run) -> bool:
         """Deliver the records of the stage's ranks to its first; return whether an edit drew random
@@ -183,23 +182,16 @@ class StepRunner:
         return consumed
 
     def _join_records(
-        self,
-        call: StepCall,
-        plan: StepPlan,
-        chosen: list[Registration],
-        dims: dict[str, int | None],
+        self, plan: StepPlan, chosen: list[Registration], stated: dict[str, int | None]
     ) -> list[step_records.StageRecords]:
         records = self._core.records
         if self._state.failure.has_error or not records.keeps_full:
             return []
         shapes: dict[tuple[str, str], list[ExpectedShape]] = {}
         rows = self._rows.of_records(chosen)
-        stated: dict[str, Placement] = {}
-        for registration in chosen:
-            name, of_call = registration.hook_function.record_name, call.microbatch_dim
-            if isinstance(of_call, int) or registration.name in (of_call or ()):
-                dim = dims[name]
-                stated[name] = Replicate() if dim is None else Shard(dim)
+        placements = {
+            name: Replicate() if dim is None else Shard(dim) for name, dim in stated.items()
+        }
         for registration in chosen:
             function = registration.hook_function
             shape = function.expected_shape if function.select is None else None
@@ -209,7 +201,7 @@ class StepRunner:
                 records.output_ptr,
                 plan.number,
                 plan.rows,
-                stated.get,
+                placements.get,
                 lambda *key: rows.get(key, BatchRows()),
                 {key: of_key[0] for key, of_key in shapes.items() if len(of_key) == 1},
             )
