@@ -22,7 +22,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.turns import Turns
-from flex_model.layouts import follow
+from flex_model.layouts import follow, recorder
 from flex_model.runs import remembered_runs
 from flex_model.runs.backward_passes import BackwardPasses
 from flex_model.runs.graphs import Graphs, is_in_checkpoint
@@ -121,8 +121,11 @@ class HookHandlers:
                 run.note_recomputation()
             call = HookCall(registration, module, run)
             function = self._own_batch.of(registration).executor.function
-            with follow.paused():
+            if not recorder.active_recorders:  # entering a context would cost as much as the rest
                 (edited,) = function.run(call, (full,), leaf, {})
+            else:
+                with follow.paused():
+                    (edited,) = function.run(call, (full,), leaf, {})
             return None if edited is None else copy_for_model(edited, leaf)
         except Exception as error:
             self.hook_failed(registration, error)

@@ -185,6 +185,33 @@ class ModuleSite:
                 )
                 _put_in_order(module._forward_hooks, self._number)
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None where it is gone."""
+        return self._module()
+
+    def surround(self, is_input: bool, before: Any, after: Any) -> list[Any]:
+        """Register two torch hooks, with keyword arguments, that run directly before and after the
+        one that is installed here; return their handles. None is registered where none is
+        installed.
+
+        Args:
+            is_input: Whether around the hook before the module's forward, not the one after it.
+        """
+        module = self._module()
+        own = [h for name, h in self._handles.items() if name.startswith("pre") == is_input]
+        if module is None or not own:
+            return []
+        hooks = module._forward_pre_hooks if is_input else module._forward_hooks
+        register = module.register_forward_pre_hook if is_input else module.register_forward_hook
+        order = list(hooks)
+        added = [register(hook, with_kwargs=True) for hook in (before, after)]
+        place = order.index(own[0].id)
+        order[place : place + 1] = [added[0].id, own[0].id, added[1].id]
+        for key in order:
+            hooks[key] = hooks.pop(key)
+        return added
+
     def remove(self) -> None:
         """Remove all torch hooks."""
         for handle in self._handles.values():

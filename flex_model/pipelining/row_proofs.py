@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
+from flex_model.hooks.site import ModuleSite
 from flex_model.integrations import compiled
 from flex_model.layouts import follow
 from flex_model.layouts.expressions import Expression, leaves
@@ -27,7 +28,6 @@ from flex_model.layouts.module_buffers import Buffers
 from flex_model.layouts.operation_log import Chunk, Value
 from flex_model.layouts.placement_encoding import encode
 from flex_model.layouts.proofs import AxisProofs
-from flex_model.pipelining.stages import find_targets
 
 _AXIS = "dp"  # micro-batches stand for its ranks
 _OF_INPUTS = ("forward_pre", "full_backward")
@@ -95,8 +95,11 @@ class StageRecording:
         number: int,
     ) -> None:
         self._core = core
-        # By hook, the modules of this stage that it is at.
-        self._targets = {r: found for r in registrations if (found := find_targets(root, r.name))}
+        modules = set(root.modules())
+        self._sites = {  # of this stage, by hook
+            registration: [site for site in registration.places if site.module in modules]
+            for registration in registrations
+        }
         self._dims, self._is_first, self._number = dims, is_first, number
         self._buffers = buffers
         self._microbatches: dict[int, _Microbatch] = {}
@@ -147,10 +150,10 @@ class StageRecording:
         micro-batch's rows.
         """
         handles: list[Any] = []
-        for registration, modules in self._targets.items():
+        for registration, sites in self._sites.items():
             of_hook = found.of_hooks.setdefault(registration.index, [])
-            for module in modules:
-                handles += _note_at(module, registration, follower, of_hook)
+            for site in sites:
+                handles += _note_at(site, registration, follower, of_hook)
         try:
             yield
         finally:
@@ -170,13 +173,14 @@ class StageRecording:
             return {}, []
         if any(_answers(one.chunk) != _answers(done[0].chunk) for one in done):
             branched = BatchRows(None, "a branch on values, which not all micro-batches take")
-            return dict.fromkeys((one.index for one in self._targets), branched), []
+            return dict.fromkeys((one.index for one in self._sites), branched), []
         proofs = [self._prove(one, received) for one in done]
         found = {
             registration.index: _rows_in_calls(
                 proofs, [one.of_hooks[registration.index] for one in done]
             )
-            for registration in self._targets
+            for registration, sites in self._sites.items()
+            if sites
         }
         sent = [_rows(proofs, values).placement for values in zip(*(one.sent for one in done))]
         return found, list(map(encode, sent))
@@ -213,9 +217,11 @@ def _leaves_of(comparison: Sequence[Any]) -> set[Expression]:
 
 
 def _note_at(
-    module: nn.Module, registration: Registration, follower: Follower, of_hook: list[Any]
+    site: ModuleSite, registration: Registration, follower: Follower, of_hook: list[Any]
 ) -> list[Any]:
-    """Register hooks of torch's around a hook of ours; return their handles."""
+    """Register hooks of torch's around a hook of ours, so that no other lies between; return their
+    handles.
+    """
     before: list[Tensor] = []
 
     def leaf_of(tree: Any) -> Tensor | None:
@@ -235,14 +241,7 @@ def _note_at(
         if leaf is not None and before and leaf is not before[0]:
             follower.note_substitute(leaf, before[0])
 
-    if registration.kind in _OF_INPUTS:
-        register: Any = module.register_forward_pre_hook
-    else:
-        register = module.register_forward_hook
-    return [
-        register(note, prepend=True, with_kwargs=True),
-        register(keep, with_kwargs=True),
-    ]
+    return site.surround(registration.kind in _OF_INPUTS, note, keep)
 
 
 def _rows_in_calls(proofs: Sequence[AxisProofs], of_hook: Sequence[list[Any]]) -> BatchRows:

@@ -1028,3 +1028,31 @@ def test_a_tied_weight_is_written_on_all_stages(name):
         flex.set_module_parameter(name, full)
         whole.emb.weight.copy_(full)
         assert_near(flex(batch), whole(batch))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+@pytest.mark.parametrize("comes_first", [True, False])
+@pytest.mark.parametrize("edit", [None, mix], ids=["read", "edit"])
+def test_hooks_of_torch_at_the_module_of_a_record(kind, comes_first, edit):
+    """One that puts the rows in another order, before ours or after it: what follows is unknown."""
+    model, (x, y) = make_mlp(), data()
+    name = "layers.6.fc1"
+
+    def turn(flex):
+        for path, module in flex.module.named_modules():
+            if path.endswith(name) and kind == "forward":
+                module.register_forward_hook(lambda module, args, output: output.flip(0))
+            elif path.endswith(name):
+                module.register_forward_pre_hook(lambda module, args: args[0].flip(0))
+
+    with FlexModel(make_schedule(ALL[0], model, loss_fn=MSE)) as flex:
+        if comes_first:
+            turn(flex)
+        getattr(flex, f"register_{kind}_hook")(HookFunction(name, editing_function=edit))
+        flex.register_forward_hook(HookFunction("layers.6.act"))
+        if not comes_first:
+            turn(flex)
+        refused = name if comes_first else "layers.6.act"
+        with pytest.raises(HookError, match=rf"hook on {refused!r}: .* is not known .lost at flip"):
+            flex(x, target=y)
