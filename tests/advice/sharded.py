@@ -132,9 +132,8 @@ def reads_a_weight(how):
         return full + hook.parameters["out.bias"].sum()
 
     hook = HookFunction("fc1", None, edit, parameters=["out.bias"])
-    flex = by_hand(hook, is_stated=True)
-    flex(BATCH)
-    flex.restore()
+    with by_hand(hook, is_stated=True) as flex:  # which the edit would keep alive
+        flex(BATCH)
 
 
 def transformed(how):
