@@ -6,7 +6,10 @@
 #   SECONDS=n       for how long `make fuzz` runs; RANKS=n: on how many; FUZZ="...": its further arguments
 #   FLEX_MODEL_...  see setup.py and flex_model/_load.py
 
+# Each uses the folder's build and environment; `make check` runs those at once that may be.
+ifndef AT_ONCE
 .NOTPARALLEL:
+endif
 
 PYTHON3 ?= python3
 VENV ?= .venv
@@ -22,6 +25,7 @@ DOCS_STAMP := $(VENV)/docs/$(call stamp,requirements/docs.txt)
 
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export OMP_NUM_THREADS := 1
+export JOBS
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHON
 # Else each of the hundreds of processes that tests start would compile what it imports once more.
@@ -98,8 +102,13 @@ lint: venv  ## format, lint and types
 	clang-format --dry-run -Werror $(CPP)
 	mypy
 
-check: lint docs check-build check-symbols check-sdist check-sanitizers check-slow  ## all that CI runs before the tests
+check: build  ## all that CI runs before the tests
+	@$(MAKE) --no-print-directory --output-sync=target -j2 AT_ONCE=1 check-at-once
+	@$(MAKE) --no-print-directory check-sanitizers check-slow
 	@echo "== check: passed"
+
+.PHONY: check-at-once
+check-at-once: check-sdist lint docs check-symbols
 
 check-build: build  ## the CUDA build, where nvcc is; check-sdist makes the one without
 ifneq ($(NVCC),)
@@ -109,7 +118,7 @@ else
 	@echo "no nvcc: the CUDA build is left out"
 endif
 
-check-symbols: build  ## the binaries depend on torch's stable C functions only
+check-symbols: check-build  ## the binaries depend on torch's stable C functions only
 	$(PYTHON) .ci/check_symbols.py flex_model/*.so
 
 check-sdist: venv  ## sdist -> install, without CUDA, in a fresh environment -> import from elsewhere
