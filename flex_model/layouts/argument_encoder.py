@@ -101,7 +101,7 @@ class ArgumentEncoder:
         """
         if not isinstance(value, tuple) or value[:1] != ("l",) or len(value) < 3:
             return value
-        heads, size = value[-2:]
+        heads, size = map(_without_source, value[-2:])
         if size == -1 and type(heads) is int and heads > 0 and shape[-1] % heads == 0:
             size = shape[-1] // heads
         if type(heads) is not int or type(size) is not int or size not in self._stated_sizes:
@@ -168,3 +168,9 @@ def _content(constant: Tensor) -> str:
     """Return a hash of the elements of a tensor that was made of Python numbers."""
     data = memory_map.bytes_of(constant)
     return "" if data is None else blake2b(data, digest_size=8).hexdigest()
+
+
+def _without_source(encoded: Any) -> Any:
+    """Return the number of a literal in the source; all else as it is."""
+    is_literal = isinstance(encoded, tuple) and encoded[2][0] == "source"
+    return encoded[1] if is_literal else encoded

@@ -15,6 +15,7 @@ from flex_model.layouts.expressions import (
     is_of_no_value,
     leaves,
     plain_numbers,
+    without_source,
 )
 from flex_model.layouts.operation_log import Entry, Value, dtype_of
 from flex_model.layouts.propagation.labels import words
@@ -57,6 +58,7 @@ class ArgumentReader:
         self.sized_by: list[Value] = []
         self._plain: list[tuple[str, int, Any]] = []  # sizes without an expression
         self._with_expression: set[str] = set()  # arguments with an expression
+        self._literals: list[tuple[str, int, Any]] = []  # sizes that the source shows
 
     def arguments(self, schema: Any, entries: tuple[Entry, ...]) -> tuple[dict[str, Any], ...]:
         by_rank: list[dict[str, Any]] = [{} for _ in entries]
@@ -98,6 +100,8 @@ class ArgumentReader:
         if kind == "n":
             numbers = [_number_of(item) for item in items]
             expressions = [item[2] if isinstance(item, tuple) else None for item in items]
+            if self._proofs.axis == "tp":  # a layer of one rank may have its share in its source
+                expressions = [*map(without_source, expressions)]
             self._number(numbers, name, meant, expressions)
             return numbers
         if kind != "l":
@@ -155,7 +159,9 @@ class ArgumentReader:
         if is_size:
             sizes = self.full_sizes.setdefault(name, [])
             sizes.append(known)
-            if expressions[0] is not None:
+            if expressions[0] is not None and expressions[0][0] == "source":
+                self._literals.append((name, len(sizes) - 1, numbers[0]))
+            elif expressions[0] is not None:
                 self._with_expression.add(name)
                 shard = self._proofs.shard_of_dim(expressions[0]) if name == "size" else None
                 if shard is not None:
@@ -198,6 +204,13 @@ class ArgumentReader:
         # Along dp ranks share rows, whose numbers are known; along tp also heads and features.
         is_of_rows = self._is_view and bool(shards) and self._proofs.axis == "dp"
         known_names = set(self._with_expression)
+        beside_plain = {name for name, _, _ in self._plain} - known_names
+        for name, place, number in self._literals:
+            if name in beside_plain:  # the rule decides on all of them
+                self.full_sizes[name][place] = None
+                self._plain.append((name, place, number))
+            else:
+                known_names.add(name)
         for name, place, number in self._plain:
             is_literal = not rule_decides or (not shards and name in self._with_expression)
             is_literal &= number not in self._numbers.possible_shard_sizes

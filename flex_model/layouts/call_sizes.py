@@ -44,13 +44,14 @@ class CallSizes:
     """
 
     def __init__(self, recorder: int, name: str = "", args: Any = (), kwargs: Any = None) -> None:
-        self._recorder, self.name = recorder, _plain_name(name)
+        self._recorder, self.name = recorder, plain_name(name)
         self._in_order: list[tuple[Any, Expression | None]] = []
         self._visit(args)
         num_positional = len(self._in_order)
         self._visit(tuple((kwargs or {}).values()))
         self._are_positional = num_positional == len(self._in_order)
-        self.has_any = any(expression is not None for _, expression in self._in_order)
+        kinds = {expression[0] for _, expression in self._in_order if expression is not None}
+        self.has_any, self._has_sizes = bool(kinds), bool(kinds - {"source"})
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -70,7 +71,7 @@ class CallSizes:
 
     def are_of(self, operation: str) -> bool:
         """Whether the operation is the one that was called, so that its numbers are these."""
-        name = _plain_name(operation)
+        name = plain_name(operation)
         is_called = name == self.name or (self.is_subscript and name in _OF_SUBSCRIPTS)
         return self.has_any and is_called
 
@@ -114,7 +115,7 @@ class CallSizes:
         if not self.name:
             return encoded(number, ("read", 0, number))
         is_own = number == number and all(number != other for other, _ in self._in_order)
-        if is_own and not self.has_any:
+        if is_own and not self._has_sizes:
             return encoded(number, ("literal", number))
         return self.encoded(number)
 
@@ -148,7 +149,7 @@ _SUBSCRIPTS = {"getitem", "setitem"}
 _OF_SUBSCRIPTS = {"slice", "select"}
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return the common name of ``__radd__``, ``add_`` and ``aten::add``: one operation."""
     name = name.rpartition("::")[2]
     if name.startswith("__"):

@@ -10,7 +10,8 @@ from typing import Any
 
 # ("dim", value id or 0, dim), ("number", n), or an operation's name and its operands' expressions;
 # ("same", ...): expressions of one number, of which any may be the right one; ("literal", n): a
-# number that can't be a rank's own; ("read", value id or 0, n): a number read from a tensor.
+# number that can't be a rank's own; ("source", n): a literal in the source of the model; ("read",
+# value id or 0, n): a number read from a tensor.
 Expression = tuple[Any, ...]
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -28,7 +29,20 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "xor": operator.xor,
 }
 
-_LEAVES = ("dim", "number", "literal", "read")
+_LEAVES = ("dim", "number", "literal", "source", "read")
+
+
+def without_source(expression: Expression | None) -> Expression | None:
+    """Return the expression with plain numbers in place of literals in the source."""
+    if expression is None or expression[0] == "source":
+        return None
+    if expression[0] in _LEAVES:
+        return expression
+    operands = (
+        ("number", operand[1]) if operand[0] == "source" else without_source(operand)
+        for operand in expression[1:]
+    )
+    return (expression[0], *operands)
 
 
 def evaluate(expression: Expression, leaf: Callable[[Expression], Any]) -> Any:
@@ -36,7 +50,7 @@ def evaluate(expression: Expression, leaf: Callable[[Expression], Any]) -> Any:
     read from tensors; None if one of them is not known.
     """
     kind = expression[0]
-    if kind in ("number", "literal"):
+    if kind in ("number", "literal", "source"):
         return expression[1]
     if kind in _LEAVES:
         return leaf(expression)

@@ -15,6 +15,7 @@ from flex_model.layouts import composites, memory_map
 from flex_model.layouts.call_sizes import CallSizes
 from flex_model.layouts.callers import MASKS, RECORDERS, is_called_by_model, is_run_by_model
 from flex_model.layouts.expressions import Expression
+from flex_model.layouts.literals import with_literals
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import Size, expression_of, expressions_of, plain, tagged
 
@@ -93,6 +94,7 @@ class FunctionRecorder(TorchFunctionMode):
         if name in ("__getitem__", "__setitem__") and len(args) > 1 and is_run_by_model():
             args = args[0], self._with_numbers(args[1]), *args[2:]
             self._note_whole_slices(args[0], args[1])
+        args, kwargs = with_literals(name, args, kwargs)
         reduction = composites.reduction_of(func, kwargs)
         with recorder.in_call(CallSizes(recorder.key, name, args, kwargs), reduction):
             bound = composites.bind(func, types, args, kwargs)

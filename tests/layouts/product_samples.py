@@ -15,6 +15,12 @@ def on(name, *tensors, args=(), kwargs=None, **more):
     )
 
 
+def lower(*shape):
+    """Triangular matrices that can be solved."""
+    size = shape[-1]
+    return (0.1 * floats(*shape, size)).tril(-1) + torch.eye(size, dtype=torch.float64)
+
+
 def over(name, *more_args, x=X, dims=(0, -1), **kwargs):
     """Along some dims, with and without ``keepdim``."""
     return [
@@ -156,6 +162,16 @@ PRODUCTS = [
     sample("baddbmm", floats(4, 3, 2), floats(4, 3, 6), floats(4, 6, 2)),
     sample("baddbmm", floats(1, 2), floats(4, 3, 6), floats(4, 6, 2)),
     sample("addbmm", floats(3, 2), floats(4, 3, 6), floats(4, 6, 2)),
+    *[
+        on("linalg_solve_triangular", a, b, kwargs={"upper": False, "left": left})
+        for a, b, left in (
+            (lower(4), floats(4, 6), True),
+            (lower(4), floats(6, 4), False),
+            (lower(2, 4), floats(2, 4, 6), True),
+            (lower(4), floats(2, 4, 6), True),
+            (lower(2, 4), floats(3, 1, 6, 4), False),
+        )
+    ],
     sample("linear", floats(2, 4, 6), floats(8, 6)),
     sample("linear", floats(4, 6), floats(8, 6), floats(8)),
     sample("linear", floats(6), floats(8, 6), floats(8)),

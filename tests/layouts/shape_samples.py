@@ -187,6 +187,17 @@ MOVING = [
     on("pad", Z, args=([1, 1], "reflect")),
     on("pad", Z, args=([1, 1], "circular")),
     *[on("repeat", X, args=(r,)) for r in ([2, 1], [1, 3], [2, 1, 1], [1, 1])],
+    *[
+        sample(
+            "repeat",
+            x,
+            floats(4, 3),
+            program=lambda op, x, rows: op(x, (rows.shape[0], 1, 1)),
+            sizes=("repeats",),
+            unstated=None,
+        )
+        for x in (floats(1, 3), floats(2, 3), floats(1, 2, 3))
+    ],
     *[on("tile", X, args=(r,)) for r in ([2], [3, 1], [2, 1, 1])],
     *[on("repeat_interleave.self_int", X, args=(2, d)) for d in (0, 1, None)],
     *[

@@ -100,6 +100,23 @@ def grouped_mm(operation: Operation) -> Placements:
     )
 
 
+def solve_triangular(operation: Operation) -> Placements:
+    """Solve ``A X = B``, or ``X A = B``: for each column, or row, of ``B``. The dims in front are
+    broadcast.
+    """
+    a, b, made = operation["self"], operation["B"], operation.outputs[0]
+    is_by_column = operation["left"]
+
+    def labels(ndim: int, *last: Label) -> tuple[Label, ...]:
+        return (*(("...", made.ndim - ndim + i) for i in range(ndim - 2)), *last)
+
+    of_vectors: tuple[Label, Label] = (None, "vector") if is_by_column else ("vector", None)
+    matrices = Input(a, labels(a.ndim, None, None), broadcasts=True)
+    vectors = Input(b, labels(b.ndim, *of_vectors), broadcasts=True)
+    terms = (Term((vectors,), (matrices,)),)
+    return resolve(operation, [Output(labels(made.ndim, *of_vectors), terms=terms)])
+
+
 def _added(labels: str, product: str) -> Callable[[Operation], Placements]:
     """Return the rule of a product that is added to ``self`` with these labels, which is not read
     if ``beta`` is 0.
@@ -138,6 +155,7 @@ RULES = {
     "matmul": matmul,
     "einsum": einsum,
     "_grouped_mm": grouped_mm,
+    "linalg_solve_triangular": solve_triangular,
     # Of 4-bit weights, which must be whole: the blocks that share a scale don't follow their rows.
     "bitsandbytes::dequantize_blockwise": form("A:* absmax:* code:* -> *"),
     "bitsandbytes::dequantize_4bit": form("A:** absmax:* -> **"),

@@ -49,7 +49,7 @@ _BUILT_IN: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     (reductions.RULES, ()),
     (contractions.RULES, ()),
     (views.RULES, ()),
-    (views.RULES_OF_SIZES, ("size", "shape", "sizes", "stride")),
+    (views.RULES_OF_SIZES, ("size", "shape", "sizes", "stride", "repeats")),
     (slicing.RULES, ()),
     (slicing.RULES_OF_BOUNDS, ("start", "end", "length")),
     (slicing.RULES_OF_SPLITS, ("split_size", "split_sizes")),

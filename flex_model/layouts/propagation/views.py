@@ -259,16 +259,30 @@ def _expanded(operand: Operand, made: Operand, full: Sizes) -> Placement | None:
 
 
 def repeat(operation: Operation) -> Placements:
-    """Repeat along dims. Along a split dim each copy is a part, split as the operand."""
-    operand = operation["self"]
-    repeats: Sequence[int] = operation["repeats" if operation.name == "repeat" else "dims"]
-    made = operation.outputs[0]
-    repeats = (*(1,) * (made.ndim - len(repeats)), *repeats)
-    placement = operand.placement
+    """Repeat along dims. Along a split dim each copy is a part, split as the operand. Of a whole
+    tensor each rank may make some of the copies.
+    """
+    operand, made = operation["self"], operation.outputs[0]
+    name = "repeats" if operation.name == "repeat" else "dims"
+    stated, placement = full_sizes_of(operation, name), operand.placement
+    missing = made.ndim - len(operation.by_rank(name)[0])
+    repeats: Sequence[int | None] = (*(1,) * max(missing, 0), *(stated or operation[name]))
+    split = []
+    for dim, times in enumerate(repeats):
+        by_rank = [
+            of_rank[dim - missing] if dim >= missing else 1 for of_rank in operation.by_rank(name)
+        ]
+        if all(one == times for one in by_rank):
+            continue
+        if times != sum(by_rank):
+            return [None]
+        split.append(dim)
+    if split:
+        return [Shard(split[0]) if len(split) == 1 and placement == REPLICATED else None]
     if isinstance(placement, Shard):
         front = made.ndim - operand.ndim
         times = repeats[placement.dim + front]
-        if times < 1 or (times > 1 and getattr(placement, "part_sizes", None) is not None):
+        if not times or (times > 1 and getattr(placement, "part_sizes", None) is not None):
             return [None]
         return [replace(placement, dim=placement.dim + front, parts=placement.parts * times)]
     return [placement]
@@ -328,6 +342,8 @@ RULES_OF_SIZES = {
     "unflatten": unflatten,
     "expand": expand,
     "expand_as": expand_as,
+    "repeat": repeat,
+    "tile": repeat,
 }
 
 RULES = {
@@ -345,8 +361,6 @@ RULES = {
     "diagonal": diagonal,
     "diag_embed": diag_embed,
     "unfold": unfold,
-    "repeat": repeat,
-    "tile": repeat,
     "repeat_interleave": repeat_interleave,
     "flip": flip,
     "roll": roll,
