@@ -4,7 +4,7 @@ the unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ class Gradients:
 
     Args:
         divisor: Makes gradients of the mean loss from sums over micro-batches.
+        inputs: The step's, on this rank; they may have gradients, too.
     """
 
-    def __init__(self, core: HookCore, divisor: int) -> None:
+    def __init__(self, core: HookCore, divisor: int, inputs: Iterable[Tensor] = ()) -> None:
         self._core, self._divisor = core, divisor
         self._hooked = core.table.parameters()
         # Each stage whose editing functions use a trainable module has a part of its gradient.
@@ -38,6 +39,12 @@ class Gradients:
         for parameter in {id(p): p for p in [*stages, *self._trainable]}.values():
             self._before.append((parameter, parameter.grad))
             parameter.grad = None
+        # Before autograd adds them up: an input may be computed from others, outside of the step.
+        of_inputs = {id(one): one for one in inputs if one.requires_grad and divisor > 1}
+        self._handles = [one.register_hook(self._scaled) for one in of_inputs.values()]
+
+    def _scaled(self, grad: Tensor) -> Tensor:
+        return grad / self._divisor
 
     def scale(self) -> None:
         """Divide the sums over micro-batches. Local."""
@@ -80,6 +87,8 @@ class Gradients:
 
     def restore(self, is_failed: bool) -> None:
         """Add the gradients from before the step; if it failed, restore them. Local."""
+        for handle in self._handles:
+            handle.remove()
         for parameter, before in self._before:
             if before is None:
                 if is_failed:

@@ -5,7 +5,7 @@ exception in the middle of a schedule leaves no other stage waiting, for zeros r
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.stage import _RecvInfo
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
@@ -51,10 +52,11 @@ class InstrumentedStage:
         self._shapes_are_inferred = False
         # DDP and FSDP reduce gradients after a whole backward only: where a zero-bubble schedule
         # splits it, torch leaves some gradients out of the reduction.
-        self._splits_backward = not any(
+        self._may_split_backward = not any(
             isinstance(module, (DistributedDataParallel, FSDPModule))
             for module in stage.submod.modules()
         )
+        self._splits_backward = self._may_split_backward  # in the running step
         vars(stage).update({name: getattr(self, name.lstrip("_")) for name in _REPLACED})
 
     def restore(self) -> None:
@@ -64,15 +66,24 @@ class InstrumentedStage:
         if self._shapes_are_inferred:
             vars(self.stage).update(inputs_meta=None, _outputs_meta=None)
 
-    def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
+    def begin(
+        self,
+        has_backward: bool,
+        is_skipped: bool,
+        sites: list[Site] | None,
+        has_gradients: bool = False,
+    ) -> None:
         """Begin a step.
 
         Args:
+            has_gradients: Whether keyword arguments get gradients, which a split backward computes
+                for parameters and received tensors only.
             is_skipped: Whether the step needs nothing of the stage.
             sites: The modules after which its forwards end; None: they run to their end.
         """
         self._failed.clear()
         self._num_backwards = 0
+        self._splits_backward = self._may_split_backward and not has_gradients
         self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
         self.stage.has_backward = has_backward
         self.stage.clear_runtime_states()
@@ -140,17 +151,23 @@ class InstrumentedStage:
                             self.accepted(kwargs),
                             save_forward_output=save_forward_output,
                         )
-                        self._keep_tensors(fwd_chunk_id)
+                        own = (args if self.stage.is_first else (), kwargs)
+                        self._keep_tensors(fwd_chunk_id, pytree.tree_leaves(own))
                         return output
             except BaseException as error:
                 self._fail(fwd_chunk_id, error)
             return self._make_zero_output(fwd_chunk_id, save_forward_output)
 
-    def _keep_tensors(self, microbatch: int) -> None:
-        """Drop the inputs that are no tensors: a split backward reads ``requires_grad`` of each."""
-        cache = self.stage.fwd_cache
+    def _keep_tensors(self, microbatch: int, of_step: Sequence[Any]) -> None:
+        """Drop the inputs that are no tensors: a split backward reads ``requires_grad`` of each.
+        After a backward torch sets their gradients to None, which those of the step's own inputs
+        (``of_step``) are to keep.
+        """
+        cache, own = self.stage.fwd_cache, set(map(id, of_step))
         outputs, inputs = cache[microbatch]
-        cache[microbatch] = outputs, [value for value in inputs if isinstance(value, Tensor)]
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        kept = [value.detach() if id(value) in own else value for value in tensors]
+        cache[microbatch] = outputs, kept
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         core = self._core

@@ -17,6 +17,7 @@ from flex_model.pipelining.schedule import LocalSchedule, stages_of
 from flex_model.pipelining.stage_index import StageIndex
 from flex_model.pipelining.stage_parameters import PipelineParameters, StageParameters
 from flex_model.pipelining.stages import LocalStages, describe_stage
+from flex_model.pipelining.step_conditions import StepConditions
 from flex_model.runs.settings import Settings
 from flex_model.runs.step import MicrobatchState
 
@@ -28,6 +29,7 @@ class LocalPipeline:
         core: The engine of the hooks on this rank's stages.
         root: This rank's stages as one module.
         state: The state of the step that runs.
+        conditions: Describes what the path of a step depends on.
         world, line: Communicators to all ranks, and to those of this rank's pipeline.
         local: This rank's part of the schedule.
         index: The modules and parameters of all stages, by name.
@@ -47,6 +49,7 @@ class LocalPipeline:
             self.root, mesh, {}, StageContext(), "rank0", self.state, StageParameters
         )
         self.core = core
+        self.conditions = StepConditions(self.root)
         with contextlib.ExitStack() as stack:
             stack.callback(core.close)
             timeout_s, along = core.communicator.timeout_s, mesh.axis_ranks("pp")

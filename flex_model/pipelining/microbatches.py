@@ -210,7 +210,8 @@ def join(
         placement = stated
     elif isinstance(placement, Shard) and stated not in (None, placement):
         raise ValueError(_refusal(parts, placement, "", stated))
-    if isinstance(placement, Replicate):
+    are_alike = len({part.shape for part in parts}) == 1
+    if isinstance(placement, Replicate) and are_alike:
         if is_gradient:  # each micro-batch adds to it
             return torch.stack(list(parts)).sum(0)
         if all(same_bits(part, first) for part in parts[1:]):
@@ -218,7 +219,7 @@ def join(
     dim = placement.dim if isinstance(placement, Shard) else -1
     if placement != Shard(dim):  # in parts, or in pieces
         dim = -1
-    sizes = _rows_of_ranks(parts, dim, rows) if 0 <= dim < first.dim() else None
+    sizes = _rows_of_ranks(parts, dim, rows) if 0 <= dim < first.dim() and are_alike else None
     if sizes is None:
         raise ValueError(_refusal(parts, placement, of.lost_at, None))
     # Each part has the rows of all data-parallel ranks, one rank after the other, as the whole

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from flex_model import _C
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
@@ -24,6 +23,7 @@ from flex_model.pipelining.agreement import check_equal, gather_checked
 from flex_model.pipelining.local_pipeline import LocalPipeline
 from flex_model.pipelining.row_proofs import InputDims
 from flex_model.pipelining.stage_index import StageIndex
+from flex_model.pipelining.step_conditions import digest_of_inputs
 
 
 @dataclass(eq=False)
@@ -55,10 +55,11 @@ class StepPlan:
     """The plan of a step.
 
     Attributes:
-        inputs: The hash of the shapes, dtypes and modes of the inputs on all ranks.
+        inputs: The hash of the inputs on all ranks, except for the values of their tensors, and of
+            modes.
         is_prepared: Whether every rank's stages have buffers for these inputs.
-        conditions: A hash of the inputs, and, with micro-batches, of the modules' flags and other
-            plain attributes, on all ranks.
+        conditions: A hash of the inputs, and, with micro-batches, of the modules, their hooks and
+            attributes, and torch's modes, on all ranks.
         number: The number of micro-batches.
         input_dims: How this rank's inputs are split into them.
         rows: By data-parallel rank: its number of rows in each micro-batch.
@@ -128,14 +129,14 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
             "inputs": [
                 microbatches.shapes_of(args) if has_first else None,
                 microbatches.shapes_of(call.kwargs),
+                digest_of_inputs(args, call.kwargs),
                 autocast,
                 sorted({str(p.dtype) for stage in stages for p in stage.submod.parameters()}),
             ],
             "seed": seed_of_state() if mesh.rank == 0 else 0,
             "modules": core.replicas.digest() if has_edits else None,
             "prepared": prepared,
-            "modules' flags": number > 1
-            and _C.walk_modules(core.module, [], Tensor, nn.Module)[1:],
+            "conditions": number > 1 and pipeline.conditions.digest(args, call.kwargs),
         }
 
     gathered = gather_checked(world, "the start of a step of the pipeline", describe, equal)
@@ -155,7 +156,7 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
     return StepPlan(
         inputs,
         all(of_rank["prepared"] == inputs for of_rank in gathered),
-        site_hash(inputs, *(of_rank["modules' flags"] for of_rank in gathered)),
+        site_hash(inputs, *(of_rank["conditions"] for of_rank in gathered)),
         number,
         microbatches.input_dims(schedule, args, call.kwargs, number, own_rows),
         microbatches.split_args(schedule, args, number),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.errors import HookError
@@ -102,7 +103,7 @@ class StepRunner:
             run.continue_draws(self._last)
         self._last = run
         core.executor.average_over(divisor)
-        gradients = Gradients(core, divisor)
+        gradients = Gradients(core, divisor, _tensors((call.args, call.kwargs)))
         self._begin_stages(call)
         self._rows.begin(call, plan, chosen)
         losses: list[Tensor] = []
@@ -142,6 +143,7 @@ class StepRunner:
     def _begin_stages(self, call: StepCall) -> None:
         """Begin the step on all stages; with ``until``, for what the last of these sites needs."""
         last = self._index.num_stages
+        has_gradients = any(tensor.requires_grad for tensor in _tensors(call.kwargs))
         if call.until is not None:
             last = max(self._index.stage_of(name) for name, _ in call.until)
         for stage in self._local.instrumented:
@@ -152,7 +154,7 @@ class StepRunner:
                     for name, kind in call.until
                     if self._index.stage_of(name) == last
                 ]
-            stage.begin(call.has_backward, stage.index > last, sites)
+            stage.begin(call.has_backward, stage.index > last, sites, has_gradients)
 
     def _stated_dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int | None]:
         """Return the dims of the rows in records that the user states, by their name; None for
@@ -197,6 +199,7 @@ class StepRunner:
             shape = function.expected_shape if function.select is None else None
             shapes.setdefault((function.record_name, registration.kind), []).append(shape)
         try:
+            self._rows.check_selections(chosen, stated)
             return step_records.join(
                 records.output_ptr,
                 plan.number,
@@ -208,3 +211,7 @@ class StepRunner:
         except ValueError as error:
             self._state.fail(str(error), error)
             return []
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]

@@ -13,6 +13,7 @@ import models
 from advice.row import Row
 from flex_model import FlexModel, HookFunction, editing, sequential
 from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
+from flex_model.selection import Select
 from pipelines import MLP, Scaled, Summary, Transposed, alone_group, make_mlp, make_schedule, part
 
 X, Y = models.random(8, 8, dtype=torch.float32), models.random(8, 3, seed=3, dtype=torch.float32)
@@ -153,10 +154,18 @@ def turned(**settings):
 SUMMARY = "layers.2.act.1.inner"
 
 
-def shared_rows(kind, **settings):
+def shared_rows(kind, function=None, **settings):
     model = make_mlp()
     model.layers[2].act = nn.Sequential(nn.Linear(16, 8), Summary(kind), nn.Linear(8, 16))
-    step(HookFunction(SUMMARY), model=model, **settings)
+    step(function or HookFunction(SUMMARY), model=model, **settings)
+
+
+def edited_unit(**settings):
+    def double(module, x, save_ctx, modules):
+        return x * 2
+
+    function = HookFunction(SUMMARY, editing_function=double, select=Select(units=0), record=False)
+    shared_rows("rows in reverse order", function, **settings)
 
 
 def edited_rows(batch_mode="micro", **where):
@@ -407,6 +416,11 @@ TWO_RANKS = [
             shared_rows("rows in reverse order", microbatch_dim={SUMMARY: 0}),
             shared_rows("a sum over rows", batch_mode="full"),
         ),
+    ),
+    Row(
+        "may select rows of the micro-batches: their dim is not known",
+        edited_unit,
+        lambda: (edited_unit(microbatch_dim={SUMMARY: 0}), edited_unit(batch_mode="full")),
     ),
     Row(
         "are neither the same for any rows nor rows of the batch one after the other",

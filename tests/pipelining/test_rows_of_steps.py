@@ -1,0 +1,262 @@
+"""What is proven of the rows of micro-batches holds for all of them alike, and in later steps as
+far as nothing that the path depends on has changed.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flex_model import FlexModel, HookError, HookFunction
+from flex_model.layouts.operation_log import Chunk
+from flex_model.pipelining.row_proofs import _without_own_numbers
+from flex_model.pipelining.schedule import stages_of
+from flex_model.selection import Select
+from pipelines import ALL, Transposed, make_mlp, make_schedule, part, unsplit
+
+MSE = nn.MSELoss()
+GPIPE = ALL[0]
+NAME = "layers.6.act"  # of the last of two stages
+
+
+class Path(nn.Module):
+    """Its path depends on more than the inputs of the model, or on their values."""
+
+    def __init__(self, kind=""):
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x):
+        values = x.detach()
+        if self.kind == "an attribute":
+            return x.flip(0)
+        if self.kind == "a count of calls":
+            self.calls += 1
+            return x * 2 if self.calls == 2 else x
+        if self.kind == "a number":
+            return x.roll(int(values[0].sum().item() > values.mean().item()), 1)
+        if self.kind == "a branch":
+            return x * 2 if values.sum() < 1e6 else x.flip(0)
+        return self.norm(x) if self.kind == "statistics" else x
+
+
+class Last(nn.Module):
+    """A last stage with a flag among its arguments."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.inner = model, nn.Identity()
+
+    def forward(self, x, is_reversed=False):
+        x = self.model(x)
+        return self.inner(x.flip(0)).flip(0) if is_reversed else self.inner(x)
+
+
+class Factor(nn.Module):
+    """A stage that is given what is to get gradients, too."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, by):
+        return self.model(x * by)
+
+
+def data(rows=8):
+    torch.manual_seed(1)
+    return torch.randn(rows, 8), torch.randn(rows, 3)
+
+
+def check(records, expected):
+    if dist.get_rank() == 0:
+        assert set(records) == set(expected)
+        for name, tensors in expected.items():
+            torch.testing.assert_close(records[name], tensors, rtol=0, atol=1e-6)
+
+
+def with_path(path):
+    model = make_mlp()
+    model.layers[6].act = path
+    return model.eval()
+
+
+def record(flex):
+    flex.register_forward_hook(HookFunction(NAME))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("change", ["an attribute", "a hook", "a forward"])
+def test_a_step_whose_modules_have_changed_is_followed_anew(change):
+    """Rows in reverse order have the sizes of those in order."""
+    model, (x, y) = with_path(Path()), data()
+    schedule = make_schedule(GPIPE, model, loss_fn=MSE)
+    with FlexModel(schedule, records := {}) as flex:
+        record(flex)
+        flex(x, target=y)
+        check(records, unsplit(model, record, x, y, MSE)["records"])
+        if dist.get_rank() == 1:
+            path = stages_of(schedule)[0].submod.layers[6].act
+            if change == "an attribute":
+                path.kind = change
+            elif change == "a hook":
+                path.register_forward_hook(lambda module, args, output: output.flip(0))
+            else:
+                path.forward = lambda x: x.flip(0)
+        if change == "a hook":  # it is called after ours
+            flex.register_forward_hook(HookFunction("layers.6.fc2"))
+        with pytest.raises(HookError, match=r"is not known .lost at flip"):
+            flex(x, target=y)
+
+
+@pytest.mark.ranks(2)
+def test_an_argument_that_is_no_tensor_may_choose_the_path():
+    def cut(model, index, size):
+        stage = part(model, index, size)
+        return Last(stage) if index == size - 1 else stage
+
+    model, (x, y) = make_mlp(), data()
+    with FlexModel(make_schedule(GPIPE, model, cut=cut, loss_fn=MSE), records := {}) as flex:
+        flex.register_forward_hook(HookFunction("inner"))
+        for is_reversed in (False, True, False):
+            if is_reversed:
+                with pytest.raises(HookError, match=r"is not known .lost at flip"):
+                    flex(x, target=y, is_reversed=True)
+            else:
+                flex(x, target=y, is_reversed=False)
+                check(records, {"inner": [model(x).detach()]})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "lost_at"),
+    [("a count of calls", "not the same one"), ("a number", "roll|branch on values")],
+)
+def test_what_is_one_micro_batchs_own_proves_nothing(kind, lost_at):
+    model, (x, y) = with_path(Path(kind)), data()
+    with FlexModel(make_schedule(GPIPE, model, loss_fn=MSE), {}) as flex:
+        record(flex)
+        with pytest.raises(HookError, match=f"is not known .lost at .*({lost_at})"):
+            flex(x, target=y)
+
+
+@pytest.mark.ranks(2)
+def test_branches_on_values_that_are_to_be_followed_always():
+    model, (x, y) = with_path(Path("a branch")), data()
+    schedule = make_schedule(GPIPE, model, loss_fn=MSE)
+    with FlexModel(schedule, records := {}, follow="always") as flex:
+        flex.register_forward_hook(HookFunction("layers.6.fc1"))
+        for _ in range(2):
+            flex(x, target=y)
+            expected = unsplit(
+                model,
+                lambda flex: flex.register_forward_hook(HookFunction("layers.6.fc1")),
+                x,
+                y,
+                MSE,
+            )
+            check(records, expected["records"])
+        record(flex)
+        for _ in range(2):
+            with pytest.raises(HookError, match="a path that the unsharded program may not take"):
+                flex(x, target=y)
+
+
+@pytest.mark.ranks(2)
+def test_statistics_that_earlier_steps_wrote_are_not_the_whole_batchs():
+    model, (x, y) = with_path(Path("statistics")), data()
+    with FlexModel(make_schedule(GPIPE, model, loss_fn=MSE), records := {}) as flex:
+        record(flex)
+        flex(x, target=y)
+        check(records, unsplit(model, record, x, y, MSE)["records"])
+        flex.train()
+        flex(x, target=y, groups=())
+        flex.eval()
+        with pytest.raises(HookError, match=r"lost at .*norm.running_\w+, as it was written"):
+            flex(x, target=y)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("along_rows", [True, False])
+def test_a_selection_along_the_dim_of_the_rows(num_microbatches, is_recorded, along_rows):
+    """The rows are along dim 1: an index there is another row in each micro-batch."""
+    inner = "layers.6.act.inner"
+    dims = {"units": 1} if along_rows else {"units": 0, "rows": 1}
+
+    def script(flex):
+        double = HookFunction(
+            inner,
+            editing_function=lambda module, x, save_ctx, modules: x * 2,
+            select=Select(units=0, dims=dims),
+            record=is_recorded,
+        )
+        flex.register_forward_hook(double)
+        flex.register_forward_hook(HookFunction("layers.6.fc2"))
+
+    model, (x, y) = with_path(Transposed()), data()
+    schedule = make_schedule(GPIPE, model, num_microbatches, loss_fn=MSE)
+    stated = None if along_rows else {inner: 1}
+    with FlexModel(schedule, records := {}, microbatch_dim=stated) as flex:
+        script(flex)
+        if along_rows:
+            with pytest.raises(HookError, match="selects along dim 1, along which the batch"):
+                flex(x, target=y)
+            return
+        for _ in range(2):
+            flex(x, target=y)
+            check(records, unsplit(model, script, x, y, MSE)["records"])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("mode", ["micro", "full"])
+def test_inputs_get_gradients_of_the_mean_loss(kind, mode):
+    """Inputs that are split and those that are not; in the first stage and in the last."""
+    model, (x, y) = make_mlp(), data()
+    x.requires_grad_()
+    by = torch.rand(1, 8).requires_grad_()
+
+    def cut(model, index, size):
+        stage = part(model, index, size)
+        return Factor(stage) if index in (0, size - 1) else stage
+
+    schedule = make_schedule(kind, model, cut=cut, loss_fn=MSE)
+    with FlexModel(schedule, batch_mode=mode) as flex:
+        for _ in range(2):
+            (x * 1).sum().backward()  # what was there before is kept
+            flex(x, target=y, by=by)
+    size = schedule._num_stages
+    whole, first, last = (one.detach().clone().requires_grad_() for one in (x, by, by))
+    h = model.emb(whole * first)
+    for i, layer in enumerate(model.layers):
+        h = layer(h * last if i == len(model.layers) * (size - 1) // size else h)
+    MSE(model.head(h), y).backward()
+    stages = stages_of(schedule)
+    here = [(stages[0].is_first, first), (stages[-1].is_last, last)]
+    own = [2 * one.grad for is_here, one in here if is_here]
+    assert (by.grad is None) == (not own)
+    if own:
+        torch.testing.assert_close(by.grad, sum(own), rtol=0, atol=1e-6)
+    if stages[0].is_first:
+        torch.testing.assert_close(x.grad, 2 * whole.grad + 2, rtol=0, atol=1e-6)
+
+
+def test_numbers_of_micro_batches_that_do_and_do_not_have_masks():
+    """Where only some have padding, the other numbers of their operations are compared."""
+
+    def chunk(shift, has_mask):
+        out = ((7, (2, 6), "torch.float32", None, (2, 6)),)
+        x = ("t", 1, (2, 6), "torch.float32")
+        roll = ("op", "aten::roll", (x, (("n", shift), ("n", 1))), (), out, (), (), ())
+        mask = ("condition", 2, has_mask, True)
+        return Chunk([mask, roll, ("output", 7)], {})
+
+    for shifts, is_lost in (((1, 1), False), ((1, 0), True)):
+        found = _without_own_numbers([chunk(shifts[0], True), chunk(shifts[1], False)])
+        for one in found:
+            kinds = [entry[0] for entry in one.entries]
+            lost = ["invalidated"] if is_lost else []
+            assert kinds == ["condition", "op", *lost, "output"]
