@@ -286,6 +286,24 @@ def test_an_argument_that_the_sample_has():
         subgraphs[0].forward(model, x=X)
 
 
+NAMES = ("input", "len", "range", "getattr", "torch", "device", "type", "self_", "X", "pixelValues")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "größe", "x_1", "model", "args"])
+def test_arguments_named_as_what_the_code_of_a_graph_uses(name):
+    space = {}
+    code = f"self.blocks[1](self.blocks[0](x[:, : x.shape[1]]) * {name} - {name}.shape[0])"
+    exec(f"def forward(self, x, {name}): return {code}", space)
+    model = type("Named", (Parent,), {"forward": space["forward"]})(None)
+    first, *others = subgraphs = trace_subgraphs(model, {"x": X, name: MASK}, ["Linear"])
+    assert first.input_names == {"x", name}
+    values = {"x": X + 1, name: MASK * 3}
+    assert_equal(run_by_hand(model, subgraphs, values), model(**values))
+    assert_equal(first.forward(model, *values.values()), first.forward(model, **values))
+    with pytest.raises(TraceError, match=f"with {name}=None, and sample_input has a value"):
+        first.forward(model, **values | {name: None})
+
+
 def test_no_target_and_a_missing_argument():
     with pytest.raises(TypeError, match=r"expected an nn.Module and a dict .* Stack and list"):
         trace_subgraphs(Stack(), [BATCHES[0]], ["Linear"])

@@ -40,6 +40,7 @@ class Subgraph:
         given_names: Arguments of the model that the sample had, and not as None.
         constants: Its other arguments, with the values that were traced instead.
         unused_names: Values of the model that other subgraphs or none take.
+        variables: The inputs' names in the graph, which has no ``input``, ``len`` or ``torch``.
     """
 
     graph: Graph
@@ -48,6 +49,7 @@ class Subgraph:
     given_names: set[str] = field(default_factory=set)
     constants: dict[str, Any] = field(default_factory=dict)
     unused_names: set[str] = field(default_factory=set)
+    variables: dict[str, str] = field(default_factory=dict)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run it: ``forward(model, **values)``, where ``values`` may hold more than its inputs:
@@ -58,11 +60,16 @@ class Subgraph:
             TraceError: an argument that the sample had is None, or one that it did not have is
                 given.
         """
-        names = [node.name for node in self.graph.find_nodes(op="placeholder")]
-        values = dict(zip(names, args[1:])) | kwargs  # the model is args[0]
+        named = {variable: name for name, variable in self.variables.items()}
+        order = [node.name for node in self.graph.find_nodes(op="placeholder")]
+        values = dict(zip([named.get(one, one) for one in order], args[1:])) | kwargs
         trace_check.check_arguments(values, self.given_names, self.constants)
-        used = {name: kwargs[name] for name in kwargs if name not in self.unused_names}
-        return self._function(*args, **used)
+        used = {
+            self.variables.get(name, name): value
+            for name, value in kwargs.items()
+            if name not in self.unused_names
+        }
+        return self._function(*args, **used)  # the model is args[0]
 
     @cached_property
     def _function(self) -> Any:
@@ -256,9 +263,15 @@ def _subgraph_of(model: nn.Module, nodes: list[Node]) -> Subgraph:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     if not any(node.op == "output" for node in nodes):
         outputs = [node for node in nodes if not inside.issuperset(node.users)]
-        graph.output({node.name: copies[node] for node in outputs})
+        graph.output({_passed_as(node): copies[node] for node in outputs})
     graph.lint()
-    return Subgraph(graph, {copies[node].name for node in inputs}, set())
+    variables = {_passed_as(node): copies[node].name for node in inputs}
+    return Subgraph(graph, set(variables), set(), variables=variables)
+
+
+def _passed_as(node: Node) -> str:
+    """Return the name by which a value is passed to subgraphs and returned."""
+    return str(node.target) if node.op == "placeholder" else node.name
 
 
 def trace_consumed_names(subgraphs: list[Subgraph]) -> None:
