@@ -1,5 +1,6 @@
 """Subgraphs equal the model, or are a TraceError."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -272,6 +273,47 @@ def test_an_argument_that_the_sample_lacks(sample):
         subgraphs[0].forward(model, x=X, masks=MASK)
 
 
+class Open(Parent):
+    """It takes arguments by any name."""
+
+    def forward(self, x, **others):
+        y = self.blocks[1](self.blocks[0](x))
+        return y * 3 if "mask" in others else y
+
+
+@pytest.mark.parametrize("kind", [Optional, Open])
+def test_values_that_are_picked_by_input_names(kind):
+    """An argument that the sample lacked can't be dropped on the way to ``forward``."""
+    model = kind() if kind is Optional else kind(None)
+    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
+    picked_from = {"x": X, "mask": MASK}
+    for subgraph in (*subgraphs, copy.deepcopy(subgraphs[0])):
+        with pytest.raises(TraceError, match=r"subgraph\.forward\(model, \*\*values\).*run"):
+            subgraph.forward(model, **{name: picked_from[name] for name in subgraph.input_names})
+        with pytest.raises(TraceError):
+            picked_from.keys() & subgraph.input_names
+    names = subgraphs[0].input_names
+    picked = {name: value for name, value in picked_from.items() if name in names}
+    with pytest.raises((TraceError, TypeError), match="'mask'"):
+        subgraphs[0].forward(model, **picked)
+    assert repr(names) == "{'x'}"
+    assert names == {"x"}
+    assert "blocks_1" not in names
+    values = {"x": X + 1}
+    for subgraph in subgraphs:
+        names = subgraph.input_names
+        picked = {name: value for name, value in values.items() if name in names}
+        output = subgraph.forward(model, **picked)
+        values |= output if subgraph is not subgraphs[-1] else {}
+    assert_equal(output, model(X + 1))
+
+
+def test_input_names_of_a_model_without_other_arguments():
+    model = Parent(lambda self, x: self.blocks[1](self.blocks[0](x)))
+    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
+    assert [sorted(one.input_names) for one in subgraphs[:2]] == [["x"], ["blocks_0"]]
+
+
 def test_an_argument_that_the_sample_has():
     model = Optional()
     subgraphs = trace_subgraphs(model, {"x": X, "mask": MASK}, ["Linear"])
@@ -295,7 +337,8 @@ def test_arguments_named_as_what_the_code_of_a_graph_uses(name):
     code = f"self.blocks[1](self.blocks[0](x[:, : x.shape[1]]) * {name} - {name}.shape[0])"
     exec(f"def forward(self, x, {name}): return {code}", space)
     model = type("Named", (Parent,), {"forward": space["forward"]})(None)
-    first, *others = subgraphs = trace_subgraphs(model, {"x": X, name: MASK}, ["Linear"])
+    subgraphs = trace_subgraphs(model, {"x": X, name: MASK}, ["Linear"])
+    first = subgraphs[0]
     assert first.input_names == {"x", name}
     values = {"x": X + 1, name: MASK * 3}
     assert_equal(run_by_hand(model, subgraphs, values), model(**values))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,50 @@ from flex_model.sequential.targets import get_sequential_ancestors, match_module
 from flex_model.sequential.traced import code_path, trace_check
 from flex_model.sequential.traced.statement_nodes import Retrace, Statements
 from flex_model.sequential.traced.tracer import SequentialTracer, keyword_arguments
+
+
+class InputNames(set[str]):
+    """Names of the values that a subgraph takes.
+
+    No argument of the model must be dropped on its way to ``forward``, which refuses those that the
+    sample lacked. Picked by ``name in input_names``, they are passed, too. To iterate over the
+    names would drop them unseen, and is an error for models that have such arguments.
+
+    Args:
+        names: Of its inputs.
+        lacking: Arguments of the model that the sample lacked.
+        others: Names of values that it does not take; if given, the model takes arguments of any
+            name.
+    """
+
+    _lacking: frozenset[str] = frozenset()
+    _others: frozenset[str] | None = None
+
+    def __init__(
+        self, names: Iterable[str], lacking: Iterable[str], others: Iterable[str] | None
+    ) -> None:
+        super().__init__(names)
+        self._lacking = frozenset(lacking)
+        self._others = None if others is None else frozenset(others)
+
+    def __contains__(self, name: object) -> bool:
+        is_any = self._others is not None and name not in self._others
+        return super().__contains__(name) or name in self._lacking or is_any
+
+    def __iter__(self) -> Iterator[str]:
+        if self._lacking or self._others is not None:
+            lacking = ", ".join(sorted(self._lacking)) or "arguments of other names"
+            raise trace_check.trace_error(
+                f"values that are picked by iterating over input_names lack {lacking}, even if "
+                "they are passed to this run; pass all: subgraph.forward(model, **values)"
+            )
+        return super().__iter__()
+
+    def __repr__(self) -> str:
+        return repr(set(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InputNames, (set(self), self._lacking, self._others)
 
 
 @dataclass
@@ -70,6 +114,17 @@ class Subgraph:
             if name not in self.unused_names
         }
         return self._function(*args, **used)  # the model is args[0]
+
+    def note_arguments(
+        self, given: set[str], constants: dict[str, Any], others: set[str], takes_any: bool
+    ) -> None:
+        """Note with what arguments of the model it was traced, which values only other subgraphs
+        take, and whether the model takes arguments of any name.
+        """
+        self.given_names.update(given)
+        self.constants.update(constants)
+        self.unused_names.update(others)
+        self.input_names = InputNames(self.input_names, constants, others if takes_any else None)
 
     @cached_property
     def _function(self) -> Any:
@@ -137,7 +192,7 @@ def trace_subgraphs(
             partitions = topological_partition(graph, targets, targets_per_subgraph)
             subgraphs = partition_graph(model, partitions)
             trace_consumed_names(subgraphs)
-            _note_arguments(subgraphs, set(given), keyword_arguments(model, concrete_args))
+            _note_arguments(model, subgraphs, set(given), concrete_args)
             num_expected = -(-len(targets) // targets_per_subgraph) + 1
             trace_check.check_number(subgraphs, num_expected)
             trace_check.check_equal(model, subgraphs, sample_input, settings, expected)
@@ -283,16 +338,20 @@ def trace_consumed_names(subgraphs: list[Subgraph]) -> None:
         later |= subgraph.input_names
 
 
-def _note_arguments(subgraphs: list[Subgraph], given: set[str], constants: dict[str, Any]) -> None:
+def _note_arguments(
+    model: nn.Module, subgraphs: list[Subgraph], given: set[str], concrete_args: dict[str, Any]
+) -> None:
     """Note with what arguments of the model the subgraphs were traced."""
+    constants = keyword_arguments(model, concrete_args)
+    kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
     between = set().union(*(subgraph.input_names for subgraph in subgraphs)) - given
     for index, subgraph in enumerate(subgraphs):
         # Nodes may have an argument's name. Before the first subgraph there are none.
         hidden = between if index else set()
-        subgraph.given_names.update(given)
-        subgraph.constants.update((n, constants[n]) for n in constants if n not in hidden)
-        unused = (given | constants.keys() | between) - subgraph.input_names
-        subgraph.unused_names.update(unused)
+        own = {name: constants[name] for name in constants if name not in hidden}
+        subgraph.note_arguments(given, own, (given | between) - subgraph.input_names, takes_any)
+        subgraph.unused_names.update(constants.keys() - subgraph.input_names)
 
 
 def graph_is_well_formed(graph: Graph) -> bool:
