@@ -354,6 +354,25 @@ def subgraph_of(sample, picked=False, **arguments):
     )
 
 
+def subgraphs_of_another_factor(*, is_traced_again):
+    class Scaled(Stack):
+        factor = 2.0
+
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    model = Scaled()
+    for factor in (2.0, 3.0):
+        model.factor = factor
+        if factor == 2.0 or is_traced_again:
+            subgraphs = sequential.trace_subgraphs(model, {"x": BATCHES[0]}, ["Linear"])
+        values = {"x": BATCHES[1]}
+        for subgraph in subgraphs:
+            output = subgraph.forward(model, **values)
+            values |= output if isinstance(output, dict) else {}
+        assert torch.equal(output, model(BATCHES[1]))
+
+
 def of_meta(how):
     model = Stack()
     if how == "run":
@@ -530,5 +549,10 @@ ROWS = [
     ),
     Row(
         "pass all: subgraph.forward", lambda: subgraph_of([], picked=True), lambda: subgraph_of([])
+    ),
+    Row(
+        "reads it; call trace_subgraphs again",
+        lambda: subgraphs_of_another_factor(is_traced_again=False),
+        lambda: subgraphs_of_another_factor(is_traced_again=True),
     ),
 ]

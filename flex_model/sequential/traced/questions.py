@@ -23,6 +23,11 @@ from flex_model.sequential.traced.trace_check import trace_error
 
 IS, LEN = "_flex_model_is", "_flex_model_len"
 _PLAIN = (bool, str, type(None), torch.dtype, torch.layout, torch.memory_format)
+_MODES = {
+    *(torch.no_grad.__enter__.__code__, torch.enable_grad.__enter__.__code__),
+    *(torch.set_grad_enabled.__init__.__code__, torch.inference_mode.__enter__.__code__),
+    torch.autocast.__enter__.__code__,
+}
 _CONTAINERS = (dict, list, tuple)
 
 
@@ -120,11 +125,17 @@ class Unseen:
     Args:
         rewritten: The code that was.
         note: Called with a value of an argument.
+        refuse_mode: Called with its name where a mode of torch begins, which no proxy sees either.
     """
 
-    def __init__(self, rewritten: Iterable[types.CodeType], note: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        rewritten: Iterable[types.CodeType],
+        note: Callable[[Any], None],
+        refuse_mode: Callable[[str], None],
+    ) -> None:
         self._rewritten = set().union(*map(_codes_in, rewritten))
-        self._note = note
+        self._note, self._refuse_mode = note, refuse_mode
 
     def is_running(self) -> bool:
         """Whether such code is running."""
@@ -136,8 +147,8 @@ class Unseen:
         return False
 
     @contextlib.contextmanager
-    def noting_arguments(self) -> Iterator[None]:
-        """A context in which the arguments of such code are noted."""
+    def watching_calls(self) -> Iterator[None]:
+        """A context in which the arguments of such code are noted, and modes refused."""
         before = sys.getprofile()
         sys.setprofile(self._note_call)
         try:
@@ -146,6 +157,8 @@ class Unseen:
             sys.setprofile(before)
 
     def _note_call(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code in _MODES:
+            self._refuse_mode(type(frame.f_locals["self"]).__name__)
         if event == "call" and self._asks(frame):
             for value in frame.f_locals.values():
                 for item in _items(value):

@@ -11,9 +11,11 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from flex_model.errors import TraceError
 from flex_model.integrations.keyword_arguments import takes_keyword
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
 from flex_model.sequential.traced import code_path, trace_check
+from flex_model.sequential.traced.conditions import Conditions, unchanged_buffers
 from flex_model.sequential.traced.statement_nodes import Retrace, Statements
 from flex_model.sequential.traced.tracer import SequentialTracer, keyword_arguments
 
@@ -85,6 +87,7 @@ class Subgraph:
         constants: Its other arguments, with the values that were traced instead.
         unused_names: Values of the model that other subgraphs or none take.
         variables: The inputs' names in the graph, which has no ``input``, ``len`` or ``torch``.
+        conditions: What it depends on besides.
     """
 
     graph: Graph
@@ -94,6 +97,7 @@ class Subgraph:
     constants: dict[str, Any] = field(default_factory=dict)
     unused_names: set[str] = field(default_factory=set)
     variables: dict[str, str] = field(default_factory=dict)
+    conditions: Conditions | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run it: ``forward(model, **values)``, where ``values`` may hold more than its inputs:
@@ -102,8 +106,10 @@ class Subgraph:
 
         Raises:
             TraceError: an argument that the sample had is None, or one that it did not have is
-                given.
+                given; what the traced code reads in Python has changed.
         """
+        if self.conditions is not None and args:
+            self.conditions.check(args[0])
         named = {variable: name for name, variable in self.variables.items()}
         order = [node.name for node in self.graph.find_nodes(op="placeholder")]
         values = dict(zip([named.get(one, one) for one in order], args[1:])) | kwargs
@@ -116,11 +122,17 @@ class Subgraph:
         return self._function(*args, **used)  # the model is args[0]
 
     def note_arguments(
-        self, given: set[str], constants: dict[str, Any], others: set[str], takes_any: bool
+        self,
+        given: set[str],
+        constants: dict[str, Any],
+        others: set[str],
+        takes_any: bool,
+        conditions: Conditions,
     ) -> None:
-        """Note with what arguments of the model it was traced, which values only other subgraphs
-        take, and whether the model takes arguments of any name.
+        """Note with what arguments of the model and conditions it was traced, which values only
+        other subgraphs take, and whether the model takes arguments of any name.
         """
+        self.conditions = conditions
         self.given_names.update(given)
         self.constants.update(constants)
         self.unused_names.update(others)
@@ -182,17 +194,17 @@ def trace_subgraphs(
     given = {name: value for name, value in sample_input.items() if value is not None}
     concrete_args |= dict.fromkeys(sample_input.keys() - given)
     ancestors = get_sequential_ancestors(model, targets)
-    with trace_check.without_hooks(model):
+    with trace_check.without_hooks(model), unchanged_buffers(model):
         path, expected = code_path.follow(
             ancestors, targets, lambda: model(**sample_input, **settings)
         )
         with trace_check.unchanged_attributes(ancestors):
-            graph = _trace(model, ancestors, path, given, concrete_args, ignore)
+            graph, conditions = _trace(model, ancestors, path, given, concrete_args, ignore)
             trace_check.check_targets(model, graph, targets)
             partitions = topological_partition(graph, targets, targets_per_subgraph)
             subgraphs = partition_graph(model, partitions)
             trace_consumed_names(subgraphs)
-            _note_arguments(model, subgraphs, set(given), concrete_args)
+            _note_arguments(model, subgraphs, set(given), concrete_args, conditions)
             num_expected = -(-len(targets) // targets_per_subgraph) + 1
             trace_check.check_number(subgraphs, num_expected)
             trace_check.check_equal(model, subgraphs, sample_input, settings, expected)
@@ -206,9 +218,12 @@ def _trace(
     sample_input: dict[str, Any],
     concrete_args: dict[str, Any],
     ignore: Sequence[str],
-) -> GraphModule:
-    """Return the graph of a model. The trace begins again whenever a statement becomes a node."""
+) -> tuple[GraphModule, Conditions]:
+    """Return the graph of a model, and what it depends on. The trace begins again whenever a
+    statement becomes a node.
+    """
     tracer = SequentialTracer(ancestors, set())
+    names = [name for name, module in model.named_modules() if module in ancestors]
     tracer.sample_input, tracer.statements = sample_input, Statements(path)
     while True:
         try:
@@ -216,10 +231,15 @@ def _trace(
                 trace_check.unchanged_attributes(ancestors),
                 tracer.leaf_functions(path, set(ignore)),
             ):
-                return GraphModule(model, tracer.trace(model, concrete_args))
+                before = Conditions(model, names, path.traced)
+                graph = GraphModule(model, tracer.trace(model, concrete_args))
+                before.check_trace(model)
+            return graph, Conditions(model, names, [*path.traced, *tracer.called])
         except Retrace:
             continue
         except Exception as error:
+            if isinstance(error, TraceError) and "trace_subgraphs:" in str(error):
+                raise
             raise trace_check.trace_error(
                 f"{type(model).__name__} does not trace: {type(error).__name__}: {error}"
             ) from error
@@ -339,9 +359,13 @@ def trace_consumed_names(subgraphs: list[Subgraph]) -> None:
 
 
 def _note_arguments(
-    model: nn.Module, subgraphs: list[Subgraph], given: set[str], concrete_args: dict[str, Any]
+    model: nn.Module,
+    subgraphs: list[Subgraph],
+    given: set[str],
+    concrete_args: dict[str, Any],
+    conditions: Conditions,
 ) -> None:
-    """Note with what arguments of the model the subgraphs were traced."""
+    """Note with what arguments of the model, and under what conditions, subgraphs were traced."""
     constants = keyword_arguments(model, concrete_args)
     kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
@@ -350,7 +374,8 @@ def _note_arguments(
         # Nodes may have an argument's name. Before the first subgraph there are none.
         hidden = between if index else set()
         own = {name: constants[name] for name in constants if name not in hidden}
-        subgraph.note_arguments(given, own, (given | between) - subgraph.input_names, takes_any)
+        others = (given | between) - subgraph.input_names
+        subgraph.note_arguments(given, own, others, takes_any, conditions)
         subgraph.unused_names.update(constants.keys() - subgraph.input_names)
 
 

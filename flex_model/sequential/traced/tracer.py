@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -172,7 +173,11 @@ class SequentialTracer(torch.fx.Tracer):
         value_nodes: Nodes whose samples follow from values in tensors of the input: not from sizes,
             and not from weights alone.
         statements: Statements that are single nodes, and may become more.
+        called: Functions that traced code called without a value of the graph: it has what they
+            returned.
     """
+
+    proxy_buffer_attributes = True
 
     def __init__(self, ancestors: set[nn.Module], offloaded: set[nn.Module]) -> None:
         super().__init__()
@@ -185,6 +190,8 @@ class SequentialTracer(torch.fx.Tracer):
         self._input_nodes: set[torch.fx.Node] = set()  # those that follow from the input
         self._functions: set[Any] = set()  # those of nodes that are Python functions
         self._asked: set[tuple[Any, ...]] = set()
+        self.called: set[types.FunctionType] = set()
+        self._num_calls = 0  # of these in progress
         self._checks: set[Any] = set()  # functions of nodes that ask
         self._unseen: questions.Unseen | None = None
         self._is_sampling = False
@@ -348,9 +355,20 @@ class SequentialTracer(torch.fx.Tracer):
                 table[name] = self._as_node(function)
             if self.statements is not None:
                 undo.enter_context(self.statements.as_nodes(self._as_node))
-                self._unseen = questions.Unseen(self.statements.rewritten(), self._note_argument)
-                undo.enter_context(self._unseen.noting_arguments())
+                self._unseen = questions.Unseen(
+                    self.statements.rewritten(), self._note_argument, self._refuse_mode
+                )
+                undo.enter_context(self._unseen.watching_calls())
             yield
+
+    def _refuse_mode(self, name: str) -> None:
+        """Called where a context begins: the graph would run without it. A statement that holds all
+        of it becomes a node.
+        """
+        if not self._is_sampling and not self._num_calls:
+            if self.statements is not None and self.statements.choose_running():
+                raise Retrace
+            raise TraceError(f"the code around the targets changes a mode of torch ({name})")
 
     def _as_node(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function, updated=())
@@ -358,7 +376,15 @@ class SequentialTracer(torch.fx.Tracer):
             leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_leaf)
             places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Proxy)]
             if not places:
-                return function(*args, **kwargs)
+                inner: Any = inspect.unwrap(function)
+                inner = getattr(inner, "__func__", inner)  # of a method
+                if isinstance(inner, types.FunctionType):
+                    self.called.add(inner)
+                self._num_calls += 1
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self._num_calls -= 1
 
             # All but the proxies (configurations, flags) is no value of a graph, and is kept here.
             @functools.wraps(function, ("__name__", "__qualname__"), ())
