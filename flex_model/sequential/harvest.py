@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from flex_model.distributed import values
 from flex_model.errors import nearest
 from flex_model.hooks.function import HookFunction
 from flex_model.model import FlexModel
 from flex_model.sequential.runner import RunResult, run
 from flex_model.sequential.store import ActivationStore
 from flex_model.sequential.targets import match_modules
+
+_CHUNK_BYTES = 16 << 20  # of a file of weights, at once
 
 
 class TextBatches:
@@ -79,7 +82,8 @@ def harvest(
     **settings: Any,
 ) -> RunResult:
     """Write the activations of chosen modules for every line of a text file into an
-    ``ActivationStore``. Called again after a kill, it continues where it was.
+    ``ActivationStore``. Called again after a kill, it continues where it was, with the same
+    weights: the files' contents are hashed first, and others are an error.
 
     Example::
 
@@ -177,6 +181,7 @@ def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> di
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for file in sorted(folder.glob("*.safetensors")):
         digest.update(f"{file.name} {file.stat().st_size}".encode())
+        _add_content(digest, file)
     dtype = next((str(parameter.dtype) for parameter in model.parameters()), "none")
     return {
         "model": digest.hexdigest(),
@@ -184,6 +189,15 @@ def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> di
         "batch_size": batch_size,
         "max_length": max_length,
     }
+
+
+def _add_content(digest: Any, file: Path) -> None:
+    """Add all bytes of a file: weights that were trained on have the sizes of those before."""
+    memory = bytearray(_CHUNK_BYTES)
+    content = torch.frombuffer(memory, dtype=torch.uint8)
+    with file.open("rb") as opened:
+        while num_bytes := opened.readinto(memory):
+            digest.update(str(values.fingerprint(content[:num_bytes]).tolist()).encode())
 
 
 def report(result: RunResult, out: str | Path, as_json: bool = False) -> None:

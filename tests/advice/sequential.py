@@ -340,7 +340,7 @@ def traced(sample=None, model=None):
     )
 
 
-def subgraph_of(sample, **arguments):
+def subgraph_of(sample, picked=False, **arguments):
     class Masked(Stack):
         def forward(self, x, mask=None):
             return super().forward(x) if mask is None else super().forward(x * mask)
@@ -348,7 +348,29 @@ def subgraph_of(sample, **arguments):
     model = Masked()
     sample = {"x": BATCHES[0]} | ({"mask": BATCHES[0]} if "mask" in sample else {})
     first = sequential.trace_subgraphs(model, sample, ["Linear"])[0]
-    first.forward(model, x=BATCHES[1], **arguments)
+    values = {"x": BATCHES[1], **arguments}
+    first.forward(
+        model, **({name: values[name] for name in first.input_names} if picked else values)
+    )
+
+
+def subgraphs_of_another_factor(*, is_traced_again):
+    class Scaled(Stack):
+        factor = 2.0
+
+        def forward(self, x):
+            return super().forward(x) * self.factor
+
+    model = Scaled()
+    for factor in (2.0, 3.0):
+        model.factor = factor
+        if factor == 2.0 or is_traced_again:
+            subgraphs = sequential.trace_subgraphs(model, {"x": BATCHES[0]}, ["Linear"])
+        values = {"x": BATCHES[1]}
+        for subgraph in subgraphs:
+            output = subgraph.forward(model, **values)
+            values |= output if isinstance(output, dict) else {}
+        assert torch.equal(output, model(BATCHES[1]))
 
 
 def of_meta(how):
@@ -524,5 +546,13 @@ ROWS = [
         "give a sample_input that has one, too",
         lambda: subgraph_of([], mask=BATCHES[1]),
         lambda: subgraph_of(["mask"], mask=BATCHES[1]),
+    ),
+    Row(
+        "pass all: subgraph.forward", lambda: subgraph_of([], picked=True), lambda: subgraph_of([])
+    ),
+    Row(
+        "reads it; call trace_subgraphs again",
+        lambda: subgraphs_of_another_factor(is_traced_again=False),
+        lambda: subgraphs_of_another_factor(is_traced_again=True),
     ),
 ]

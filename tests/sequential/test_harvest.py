@@ -96,6 +96,18 @@ def test_the_same_command_again_reads_nothing(folder, capsys):
     assert "records with key" in capsys.readouterr().err
 
 
+def test_other_weights_of_the_same_size_do_not_continue_a_store(folder, capsys):
+    given = arguments(folder, "--modules", "model.layers.1.mlp")
+    assert cli.main(given) == 0
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] += 1
+    model.save_pretrained(folder / "model")
+    capsys.readouterr()
+    assert cli.main(given) == 1
+    assert "records with key" in capsys.readouterr().err
+
+
 def test_what_was_written_as_json(folder, capsys):
     assert cli.main(arguments(folder, "--modules", "model.norm", "--json")) == 0
     told = json.loads(capsys.readouterr().out)

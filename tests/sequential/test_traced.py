@@ -1,5 +1,6 @@
 """Subgraphs equal the model, or are a TraceError."""
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -163,7 +164,8 @@ def plain(self, x):
 def test_a_branch_on_weights_is_the_same_for_all_inputs():
     model = Parent(
         lambda self, x: (
-            self.blocks[1](self.blocks[0](x)) * (2 if self.scale.sum() > 0 and len(x) > 0 else 3)
+            self.blocks[1](self.blocks[0](x))
+            * (2 if self.scale.sum() > 0 and x.shape[0] > 0 else 3)
         )
     )
     subgraphs = trace_subgraphs(model, {"x": BATCHES[0]}, ["Linear"])
@@ -180,7 +182,7 @@ WRONG = {
     # what is true of the sample only
     "a branch on sizes": (
         lambda self, x: self.blocks[1](self.blocks[0](x)) * (2 if x.shape[0] > 2 else 3),
-        "differs from the model's",
+        "the truth of 'gt' is True, and it was False where the subgraphs were traced",
     ),
     "a branch on values": (
         lambda self, x: self.blocks[1](self.blocks[0](x)) * (2 if x.sum() > 1e9 else 3),
@@ -190,7 +192,7 @@ WRONG = {
         lambda self, x: self.blocks[1](self.blocks[0](x)) * max(0, x.max().item() - 1e9),
         "does not trace.*asks in Python for the values of 'gt'",
     ),
-    "a length taken as a constant": (plain, "differs from the model's"),
+    "a length taken as a constant": (plain, "the length of 'x' is 3, and it was 2"),
     "a loop over rows": (
         lambda self, x: self.blocks[1](torch.stack([self.blocks[0](x)[i] for i in range(len(x))])),
         "called more than once|differs|fail|returns",
@@ -272,6 +274,47 @@ def test_an_argument_that_the_sample_lacks(sample):
         subgraphs[0].forward(model, x=X, masks=MASK)
 
 
+class Open(Parent):
+    """It takes arguments by any name."""
+
+    def forward(self, x, **others):
+        y = self.blocks[1](self.blocks[0](x))
+        return y * 3 if "mask" in others else y
+
+
+@pytest.mark.parametrize("kind", [Optional, Open])
+def test_values_that_are_picked_by_input_names(kind):
+    """An argument that the sample lacked can't be dropped on the way to ``forward``."""
+    model = kind() if kind is Optional else kind(None)
+    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
+    picked_from = {"x": X, "mask": MASK}
+    for subgraph in (*subgraphs, copy.deepcopy(subgraphs[0])):
+        with pytest.raises(TraceError, match=r"subgraph\.forward\(model, \*\*values\).*run"):
+            subgraph.forward(model, **{name: picked_from[name] for name in subgraph.input_names})
+        with pytest.raises(TraceError):
+            picked_from.keys() & subgraph.input_names
+    names = subgraphs[0].input_names
+    picked = {name: value for name, value in picked_from.items() if name in names}
+    with pytest.raises((TraceError, TypeError), match="'mask'"):
+        subgraphs[0].forward(model, **picked)
+    assert repr(names) == "{'x'}"
+    assert names == {"x"}
+    assert "blocks_1" not in names
+    values = {"x": X + 1}
+    for subgraph in subgraphs:
+        names = subgraph.input_names
+        picked = {name: value for name, value in values.items() if name in names}
+        output = subgraph.forward(model, **picked)
+        values |= output if subgraph is not subgraphs[-1] else {}
+    assert_equal(output, model(X + 1))
+
+
+def test_input_names_of_a_model_without_other_arguments():
+    model = Parent(lambda self, x: self.blocks[1](self.blocks[0](x)))
+    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
+    assert [sorted(one.input_names) for one in subgraphs[:2]] == [["x"], ["blocks_0"]]
+
+
 def test_an_argument_that_the_sample_has():
     model = Optional()
     subgraphs = trace_subgraphs(model, {"x": X, "mask": MASK}, ["Linear"])
@@ -284,6 +327,25 @@ def test_an_argument_that_the_sample_has():
         subgraphs[0].forward(model, *({"x": X}.get(name) for name in order))
     with pytest.raises(TypeError, match="'mask'"):
         subgraphs[0].forward(model, x=X)
+
+
+NAMES = ("input", "len", "range", "getattr", "torch", "device", "type", "self_", "X", "pixelValues")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "größe", "x_1", "model", "args"])
+def test_arguments_named_as_what_the_code_of_a_graph_uses(name):
+    space = {}
+    code = f"self.blocks[1](self.blocks[0](x[:, : x.shape[1]]) * {name} - {name}.shape[0])"
+    exec(f"def forward(self, x, {name}): return {code}", space)
+    model = type("Named", (Parent,), {"forward": space["forward"]})(None)
+    subgraphs = trace_subgraphs(model, {"x": X, name: MASK}, ["Linear"])
+    first = subgraphs[0]
+    assert first.input_names == {"x", name}
+    values = {"x": X + 1, name: MASK * 3}
+    assert_equal(run_by_hand(model, subgraphs, values), model(**values))
+    assert_equal(first.forward(model, *values.values()), first.forward(model, **values))
+    with pytest.raises(TraceError, match=f"with {name}=None, and sample_input has a value"):
+        first.forward(model, **values | {name: None})
 
 
 def test_no_target_and_a_missing_argument():

@@ -21,9 +21,16 @@ class CodePath:
     Attributes:
         functions: The functions that were running when a target was called, without decorators, and
             the lines at which they were. Those that ancestors have as methods, or that these name.
+        decorators: Functions around them that were running, too.
     """
 
     functions: dict[types.FunctionType, set[int]] = field(default_factory=dict)
+    decorators: list[types.FunctionType] = field(default_factory=list)
+
+    @property
+    def traced(self) -> list[types.FunctionType]:
+        """All functions whose code is traced."""
+        return [*self.functions, *self.decorators]
 
     def leads_to_target(self, function: Any) -> bool:
         """Whether a function, without its decorators, was running when a target was called."""
@@ -49,16 +56,14 @@ def follow(
     finally:
         for handle in handles:
             handle.remove()
-    return CodePath(_functions_of(lines, ancestors)), result
+    return _path_of(lines, ancestors), result
 
 
-def _functions_of(
-    lines: dict[types.CodeType, set[int]], ancestors: set[nn.Module]
-) -> dict[types.FunctionType, set[int]]:
+def _path_of(lines: dict[types.CodeType, set[int]], ancestors: set[nn.Module]) -> CodePath:
     """Return the functions that have this code: methods of the ancestors, and functions that they
     name in turn.
     """
-    found: dict[types.FunctionType, set[int]] = {}
+    path = CodePath()
     remaining = [
         method
         for kind in _classes(ancestors)
@@ -66,13 +71,19 @@ def _functions_of(
         if isinstance(method, types.FunctionType)
     ]
     while remaining:
-        function: Any = inspect.unwrap(remaining.pop())
-        if function in found or function.__code__ not in lines:
+        around: list[Any] = [remaining.pop()]
+        while hasattr(around[-1], "__wrapped__"):
+            around.append(around[-1].__wrapped__)
+        function = around.pop()
+        if function in path.functions or function.__code__ not in lines:
             continue
-        found[function] = lines[function.__code__]
+        path.functions[function] = lines[function.__code__]
+        path.decorators += [
+            one for one in around if isinstance(one, types.FunctionType) and one.__code__ in lines
+        ]
         named = (function.__globals__.get(name) for name in names_in(function.__code__))
         remaining += [one for one in named if isinstance(one, types.FunctionType)]
-    return found
+    return path
 
 
 def _classes(modules: Iterable[nn.Module]) -> set[type]:

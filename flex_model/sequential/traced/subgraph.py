@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -11,11 +11,57 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
+from flex_model.errors import TraceError
 from flex_model.integrations.keyword_arguments import takes_keyword
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
 from flex_model.sequential.traced import code_path, trace_check
+from flex_model.sequential.traced.conditions import Conditions, unchanged_buffers
 from flex_model.sequential.traced.statement_nodes import Retrace, Statements
 from flex_model.sequential.traced.tracer import SequentialTracer, keyword_arguments
+
+
+class InputNames(set[str]):
+    """Names of the values that a subgraph takes.
+
+    No argument of the model must be dropped on its way to ``forward``, which refuses those that the
+    sample lacked. Picked by ``name in input_names``, they are passed, too. To iterate over the
+    names would drop them unseen, and is an error for models that have such arguments.
+
+    Args:
+        names: Of its inputs.
+        lacking: Arguments of the model that the sample lacked.
+        others: Names of values that it does not take; if given, the model takes arguments of any
+            name.
+    """
+
+    _lacking: frozenset[str] = frozenset()
+    _others: frozenset[str] | None = None
+
+    def __init__(
+        self, names: Iterable[str], lacking: Iterable[str], others: Iterable[str] | None
+    ) -> None:
+        super().__init__(names)
+        self._lacking = frozenset(lacking)
+        self._others = None if others is None else frozenset(others)
+
+    def __contains__(self, name: object) -> bool:
+        is_any = self._others is not None and name not in self._others
+        return super().__contains__(name) or name in self._lacking or is_any
+
+    def __iter__(self) -> Iterator[str]:
+        if self._lacking or self._others is not None:
+            lacking = ", ".join(sorted(self._lacking)) or "arguments of other names"
+            raise trace_check.trace_error(
+                f"values that are picked by iterating over input_names lack {lacking}, even if "
+                "they are passed to this run; pass all: subgraph.forward(model, **values)"
+            )
+        return super().__iter__()
+
+    def __repr__(self) -> str:
+        return repr(set(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InputNames, (set(self), self._lacking, self._others)
 
 
 @dataclass
@@ -40,6 +86,8 @@ class Subgraph:
         given_names: Arguments of the model that the sample had, and not as None.
         constants: Its other arguments, with the values that were traced instead.
         unused_names: Values of the model that other subgraphs or none take.
+        variables: The inputs' names in the graph, which has no ``input``, ``len`` or ``torch``.
+        conditions: What it depends on besides.
     """
 
     graph: Graph
@@ -48,6 +96,8 @@ class Subgraph:
     given_names: set[str] = field(default_factory=set)
     constants: dict[str, Any] = field(default_factory=dict)
     unused_names: set[str] = field(default_factory=set)
+    variables: dict[str, str] = field(default_factory=dict)
+    conditions: Conditions | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run it: ``forward(model, **values)``, where ``values`` may hold more than its inputs:
@@ -56,13 +106,37 @@ class Subgraph:
 
         Raises:
             TraceError: an argument that the sample had is None, or one that it did not have is
-                given.
+                given; what the traced code reads in Python has changed.
         """
-        names = [node.name for node in self.graph.find_nodes(op="placeholder")]
-        values = dict(zip(names, args[1:])) | kwargs  # the model is args[0]
+        if self.conditions is not None and args:
+            self.conditions.check(args[0])
+        named = {variable: name for name, variable in self.variables.items()}
+        order = [node.name for node in self.graph.find_nodes(op="placeholder")]
+        values = dict(zip([named.get(one, one) for one in order], args[1:])) | kwargs
         trace_check.check_arguments(values, self.given_names, self.constants)
-        used = {name: kwargs[name] for name in kwargs if name not in self.unused_names}
-        return self._function(*args, **used)
+        used = {
+            self.variables.get(name, name): value
+            for name, value in kwargs.items()
+            if name not in self.unused_names
+        }
+        return self._function(*args, **used)  # the model is args[0]
+
+    def note_arguments(
+        self,
+        given: set[str],
+        constants: dict[str, Any],
+        others: set[str],
+        takes_any: bool,
+        conditions: Conditions,
+    ) -> None:
+        """Note with what arguments of the model and conditions it was traced, which values only
+        other subgraphs take, and whether the model takes arguments of any name.
+        """
+        self.conditions = conditions
+        self.given_names.update(given)
+        self.constants.update(constants)
+        self.unused_names.update(others)
+        self.input_names = InputNames(self.input_names, constants, others if takes_any else None)
 
     @cached_property
     def _function(self) -> Any:
@@ -120,17 +194,17 @@ def trace_subgraphs(
     given = {name: value for name, value in sample_input.items() if value is not None}
     concrete_args |= dict.fromkeys(sample_input.keys() - given)
     ancestors = get_sequential_ancestors(model, targets)
-    with trace_check.without_hooks(model):
+    with trace_check.without_hooks(model), unchanged_buffers(model):
         path, expected = code_path.follow(
             ancestors, targets, lambda: model(**sample_input, **settings)
         )
         with trace_check.unchanged_attributes(ancestors):
-            graph = _trace(model, ancestors, path, given, concrete_args, ignore)
+            graph, conditions = _trace(model, ancestors, path, given, concrete_args, ignore)
             trace_check.check_targets(model, graph, targets)
             partitions = topological_partition(graph, targets, targets_per_subgraph)
             subgraphs = partition_graph(model, partitions)
             trace_consumed_names(subgraphs)
-            _note_arguments(subgraphs, set(given), keyword_arguments(model, concrete_args))
+            _note_arguments(model, subgraphs, set(given), concrete_args, conditions)
             num_expected = -(-len(targets) // targets_per_subgraph) + 1
             trace_check.check_number(subgraphs, num_expected)
             trace_check.check_equal(model, subgraphs, sample_input, settings, expected)
@@ -144,9 +218,12 @@ def _trace(
     sample_input: dict[str, Any],
     concrete_args: dict[str, Any],
     ignore: Sequence[str],
-) -> GraphModule:
-    """Return the graph of a model. The trace begins again whenever a statement becomes a node."""
+) -> tuple[GraphModule, Conditions]:
+    """Return the graph of a model, and what it depends on. The trace begins again whenever a
+    statement becomes a node.
+    """
     tracer = SequentialTracer(ancestors, set())
+    names = [name for name, module in model.named_modules() if module in ancestors]
     tracer.sample_input, tracer.statements = sample_input, Statements(path)
     while True:
         try:
@@ -154,10 +231,15 @@ def _trace(
                 trace_check.unchanged_attributes(ancestors),
                 tracer.leaf_functions(path, set(ignore)),
             ):
-                return GraphModule(model, tracer.trace(model, concrete_args))
+                before = Conditions(model, names, path.traced)
+                graph = GraphModule(model, tracer.trace(model, concrete_args))
+                before.check_trace(model)
+            return graph, Conditions(model, names, [*path.traced, *tracer.called])
         except Retrace:
             continue
         except Exception as error:
+            if isinstance(error, TraceError) and "trace_subgraphs:" in str(error):
+                raise
             raise trace_check.trace_error(
                 f"{type(model).__name__} does not trace: {type(error).__name__}: {error}"
             ) from error
@@ -256,9 +338,15 @@ def _subgraph_of(model: nn.Module, nodes: list[Node]) -> Subgraph:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     if not any(node.op == "output" for node in nodes):
         outputs = [node for node in nodes if not inside.issuperset(node.users)]
-        graph.output({node.name: copies[node] for node in outputs})
+        graph.output({_passed_as(node): copies[node] for node in outputs})
     graph.lint()
-    return Subgraph(graph, {copies[node].name for node in inputs}, set())
+    variables = {_passed_as(node): copies[node].name for node in inputs}
+    return Subgraph(graph, set(variables), set(), variables=variables)
+
+
+def _passed_as(node: Node) -> str:
+    """Return the name by which a value is passed to subgraphs and returned."""
+    return str(node.target) if node.op == "placeholder" else node.name
 
 
 def trace_consumed_names(subgraphs: list[Subgraph]) -> None:
@@ -270,16 +358,25 @@ def trace_consumed_names(subgraphs: list[Subgraph]) -> None:
         later |= subgraph.input_names
 
 
-def _note_arguments(subgraphs: list[Subgraph], given: set[str], constants: dict[str, Any]) -> None:
-    """Note with what arguments of the model the subgraphs were traced."""
+def _note_arguments(
+    model: nn.Module,
+    subgraphs: list[Subgraph],
+    given: set[str],
+    concrete_args: dict[str, Any],
+    conditions: Conditions,
+) -> None:
+    """Note with what arguments of the model, and under what conditions, subgraphs were traced."""
+    constants = keyword_arguments(model, concrete_args)
+    kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
     between = set().union(*(subgraph.input_names for subgraph in subgraphs)) - given
     for index, subgraph in enumerate(subgraphs):
         # Nodes may have an argument's name. Before the first subgraph there are none.
         hidden = between if index else set()
-        subgraph.given_names.update(given)
-        subgraph.constants.update((n, constants[n]) for n in constants if n not in hidden)
-        unused = (given | constants.keys() | between) - subgraph.input_names
-        subgraph.unused_names.update(unused)
+        own = {name: constants[name] for name in constants if name not in hidden}
+        others = (given | between) - subgraph.input_names
+        subgraph.note_arguments(given, own, others, takes_any, conditions)
+        subgraph.unused_names.update(constants.keys() - subgraph.input_names)
 
 
 def graph_is_well_formed(graph: Graph) -> bool:

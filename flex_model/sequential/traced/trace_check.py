@@ -149,6 +149,8 @@ def _compare(
 ) -> None:
     try:
         output = _run(model, subgraphs, inputs)
+    except TraceError:
+        raise
     except Exception as error:
         raise trace_error(
             f"{what}, the subgraphs of {type(model).__name__} fail ({type(error).__name__}: "

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import inspect
 import operator
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.fx.node import map_arg
 
 from flex_model.errors import TraceError
 from flex_model.integrations.torch_private import tree_flatten, tree_unflatten
+from flex_model.sequential.traced import questions
 from flex_model.sequential.traced.code_path import CodePath, leaf_functions, leaf_methods
 from flex_model.sequential.traced.statement_nodes import Retrace, Statements
 
@@ -35,13 +37,16 @@ _FACTORIES = (
 )
 # Functions and methods that return the values of tensors to Python.
 _READERS = ("item", "tolist", "equal", "allclose", torch.equal, torch.allclose, torch.is_nonzero)
+# Functions and methods that return what an object holds.
+_TAKE_FROM_OBJECTS = (operator.getitem, getattr, "get", "pop")
 _NO_SAMPLE = object()
 
 
 class SampledProxy(torch.fx.Proxy):
-    """A proxy with its value for the sample. Sizes stay proxies; dtypes, devices and the like are
-    taken to be the same for all inputs, and so are lengths, truths and indices. Reading the values
-    of a tensor of the input is an error: no comparison could show what other values would do.
+    """A proxy with its value for the sample. Sizes stay proxies; devices are taken to be the same
+    for all inputs. Dtypes and the like, truths, indices and lengths are the sample's, and checked
+    when the graph runs. Reading the values of a tensor of the input is an error, if the statement
+    that does can't be a node.
     """
 
     @property
@@ -53,28 +58,58 @@ class SampledProxy(torch.fx.Proxy):
         """The sample's class, if that is a container: code that asks takes the sample's way. Not a
         tensor's: torch takes what says so for one.
         """
+        if self.sample is not _NO_SAMPLE and not questions.asked_by_torch():
+            self._ask(questions.kind_of, "the kind of {}")
         kind = type(self.sample)
         return kind if issubclass(kind, (tuple, list, dict)) else type(self)
 
     def __getattr__(self, name: str) -> Any:
         if self.sample is _NO_SAMPLE:
             return super().__getattr__(name)
+        if not hasattr(self.sample, name) and not questions.asked_by_torch():
+            self._ask(lambda value: hasattr(value, name), f"whether {{}} has {name!r}")
         value = getattr(self.sample, name)
         if callable(value):
             return torch.fx.proxy.Attribute(self, name)
-        if isinstance(value, (Tensor, int, tuple, list, dict)) and not isinstance(value, bool):
-            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
-        return value
+        if questions.is_plain(value):
+            if not questions.asked_by_torch():
+                self._ask(operator.attrgetter(name), f"{{}}.{name}")
+            return value
+        if isinstance(value, torch.device):
+            return value
+        return self.tracer.create_proxy("call_function", getattr, (self, name), {})
 
-    def _answer(self) -> Any:
-        """Return the sample, unless values of the input determine it."""
+    def _ask(self, question: Callable[..., Any], text: str, *others: SampledProxy) -> Any:
+        """Return the answer for the sample, and have the graph check that it is the same."""
+        nodes = (self.node, *(other.node for other in others))
+        answer = question(*map(self.tracer.samples.__getitem__, nodes))  # type: ignore[attr-defined]
+        self.tracer.note_question(question, answer, text, nodes)  # type: ignore[attr-defined]
+        return answer
+
+    def _answer(self, question: Callable[..., Any], text: str, *others: SampledProxy) -> Any:
+        """Return the answer for the sample, unless values of the input determine it."""
         if self.node in self.tracer.value_nodes:  # type: ignore[attr-defined]
             self._retrace()
             raise TraceError(
                 f"the code around the targets asks in Python for the values of {self.node.name!r}, "
                 "a tensor (an if, .item(), bool(), int())"
             )
-        return self.sample
+        return self._ask(question, text, *others)
+
+    def asks_whether_it_is(self, other: Any) -> bool:
+        """Return whether its value is an object: None, as a rule."""
+        if isinstance(other, SampledProxy):
+            return bool(self._ask(operator.is_, "whether {} is {}", other))
+        if self.tracer.may_be_other_object(self.node):  # type: ignore[attr-defined]
+            self._retrace()
+            name = questions.described(other)
+            return bool(self._ask(lambda value: value is other, f"whether {{}} is {name}"))
+        return self.sample is other
+
+    def asks_its_length(self) -> Any:
+        if self.sample is _NO_SAMPLE:
+            return len(self)
+        return self.tracer.create_proxy("call_function", len, (self,), {})
 
     def _retrace(self) -> None:
         """Make a node of the statement that asks, if that is possible."""
@@ -83,22 +118,29 @@ class SampledProxy(torch.fx.Proxy):
             raise Retrace
 
     def __bool__(self) -> bool:
-        return super().__bool__() if self.sample is _NO_SAMPLE else bool(self._answer())
+        if self.sample is _NO_SAMPLE:
+            return super().__bool__()
+        return bool(self._answer(bool, "the truth of {}"))
 
     def __len__(self) -> int:
-        return super().__len__() if self.sample is _NO_SAMPLE else len(self.sample)
+        if self.sample is _NO_SAMPLE:
+            return super().__len__()
+        return int(self._ask(len, "the length of {}"))
 
     def __index__(self) -> int:
-        return operator.index(self._answer())
+        return int(self._answer(operator.index, "{}"))
 
     def __int__(self) -> int:
-        return int(self._answer())
+        return int(self._answer(int, "int({})"))
 
     def __float__(self) -> float:
-        return float(self._answer())
+        return float(self._answer(float, "float({})"))
 
     def __contains__(self, item: Any) -> bool:
-        return (item.sample if isinstance(item, SampledProxy) else item) in self._answer()
+        if isinstance(item, SampledProxy):
+            return bool(self._answer(operator.contains, "whether {} has {}", item))
+        text = f"whether {{}} has {questions.described(item)}"
+        return bool(self._answer(lambda value: item in value, text))
 
     def __iter__(self) -> Iterator[Any]:
         if self.sample is _NO_SAMPLE:
@@ -106,8 +148,8 @@ class SampledProxy(torch.fx.Proxy):
         if isinstance(self.sample, Tensor) or self.node in self.tracer.value_nodes:  # type: ignore[attr-defined]
             self._retrace()  # how many there are may depend on the input
         if isinstance(self.sample, dict):
-            return iter(self.sample)
-        return iter([operator.getitem(self, i) for i in range(len(self.sample))])
+            return iter(self._ask(list, "the list of the keys of {}"))
+        return iter([operator.getitem(self, i) for i in range(len(self))])
 
 
 class SequentialTracer(torch.fx.Tracer):
@@ -131,7 +173,11 @@ class SequentialTracer(torch.fx.Tracer):
         value_nodes: Nodes whose samples follow from values in tensors of the input: not from sizes,
             and not from weights alone.
         statements: Statements that are single nodes, and may become more.
+        called: Functions that traced code called without a value of the graph: it has what they
+            returned.
     """
+
+    proxy_buffer_attributes = True
 
     def __init__(self, ancestors: set[nn.Module], offloaded: set[nn.Module]) -> None:
         super().__init__()
@@ -143,6 +189,11 @@ class SequentialTracer(torch.fx.Tracer):
         self.statements: Statements | None = None
         self._input_nodes: set[torch.fx.Node] = set()  # those that follow from the input
         self._functions: set[Any] = set()  # those of nodes that are Python functions
+        self._asked: set[tuple[Any, ...]] = set()
+        self.called: set[types.FunctionType] = set()
+        self._num_calls = 0  # of these in progress
+        self._checks: set[Any] = set()  # functions of nodes that ask
+        self._unseen: questions.Unseen | None = None
         self._is_sampling = False
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -181,7 +232,7 @@ class SequentialTracer(torch.fx.Tracer):
         if self.sample_input is None:
             return super().create_args_for_root(root_fn, is_module, concrete_args)
         self.samples = {}
-        self.value_nodes, self._input_nodes = set(), set()
+        self.value_nodes, self._input_nodes, self._asked = set(), set(), set()
         proxies = {
             name: self.create_proxy("placeholder", name, (), {}) for name in self.sample_input
         }
@@ -199,7 +250,49 @@ class SequentialTracer(torch.fx.Tracer):
             finally:
                 self._is_sampling = False
             self._note_values(node)
+            may_be_none = node.target not in self._checks and self.may_be_other_object(node)
+            if may_be_none and self._unseen is not None and self._unseen.is_running():
+                self._note_none(node)
         return node
+
+    def _note_none(self, node: torch.fx.Node) -> None:
+        is_here = self.samples[node] is None
+        self.note_question(lambda value: value is None, is_here, "whether {} is None", (node,))
+
+    def _note_argument(self, value: Any) -> None:
+        is_known = type(value) is SampledProxy and value.node in self.samples
+        if is_known and not self._is_sampling and self.may_be_other_object(value.node):
+            self._note_none(value.node)
+
+    def note_question(
+        self,
+        question: Callable[..., Any],
+        answer: Any,
+        text: str,
+        nodes: tuple[torch.fx.Node, ...],
+    ) -> None:
+        """Have the graph ask about the values of nodes what the traced code has asked."""
+        key = (*nodes, text)
+        if key not in self._asked and not self._is_sampling:
+            self._asked.add(key)
+            for node in nodes:
+                text = text.replace("{}", repr(node.name), 1)
+            check = questions.guard(question, answer, text)
+            self._checks.add(check)
+            self.create_node("call_function", check, nodes, {})
+
+    def may_be_other_object(self, node: torch.fx.Node) -> bool:
+        """Whether its value may be None, or any other object, with other inputs: not if torch or
+        the caller gives a tensor.
+        """
+        if node.op in ("placeholder", "get_attr"):
+            return not isinstance(self.samples[node], Tensor)
+        is_of_object = any(
+            not isinstance(self.samples[n], Tensor) for n in node.all_input_nodes[:1]
+        )
+        is_tensor = isinstance(self.samples[node], Tensor)
+        is_called = node.op == "call_module" or node.target in self._functions
+        return is_called or not is_tensor or (is_of_object and node.target in _TAKE_FROM_OBJECTS)
 
     def _run(self, node: torch.fx.Node) -> Any:
         assert self.sample_input is not None
@@ -262,7 +355,20 @@ class SequentialTracer(torch.fx.Tracer):
                 table[name] = self._as_node(function)
             if self.statements is not None:
                 undo.enter_context(self.statements.as_nodes(self._as_node))
+                self._unseen = questions.Unseen(
+                    self.statements.rewritten(), self._note_argument, self._refuse_mode
+                )
+                undo.enter_context(self._unseen.watching_calls())
             yield
+
+    def _refuse_mode(self, name: str) -> None:
+        """Called where a context begins: the graph would run without it. A statement that holds all
+        of it becomes a node.
+        """
+        if not self._is_sampling and not self._num_calls:
+            if self.statements is not None and self.statements.choose_running():
+                raise Retrace
+            raise TraceError(f"the code around the targets changes a mode of torch ({name})")
 
     def _as_node(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function, updated=())
@@ -270,7 +376,15 @@ class SequentialTracer(torch.fx.Tracer):
             leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_leaf)
             places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Proxy)]
             if not places:
-                return function(*args, **kwargs)
+                inner: Any = inspect.unwrap(function)
+                inner = getattr(inner, "__func__", inner)  # of a method
+                if isinstance(inner, types.FunctionType):
+                    self.called.add(inner)
+                self._num_calls += 1
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self._num_calls -= 1
 
             # All but the proxies (configurations, flags) is no value of a graph, and is kept here.
             @functools.wraps(function, ("__name__", "__qualname__"), ())

@@ -1,0 +1,216 @@
+"""What subgraphs depend on besides their inputs: it is followed, or its change is an error."""
+
+import contextlib
+import copy
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_engine import assert_equal
+from test_traced import run_by_hand
+from torch import nn
+
+import models
+from flex_model import TraceError
+from flex_model.sequential import trace_subgraphs
+
+X, OTHER = (models.random(4, 6, seed=seed, dtype=torch.float32) for seed in (0, 1))
+FACTOR = 2.0
+
+
+class Model(nn.Module):
+    kind = "mean"
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = models.seeded(lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(2)))
+        self.register_buffer("shift", torch.arange(6.0))
+        self.weight = nn.Parameter(torch.ones(6))
+        self.factor, self.calls = 2.0, 0
+        self.table = torch.ones(6)
+        self.config = SimpleNamespace(scales=[1.0, 2.0], inner=SimpleNamespace(is_large=False))
+
+    def around(self, x, scale=1.0):
+        return self.blocks[1](self.blocks[0](x) * scale)
+
+    def read(self):
+        return self.factor * 3
+
+    @property
+    def doubled(self):
+        return self.factor * 2
+
+
+def model_of(code, *, name="forward"):
+    """A model of which ``code`` is the value of the forward."""
+    return type("Made", (Model,), {name: eval(f"lambda self, x: {code}", globals())})()
+
+
+def set_to(place, value):
+    def change(model):
+        *parents, name = place.split(".")
+        owner = model
+        for parent in parents:
+            owner = getattr(owner, parent)
+        setattr(owner, name, value)
+
+    return change
+
+
+CHANGED = {
+    "an attribute": ("self.around(x, self.factor)", set_to("factor", 5.0), "model.factor is 5.0"),
+    "a property": ("self.around(x, self.doubled)", set_to("factor", 5.0), "model.factor"),
+    "a method": ("self.around(x, self.read())", set_to("factor", 5.0), "model.factor"),
+    "by its name": (
+        "self.around(x, getattr(self, 'factor'))",
+        set_to("factor", 5.0),
+        "model.factor",
+    ),
+    "a configuration": (
+        "self.around(x, 3 if self.config.inner.is_large else 2)",
+        set_to("config.inner.is_large", True),
+        "model.config.inner.is_large is True, and it was False",
+    ),
+    "a list": (
+        "self.around(x, sum(self.config.scales))",
+        lambda model: model.config.scales.append(1.0),
+        "the length of model.config.scales is 3",
+    ),
+    "of the class": (
+        "self.around(x, 3 if self.kind == 'sum' else 2)",
+        lambda model: setattr(type(model), "kind", "sum"),
+        "model.kind is 'sum', and it was 'mean'",
+    ),
+    "a mode": (
+        "self.around(nn.functional.dropout(x, 0.9, self.training))",
+        lambda model: model.train(),
+        "model.training is True, and it was False",
+    ),
+    "a tensor": (
+        "self.around(x + self.table * 2)",
+        set_to("table", torch.zeros(6)),
+        "model.table is not what it was",
+    ),
+    "a tensor's values": (
+        "self.around(x + self.table * 2)",
+        lambda model: model.table.add_(1),
+        "model.table is not what it was",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_what_the_traced_code_reads_has_changed(name):
+    code, change, match = CHANGED[name]
+    model = model_of(code).eval()
+    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
+    assert_equal(run_by_hand(model, subgraphs, {"x": OTHER}), model(OTHER))
+    change(model)
+    with pytest.raises(TraceError, match=rf"{match}.*call trace_subgraphs again.*run"):
+        run_by_hand(model, subgraphs, {"x": OTHER})
+    subgraphs = trace_subgraphs(model.eval(), {"x": X}, ["Linear"])
+    assert_equal(run_by_hand(model, subgraphs, {"x": OTHER}), model(OTHER))
+
+
+def test_a_global_variable(monkeypatch):
+    model = model_of("self.around(x, FACTOR)")
+    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
+    assert_equal(run_by_hand(model, subgraphs, {"x": OTHER}), model(OTHER))
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
+    with pytest.raises(TraceError, match=r"FACTOR is 3\.0, and it was 2\.0"):
+        run_by_hand(model, subgraphs, {"x": OTHER})
+
+
+def test_whether_gradients_are_on():
+    model = model_of("self.around(x, 3 if torch.is_grad_enabled() else 2)")
+    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
+    with torch.no_grad():
+        assert_equal(run_by_hand(model, subgraphs, {"x": OTHER}), model(OTHER))
+    with pytest.raises(TraceError, match=r"torch\.is_grad_enabled\(\) is True"):
+        run_by_hand(model, subgraphs, {"x": OTHER})
+
+
+@pytest.mark.parametrize("code", ["self.shift * 2", "self.weight * 2", "torch.stack([self.shift])"])
+def test_weights_are_those_of_the_run(code):
+    """What follows from buffers and parameters alone is no constant, and has gradients."""
+    model = model_of(f"self.around(x + {code})")
+    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
+    with torch.no_grad():
+        model.weight.add_(1)
+    model.shift = torch.ones(6)
+    output = run_by_hand(model, subgraphs, {"x": OTHER})
+    assert_equal(output, model(OTHER))
+    if "weight" in code:
+        output.sum().backward()
+        found, model.weight.grad = model.weight.grad, None
+        model(OTHER).sum().backward()
+        assert_equal(found, model.weight.grad)
+
+
+class Counter(Model):
+    def forward(self, x):
+        self.calls += 1
+        return self.around(x, 2 if self.calls > 100 else 1)
+
+
+class KeepsAnAverage(Model):
+    def forward(self, x):
+        self.table = self.table * 0.9 + x.mean() * 0.0
+        return self.around(x)
+
+
+@pytest.mark.parametrize("kind", [Counter, KeepsAnAverage])
+def test_what_the_traced_code_changes_itself(kind):
+    with pytest.raises(TraceError, match=r"the code around the targets changes model\.\w+, which"):
+        trace_subgraphs(kind(), {"x": X}, ["Linear"])
+
+
+class Buffers(Model):
+    """The forward changes a buffer in place; so does a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        self.shift.mul_(0.5).add_(x.detach().mean(0))
+        return self.around(self.norm(x) + self.shift)
+
+
+def test_buffers_that_a_forward_changes():
+    model = Buffers()
+    model.norm.momentum = 0.0  # else no two forwards are equal
+    before = copy.deepcopy(model.state_dict())
+    with contextlib.suppress(TraceError):
+        trace_subgraphs(model, {"x": X}, ["Linear"])
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+class Autocast(Model):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.around(x.float())
+
+
+class NoGrad(Model):
+    def forward(self, x):
+        x = self.blocks[0](x)
+        with torch.no_grad():
+            scale = x.mean() + self.weight
+        return self.blocks[1](x * scale)
+
+
+def test_contexts_around_targets():
+    with pytest.raises(TraceError, match="changes a mode of torch \\(autocast\\)"):
+        trace_subgraphs(Autocast(), {"x": X}, ["Linear"])
+
+
+def test_contexts_around_other_code_are_nodes():
+    model = NoGrad()
+    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
+    output = run_by_hand(model, subgraphs, {"x": OTHER})
+    assert_equal(output, model(OTHER))
+    output.sum().backward()
+    assert model.weight.grad is None
+    assert model.blocks[0].weight.grad is not None

@@ -1,0 +1,276 @@
+"""What traced code asks in Python is asked again when subgraphs run: another answer is an error."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_engine import assert_equal
+from test_traced import run_by_hand
+from torch import nn
+
+import models
+from flex_model import TraceError, sequential
+from flex_model.sequential import trace_subgraphs
+
+X = models.random(2, 6, dtype=torch.float32)
+MANY = models.random(12, 6, seed=1, dtype=torch.float32)
+LARGE = X.abs() + 10
+
+
+class Model(nn.Module):
+    """``combine(self, x, ...)`` in the forward's own code: blocks are called in it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = models.seeded(lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(2)))
+        self.helper = Helper()
+
+    def around(self, x, scale=1.0):
+        return self.blocks[1](self.blocks[0](x) * scale)
+
+
+def is_large(x):
+    return bool(x.sum() > 50)
+
+
+class Helper(nn.Module):
+    def forward(self, x):
+        return None if is_large(x) else x * 0.5
+
+
+def mask_of(x):
+    return None if is_large(x) else x * 0.5
+
+
+def pair_of(x):
+    return (x, None) if is_large(x) else (x, x)
+
+
+def some_of(x):
+    return x if is_large(x) else (x, x)
+
+
+def object_of(x):
+    return SimpleNamespace(mask=mask_of(x), mode="large" if is_large(x) else "small", scale=2.0)
+
+
+def list_of(x):
+    return [x] * (3 if is_large(x) else 2)
+
+
+def dict_of(x):
+    return {"large": x} if is_large(x) else {"x": x}
+
+
+class FunctionIsNone(Model):
+    def forward(self, x):
+        y = self.blocks[0](x)
+        return self.blocks[1](y * (2 if mask_of(x) is None else 3))
+
+
+class FunctionIsNotNone(Model):
+    """The question is asked where a target is called."""
+
+    def forward(self, x):
+        mask = mask_of(x)
+        return self.blocks[1](self.blocks[0](x)) if mask is not None else self.around(x, 2)
+
+
+class ModuleIsNone(Model):
+    def forward(self, x):
+        mask = self.helper(x)
+        return self.around(x, 3) if mask is None else self.around(x)
+
+
+class ItemIsNone(Model):
+    def forward(self, x):
+        x, mask = pair_of(x)
+        return self.around(x) if mask is not None else self.around(x, 2)
+
+
+class AttributeIsNone(Model):
+    def forward(self, x):
+        found = object_of(x)
+        return self.around(x) if found.mask is None else self.around(x, 2)
+
+
+class Text(Model):
+    def forward(self, x):
+        return self.around(x) if object_of(x).mode == "small" else self.around(x, 2)
+
+
+class Equals(Model):
+    def forward(self, x):
+        return self.around(x, 3) if mask_of(x) == None else self.around(x)  # noqa: E711
+
+
+class Kind(Model):
+    def forward(self, x):
+        some = some_of(x)
+        return self.around(some[0] if isinstance(some, tuple) else some)
+
+
+class Items(Model):
+    def forward(self, x):
+        return self.around(x, 3) if "large" in dict_of(x) else self.around(x)
+
+
+class Keys(Model):
+    def forward(self, x):
+        for name in dict_of(x):
+            x = x + len(name)
+        return self.around(x)
+
+
+class Loop(Model):
+    def forward(self, x):
+        for one in list_of(x):
+            x = x + one
+        return self.around(x)
+
+
+class InALambda(Model):
+    """No code that can be rewritten."""
+
+    def forward(self, x):
+        choose = OTHERS.choose
+        return choose(self, x)
+
+
+class PassedOn(Model):
+    """To a function that the traced code does not name, and which leads to no target."""
+
+    def forward(self, x):
+        return self.around(OTHERS.masked(x, mask_of(x)))
+
+
+def masked(x, mask):
+    return x * 5 if mask is None else x
+
+
+OTHERS = SimpleNamespace(
+    choose=lambda self, x: self.around(x, 3) if self.helper(x) is None else self.around(x),
+    masked=masked,
+)
+OF_HELPERS = [FunctionIsNone, FunctionIsNotNone, ModuleIsNone, ItemIsNone, AttributeIsNone, Text]
+OF_HELPERS += [Equals, Kind, Items, Keys, Loop, InALambda, PassedOn]
+
+
+# Where the question can't be answered from the sample: the model does not trace.
+REFUSED = [(Equals, "large"), (Items, "small"), (Items, "large")]
+REFUSED += [(InALambda, "large"), (PassedOn, "large")]
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+@pytest.mark.parametrize("kind", OF_HELPERS)
+def test_what_a_helper_returns_otherwise(kind, name):
+    model, samples = kind(), {"small": X, "large": LARGE}
+    outputs = sequential.run(model, [X, LARGE])
+    assert all(assert_equal(o, model(b)) is None for o, b in zip(outputs, [X, LARGE]))
+    sample = {"x": samples[name]}
+    if (kind, name) in REFUSED:
+        with pytest.raises(TraceError, match=r"sequential\.run"):
+            trace_subgraphs(model, sample, ["Linear"])
+        return
+    subgraphs = trace_subgraphs(model, sample, ["Linear"])
+    same, others = [X, MANY / 100], [LARGE, MANY.abs() + 10]
+    same, others = (same, others) if name == "small" else (others, same)
+    for x in same:
+        assert_equal(run_by_hand(model, subgraphs, {"x": x}), model(x))
+    for x in others:
+        if kind in (Keys, Loop):  # the statement is a node
+            assert_equal(run_by_hand(model, subgraphs, {"x": x}), model(x))
+            continue
+        with pytest.raises(TraceError, match=r"where the subgraphs were traced.*sequential\.run"):
+            run_by_hand(model, subgraphs, {"x": x})
+
+
+def test_a_statement_that_asks_is_a_node():
+    class Asks(Model):
+        def forward(self, x):
+            mask = mask_of(x)
+            if mask is None:
+                x = x * 2
+            return self.around(x)
+
+    model = Asks()
+    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
+    for x in (X, LARGE, MANY):
+        assert_equal(run_by_hand(model, subgraphs, {"x": x}), model(x))
+
+
+class Sizes(Model):
+    def forward(self, x):
+        return self.around(x, 3 if x.shape[0] > 10 else 2)
+
+
+class Length(Model):
+    def forward(self, x):
+        return self.around(x, 3 if len(x) > 10 else 2) + len(x)
+
+
+class Dtype(Model):
+    def forward(self, x):
+        return self.around(x.float(), 3 if x.dtype == torch.float64 else 2)
+
+
+class Gradient(Model):
+    def forward(self, x):
+        return self.around(x, 3 if x.requires_grad else 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    [(Sizes, MANY), (Length, MANY), (Dtype, X.double()), (Gradient, X.clone().requires_grad_())],
+)
+def test_properties_of_a_tensor(kind, other):
+    model = kind()
+    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
+    assert_equal(run_by_hand(model, subgraphs, {"x": MANY[:5]}), model(MANY[:5]))
+    with pytest.raises(TraceError, match=r"where the subgraphs were traced: the code around.*run"):
+        run_by_hand(model, subgraphs, {"x": other})
+
+
+class Truth(Model):
+    def forward(self, x, y):
+        return self.around(x, 3 if y else 2)
+
+
+class IsTrue(Model):
+    def forward(self, x, y):
+        return self.around(x, 3 if y is True else 2)
+
+
+class Compared(Model):
+    def forward(self, x, y):
+        return self.around(x, 3 if y > 4 else 2)
+
+
+class Named(Model):
+    def forward(self, x, y):
+        return self.around(x, {"a": 2, "b": 3}["b" if y == "b" else "a"])
+
+
+class Has(Model):
+    def forward(self, x, y):
+        return self.around(x, 3 if "a" in y or y.get("b") is not None else 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (Truth, [True, False]),
+        (IsTrue, [True, False]),
+        (IsTrue, [False, True]),
+        (Compared, [3, 5]),
+        (Named, ["a", "b"]),
+        (Has, [{"a": X}, {"c": X}]),
+        (Has, [{"c": X}, {"b": X}]),
+    ],
+)
+def test_arguments_that_are_no_tensors(kind, values):
+    model = kind()
+    subgraphs = trace_subgraphs(model, {"x": X, "y": values[0]}, ["Linear"])
+    assert_equal(run_by_hand(model, subgraphs, {"x": MANY, "y": values[0]}), model(MANY, values[0]))
+    with pytest.raises(TraceError, match=r"with this input, .*, and it was"):
+        run_by_hand(model, subgraphs, {"x": X, "y": values[1]})
