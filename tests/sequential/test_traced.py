@@ -1,6 +1,5 @@
 """Subgraphs equal the model, or are a TraceError."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -272,41 +271,6 @@ def test_an_argument_that_the_sample_lacks(sample):
         subgraphs[1].forward(model, **output, mask=MASK)
     with pytest.raises(TypeError, match="unexpected keyword argument 'masks'"):
         subgraphs[0].forward(model, x=X, masks=MASK)
-
-
-class Open(Parent):
-    """It takes arguments by any name."""
-
-    def forward(self, x, **others):
-        y = self.blocks[1](self.blocks[0](x))
-        return y * 3 if "mask" in others else y
-
-
-@pytest.mark.parametrize("kind", [Optional, Open])
-def test_values_that_are_picked_by_input_names(kind):
-    """An argument that the sample lacked can't be dropped on the way to ``forward``."""
-    model = kind() if kind is Optional else kind(None)
-    subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
-    picked_from = {"x": X, "mask": MASK}
-    for subgraph in (*subgraphs, copy.deepcopy(subgraphs[0])):
-        with pytest.raises(TraceError, match=r"subgraph\.forward\(model, \*\*values\).*run"):
-            subgraph.forward(model, **{name: picked_from[name] for name in subgraph.input_names})
-        with pytest.raises(TraceError):
-            picked_from.keys() & subgraph.input_names
-    names = subgraphs[0].input_names
-    picked = {name: value for name, value in picked_from.items() if name in names}
-    with pytest.raises((TraceError, TypeError), match="'mask'"):
-        subgraphs[0].forward(model, **picked)
-    assert repr(names) == "{'x'}"
-    assert names == {"x"}
-    assert "blocks_1" not in names
-    values = {"x": X + 1}
-    for subgraph in subgraphs:
-        names = subgraph.input_names
-        picked = {name: value for name, value in values.items() if name in names}
-        output = subgraph.forward(model, **picked)
-        values |= output if subgraph is not subgraphs[-1] else {}
-    assert_equal(output, model(X + 1))
 
 
 def test_input_names_of_a_model_without_other_arguments():

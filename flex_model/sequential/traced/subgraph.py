@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,50 +18,6 @@ from flex_model.sequential.traced import code_path, trace_check
 from flex_model.sequential.traced.conditions import Conditions, unchanged_buffers
 from flex_model.sequential.traced.statement_nodes import Retrace, Statements
 from flex_model.sequential.traced.tracer import SequentialTracer, keyword_arguments
-
-
-class InputNames(set[str]):
-    """Names of the values that a subgraph takes.
-
-    No argument of the model must be dropped on its way to ``forward``, which refuses those that the
-    sample lacked. Picked by ``name in input_names``, they are passed, too. To iterate over the
-    names would drop them unseen, and is an error for models that have such arguments.
-
-    Args:
-        names: Of its inputs.
-        lacking: Arguments of the model that the sample lacked.
-        others: Names of values that it does not take; if given, the model takes arguments of any
-            name.
-    """
-
-    _lacking: frozenset[str] = frozenset()
-    _others: frozenset[str] | None = None
-
-    def __init__(
-        self, names: Iterable[str], lacking: Iterable[str], others: Iterable[str] | None
-    ) -> None:
-        super().__init__(names)
-        self._lacking = frozenset(lacking)
-        self._others = None if others is None else frozenset(others)
-
-    def __contains__(self, name: object) -> bool:
-        is_any = self._others is not None and name not in self._others
-        return super().__contains__(name) or name in self._lacking or is_any
-
-    def __iter__(self) -> Iterator[str]:
-        if self._lacking or self._others is not None:
-            lacking = ", ".join(sorted(self._lacking)) or "arguments of other names"
-            raise trace_check.trace_error(
-                f"values that are picked by iterating over input_names lack {lacking}, even if "
-                "they are passed to this run; pass all: subgraph.forward(model, **values)"
-            )
-        return super().__iter__()
-
-    def __repr__(self) -> str:
-        return repr(set(self))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return InputNames, (set(self), self._lacking, self._others)
 
 
 @dataclass
@@ -126,17 +82,15 @@ class Subgraph:
         given: set[str],
         constants: dict[str, Any],
         others: set[str],
-        takes_any: bool,
         conditions: Conditions,
     ) -> None:
-        """Note with what arguments of the model and conditions it was traced, which values only
-        other subgraphs take, and whether the model takes arguments of any name.
+        """Note with what arguments of the model and conditions it was traced, and which values only
+        other subgraphs or none take.
         """
         self.conditions = conditions
         self.given_names.update(given)
         self.constants.update(constants)
         self.unused_names.update(others)
-        self.input_names = InputNames(self.input_names, constants, others if takes_any else None)
 
     @cached_property
     def _function(self) -> Any:
@@ -367,16 +321,13 @@ def _note_arguments(
 ) -> None:
     """Note with what arguments of the model, and under what conditions, subgraphs were traced."""
     constants = keyword_arguments(model, concrete_args)
-    kinds = [one.kind for one in inspect.signature(model.forward).parameters.values()]
-    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
     between = set().union(*(subgraph.input_names for subgraph in subgraphs)) - given
     for index, subgraph in enumerate(subgraphs):
         # Nodes may have an argument's name. Before the first subgraph there are none.
         hidden = between if index else set()
         own = {name: constants[name] for name in constants if name not in hidden}
-        others = (given | between) - subgraph.input_names
-        subgraph.note_arguments(given, own, others, takes_any, conditions)
-        subgraph.unused_names.update(constants.keys() - subgraph.input_names)
+        others = (given | constants.keys() | between) - subgraph.input_names
+        subgraph.note_arguments(given, own, others, conditions)
 
 
 def graph_is_well_formed(graph: Graph) -> bool:
