@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +157,12 @@ def _note_facts(
         proofs.sizes_passed[value] = call.read.sizes_passed
     if _is_looked_up(proofs, operation, values):
         proofs.looked_up.add(value)
+    if (
+        name in ("sort", "argsort")
+        and operation["self"].ndim == 1
+        and output == len(operation.outputs) - 1
+    ):
+        proofs.permutations.add(value)
     if factories.makes_zeros(operation):
         proofs.zeros.add(value)
     elif values and values[0] in proofs.zeros:
@@ -194,7 +200,7 @@ def _infer(
     """
     values, num_ranks = call.read.values, proofs.num_ranks
     made = [output[0] for output in call.entries[0][4]]
-    found = _propagate(proofs, call, operation)
+    found = _propagate(proofs, call, _with_all_written(proofs, operation, values))
     if None in found:
         as_sums = constants.with_zeros_as_sums(operation, values, proofs.zeros)
         if as_sums is not operation:
@@ -235,6 +241,27 @@ def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
             return outputs
         return factories.infer(operation, numbers.split_sizes, call.read.shards_passed)
     return rules.propagate(operation)
+
+
+def _with_all_written(proofs: AxisProofs, operation: Operation, values: Sequence[Any]) -> Operation:
+    """Return ``blank[permutation] = values`` with anything in the blank tensor: each of its places
+    is written.
+    """
+    if operation.name != "index_put" or values[0] not in proofs.blank:
+        return operation
+    (blank, *indices), first = operation.operands[:-1], operation.arguments[0]
+    is_whole = (
+        len(indices) == len(first["indices"]) == 1
+        and values[1] in proofs.permutations
+        and indices[0].shapes == blank.shapes
+        and not first["accumulate"]
+    )
+    if not is_whole:
+        return operation
+    written = rules.replace_placement(blank, REPLICATED)
+    return replace(
+        operation, arguments=tuple({**one, "self": written} for one in operation.arguments)
+    )
 
 
 def _follow_reduced(

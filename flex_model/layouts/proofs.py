@@ -61,6 +61,7 @@ class AxisProofs:
             contract.
         looked_up: Values of rows that a layer looked up in its shard of a table.
         ranges: For values that are consecutive integers on each rank: the first one and the count.
+        permutations: Values that are the indices of a sort: each place once.
         zeros: Values of which all elements are 0.
         zero_slices: For each rank's own slice of a value of zeros: that value, and the sliced dim.
         templates: For values of ``torch.empty_like``: the placement of the tensor that they are
@@ -104,6 +105,7 @@ class AxisProofs:
         self.reduced: dict[Value, str] = {}
         self.of_layers: set[Value] = set()
         self.looked_up: set[Value] = set()
+        self.permutations: set[Value] = set()
         self.zeros: set[Value] = set()
         self.ranges: dict[Value, positions.Ranges] = {}
         self.zero_slices: dict[Value, tuple[Value, int]] = {}

@@ -632,3 +632,56 @@ def test_a_row_layer_does_not_make_known_what_was_lost_before_it(between, is_kno
     assert (found[""] == [None]) == (not is_known)
     if is_known:
         assert_close(found[""], expected[""])
+
+
+class SortedRows(nn.Module):
+    """Rows in the order of a key, and back, as mixtures of experts have them."""
+
+    def __init__(self, invert):
+        super().__init__()
+        self.invert, self.sorted, self.back = invert, nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        order = x.detach()[:, 0].sort()[1]
+        return self.back(self.sorted(x[order].cumsum(0))[self.invert(order)])
+
+
+def inverse(order, places=None):
+    inverse = torch.empty_like(order)
+    inverse[order if places is None else places] = torch.arange(order.shape[0])
+    return inverse
+
+
+INVERSES = {
+    "of a sort": inverse,
+    "of argsort": lambda order: inverse(order.argsort()),
+    "of stable": lambda order: inverse(order.sort(stable=True)[1]),
+    "of another": lambda order: inverse(order, order * 0 + order.sort()[0]),
+    "of half": lambda order: inverse(order, (order // 2 * 2).clamp(max=4)),
+    "added": lambda order: torch.empty_like(order).index_put_(
+        (order,), torch.arange(order.shape[0]), accumulate=True
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", INVERSES)
+def test_an_inverse_order_is_written_whole(how):
+    """What the ranks have in common may be written to a tensor that was empty. Was refused."""
+    x = models.random(6, 4)
+    model = SortedRows(INVERSES[how])
+    is_known = how.startswith("of") and how not in ("of half", "of another")
+    if not is_known:
+        model.invert = lambda order: INVERSES[how](order).clamp(0, 5)
+    found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
+    if is_known:
+        compare(found, unsharded(model, [x]))
+    else:
+        assert found["back"] == [None]
+
+
+@pytest.mark.ranks(2)
+def test_an_order_of_each_ranks_own_rows():
+    mine = models.random(6, 4).chunk(2)[dist.get_rank()]
+    found, _, _ = follow(SortedRows(inverse), mesh_of(dp_size=2), [mine], [ROWS])
+    assert found["sorted"] == found["back"] == [None]
