@@ -103,13 +103,7 @@ class InstrumentedForward:
         for name in _REPLACED:
             vars(self.stage.place).pop(name, None)
 
-    def begin(
-        self,
-        has_backward: bool,
-        is_skipped: bool,
-        sites: list[Site] | None,
-        has_gradients: bool = False,
-    ) -> None:
+    def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
         """Begin a step: see ``InstrumentedStage.begin``."""
         self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
 

@@ -66,24 +66,16 @@ class InstrumentedStage:
         if self._shapes_are_inferred:
             vars(self.stage).update(inputs_meta=None, _outputs_meta=None)
 
-    def begin(
-        self,
-        has_backward: bool,
-        is_skipped: bool,
-        sites: list[Site] | None,
-        has_gradients: bool = False,
-    ) -> None:
+    def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
         """Begin a step.
 
         Args:
-            has_gradients: Whether keyword arguments get gradients, which a split backward computes
-                for parameters and received tensors only.
             is_skipped: Whether the step needs nothing of the stage.
             sites: The modules after which its forwards end; None: they run to their end.
         """
         self._failed.clear()
         self._num_backwards = 0
-        self._splits_backward = self._may_split_backward and not has_gradients
+        self._splits_backward = self._may_split_backward
         self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
         self.stage.has_backward = has_backward
         self.stage.clear_runtime_states()
@@ -140,6 +132,10 @@ class InstrumentedStage:
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
+        # A split backward computes gradients of parameters and received tensors only.
+        given = pytree.tree_leaves(kwargs)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in given):
+            self._splits_backward = False
         with self._state.at(self.index, fwd_chunk_id):
             try:
                 if not self._is_skipped:
@@ -151,8 +147,8 @@ class InstrumentedStage:
                             self.accepted(kwargs),
                             save_forward_output=save_forward_output,
                         )
-                        own = (args if self.stage.is_first else (), kwargs)
-                        self._keep_tensors(fwd_chunk_id, pytree.tree_leaves(own))
+                        given += pytree.tree_leaves(args) if self.stage.is_first else []
+                        self._keep_tensors(fwd_chunk_id, given)
                         return output
             except BaseException as error:
                 self._fail(fwd_chunk_id, error)

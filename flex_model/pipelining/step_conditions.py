@@ -1,4 +1,6 @@
-"""Describes what the path of a step's micro-batches depends on, other than values of tensors."""
+"""Describes what the path of a step's micro-batches depends on, other than values of tensors: the
+inputs, and the stages.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,9 @@ class StepConditions:
         self._conditions = Conditions(root)
         self._attributes = Attributes(root, Constants(root), KeptTensors())
 
-    def digest(self, args: Any, kwargs: dict[str, Any]) -> int:
-        """Return a hash of the inputs, of the modules, their hooks and attributes, and of torch's
-        modes.
-        """
-        form, sizes = self._conditions.form(args, kwargs, 0, self._attributes)
+    def digest(self) -> int:
+        """Return a hash of the modules, their hooks and attributes, and of torch's modes."""
+        form, sizes = self._conditions.form((), {}, 0, self._attributes)
         return site_hash(form, *sizes)
 
     def note_attributes(self) -> None:

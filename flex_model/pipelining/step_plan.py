@@ -127,7 +127,6 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
             "rows": rows,
             "target_rows": target.shape[0] if isinstance(target, Tensor) and target.dim() else None,
             "inputs": [
-                microbatches.shapes_of(args) if has_first else None,
                 microbatches.shapes_of(call.kwargs),
                 digest_of_inputs(args, call.kwargs),
                 autocast,
@@ -136,7 +135,7 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
             "seed": seed_of_state() if mesh.rank == 0 else 0,
             "modules": core.replicas.digest() if has_edits else None,
             "prepared": prepared,
-            "conditions": number > 1 and pipeline.conditions.digest(args, call.kwargs),
+            "conditions": number > 1 and pipeline.conditions.digest(),
         }
 
     gathered = gather_checked(world, "the start of a step of the pipeline", describe, equal)
@@ -146,7 +145,7 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
     num_ranks = len(mesh.stage_ranks)
     first, last = index.pp_ranks[0] * num_ranks, index.pp_ranks[-1] * num_ranks
     for rank in range(num_ranks):
-        along = [of_rank["inputs"][1] for of_rank in gathered[rank::num_ranks]]
+        along = [of_rank["inputs"][0] for of_rank in gathered[rank::num_ranks]]
         check_equal(along, "shapes of keyword arguments along a pipeline")
         _check_target_rows(gathered[first + rank]["rows"], gathered[last + rank]["target_rows"])
     rows = [gathered[first + i * mesh.tp_size]["rows"] or number for i in range(mesh.dp_size)]

@@ -103,7 +103,8 @@ class StepRunner:
             run.continue_draws(self._last)
         self._last = run
         core.executor.average_over(divisor)
-        gradients = Gradients(core, divisor, _tensors((call.args, call.kwargs)))
+        inputs = pytree.tree_leaves((call.args, call.kwargs))
+        gradients = Gradients(core, divisor, [one for one in inputs if isinstance(one, Tensor)])
         self._begin_stages(call)
         self._rows.begin(call, plan, chosen)
         losses: list[Tensor] = []
@@ -143,7 +144,6 @@ class StepRunner:
     def _begin_stages(self, call: StepCall) -> None:
         """Begin the step on all stages; with ``until``, for what the last of these sites needs."""
         last = self._index.num_stages
-        has_gradients = any(tensor.requires_grad for tensor in _tensors(call.kwargs))
         if call.until is not None:
             last = max(self._index.stage_of(name) for name, _ in call.until)
         for stage in self._local.instrumented:
@@ -154,7 +154,7 @@ class StepRunner:
                     for name, kind in call.until
                     if self._index.stage_of(name) == last
                 ]
-            stage.begin(call.has_backward, stage.index > last, sites, has_gradients)
+            stage.begin(call.has_backward, stage.index > last, sites)
 
     def _stated_dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int | None]:
         """Return the dims of the rows in records that the user states, by their name; None for
@@ -211,7 +211,3 @@ class StepRunner:
         except ValueError as error:
             self._state.fail(str(error), error)
             return []
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
