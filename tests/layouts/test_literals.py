@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.testing import assert_close
 
 import models
+from flex_model import FlexModel, HookFunction
 from flex_model.distributed.placement import Replicate, Shard
 from followed import follow, unsharded
 from test_proofs import ROWS, compare, mesh_of
@@ -147,3 +149,38 @@ def test_along_tp_a_literal_may_be_a_share():
     model, split = Made(lambda x: torch.ones(3, 2)), (Replicate(), Shard(1))
     found, _, _ = follow(model, mesh_of(tp_size=2), [mine], [split])
     assert found["after"] == [None]
+
+
+class Turned(nn.Module):
+    """Features are multiplied by pairs of equal factors, as rotary positions are."""
+
+    columns = rows = ()  # that tensor parallelism would split
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.site = nn.Linear(6, 6).double(), nn.Identity()
+
+    def forward(self, x):
+        return self.site(self.fc(x) * whole(3).repeat_interleave(2)).sin()
+
+
+def mixed(module, full, save_ctx, modules):
+    return full + 0.5 * full.flip(0) * full.sum(-1, keepdim=True)
+
+
+@needs_positions
+@pytest.mark.ranks(2)
+def test_an_edit_behind_a_literal():
+    """Forward and backward, with two rows a rank."""
+    model, x, ddp = models.seeded(Turned), models.random(4, 6), models.TWO_RANKS["ddp"]
+    sharded = ddp.shard(model)
+    model.site.register_forward_hook(lambda module, args, out: mixed(module, out, None, None))
+    expected = model(x)
+    expected.mean().backward()
+    with FlexModel(sharded, {}, **ddp.sizes) as flex:
+        flex.register_forward_hook(HookFunction("site", None, mixed))
+        output = flex(ddp.my_rows(x))
+        output.mean().backward()
+    assert_close(output, ddp.my_rows(expected))
+    for name, gradient in ddp.full_gradients(model, sharded).items():
+        assert_close(gradient, model.get_parameter(name).grad)
