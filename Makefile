@@ -35,7 +35,7 @@ CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -n
 NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
 .PHONY: help venv build demo test browser check bench docs lint clean parity fuzz hosts cuda-emulated
-.PHONY: check-build check-symbols check-sdist check-sanitizers check-slow check-installs wheel
+.PHONY: check-build check-symbols check-sdist check-sanitizers check-slow check-versions check-installs wheel matrix
 
 help:  ## list the targets
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-18s %s\n", $$1, $$2}' Makefile
@@ -104,7 +104,7 @@ lint: venv  ## format, lint and types
 
 check: build  ## all that CI runs before the tests
 	@$(MAKE) --no-print-directory --output-sync=target -j2 AT_ONCE=1 check-at-once
-	@$(MAKE) --no-print-directory check-sanitizers check-slow
+	@$(MAKE) --no-print-directory check-sanitizers check-slow check-versions
 	@echo "== check: passed"
 
 .PHONY: check-at-once
@@ -135,6 +135,12 @@ check-sanitizers: venv  ## engine and op tests under the address and undefined-b
 
 check-slow: build  ## the slow tests
 	pytest -q -m "slow and not table" $(XDIST)
+
+check-versions: build  ## the oldest torch and transformers: a row of each framework, and fault tests
+	$(PYTHON) .ci/versions.py check
+
+matrix: build  ## a row of each framework on every torch that is supported; writes docs/versions.md
+	$(PYTHON) .ci/versions.py matrix
 
 clean:  ## remove what was built; .venv stays
 	rm -rf build dist site *.egg-info flex_model/*.so flex_model/_build_config.json

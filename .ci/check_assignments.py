@@ -25,8 +25,9 @@ API = {
     "__code__",  # of a function: sequential/traced/statement_nodes.py
     "propagate",  # of logging.Logger
     "disabled",  # of logging.Logger
-    # of a layer of transformers: integrations/attention_patterns.py
+    # of a layer of transformers, and of its configuration: integrations/attention_patterns.py
     "config",
+    "_attn_implementation",
     # torch's
     "grad",  # of a tensor
     "data",  # of a tensor, whose device nothing else can change

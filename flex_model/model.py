@@ -27,11 +27,11 @@ from flex_model.hooks.groups import check_name as check_group_name
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.tracking import Follow
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
-from flex_model.integrations import attention_patterns
+from flex_model.integrations import attention_patterns, continuous_batching, versions
 from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.sources import BatchDim
 from flex_model.layouts.statements import statement_of
-from flex_model.names import clean, find_module, module_names
+from flex_model.names import clean, find_module, module_names, wrapped_chain
 from flex_model.parameters import checkpoint
 from flex_model.parameters.trainable import check_name, send_from_rank_0
 from flex_model.records.store import ActivationStore
@@ -190,6 +190,7 @@ class FlexModel(nn.Module):
         super().__init__()
         if isinstance(module, FlexModel):
             raise TypeError("the module is a FlexModel already; wrap its .module")
+        versions.warn_if_newer()
         runner_class: Any = ModuleRunner
         if _is_schedule(module):  # else torch's pipelining is not imported
             from flex_model.pipelining.schedule_runner import ScheduleRunner
@@ -460,13 +461,15 @@ class FlexModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             wrapped = self._wrapped
-            if wrapped is None or not hasattr(wrapped, name):
+            chain = wrapped_chain(wrapped) if isinstance(wrapped, nn.Module) else [wrapped]
+            owner = next((one for one in chain if one is not None and hasattr(one, name)), None)
+            if owner is None:
                 raise AttributeError(
                     f"neither FlexModel nor the wrapped {type(wrapped).__name__} has an attribute "
                     f"{name!r}"
                 ) from None
-        value = getattr(wrapped, name)
-        if isinstance(value, types.MethodType) and value.__self__ is vars(self)["module"]:
+        value = getattr(owner, name)
+        if isinstance(value, types.MethodType) and any(value.__self__ is one for one in chain):
             return self._as_run(value)
         return value
 
@@ -480,6 +483,8 @@ class FlexModel(nn.Module):
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
+            has_hooks = bool(self._runner.core.table.active)
+            continuous_batching.check_method(method.__name__, has_hooks)
             with self._runner.one_run_at_most():
                 return method(*args, **kwargs)
 
@@ -780,7 +785,8 @@ class FlexModel(nn.Module):
                 for which the model states another layout. At the next run: a statement about
                 activations that contradicts a proof.
 
-        Local, but every rank must make the same call, which the next run checks.
+        Local, but every rank must make the same call, which the next run checks. A stated ``Shard``
+        whose parts are equal on all ranks is warned of, where a hook gets it.
         """
         statement = statement_of(pattern, kind, index, tp, dp, sizes, part_sizes)
         if not self._runner.index.names_of_statement(statement):
@@ -981,7 +987,8 @@ class FlexModel(nn.Module):
             packed = flex.get_module_parameter("layers.0.mlp.up_proj.weight", raw=True)
 
         Args:
-            expected_shape: Shape to check the full parameter against; None for sizes that may vary.
+            expected_shape: Shape of the full parameter; None for sizes that may vary. It states the
+                layout along tp where nothing else does, as in ``HookFunction``; else it is checked.
             raw: Return a packed weight as it is stored: bytes, or its package's tensor.
 
         Raises:
@@ -993,18 +1000,24 @@ class FlexModel(nn.Module):
         self._check_open()
         return self._runner.parameters.get(parameter_name, expected_shape, sharded=True, raw=raw)
 
-    def set_module_parameter(self, parameter_name: str, full: Tensor) -> None:
+    def set_module_parameter(
+        self,
+        parameter_name: str,
+        full: Tensor,
+        expected_shape: Sequence[int | None] | None = None,
+    ) -> None:
         """Write a full value, the same on every rank, into the parameter's shards. Collective, as
         ``get_module_parameter``.
 
-        ``full`` is cast to the parameter's dtype, as ``load_state_dict`` does.
+        ``full`` is cast to the parameter's dtype, as ``load_state_dict`` does. ``expected_shape``
+        states the layout, as there.
 
         Raises:
             ValueError: an unknown name, a shape that the parameter does not have, values that
                 differ between ranks, or a quantised or compressed weight.
         """
         self._check_open()
-        self._runner.parameters.set(parameter_name, full)
+        self._runner.parameters.set(parameter_name, full, expected_shape)
 
     def iterate_parameters(
         self,

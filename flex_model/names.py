@@ -34,6 +34,23 @@ def clean(module: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
+def wrapped_chain(root: nn.Module) -> list[nn.Module]:
+    """Return a module and, where it is a wrapper (DDP, FSDP1, a compiled module), those inside, the
+    outermost first.
+    """
+    chain = [root]
+    while True:
+        children, is_ddp = chain[-1]._modules, type(chain[-1]).__name__ in _WRAPPER_CLASSES
+        inner = [
+            child
+            for name, child in children.items()
+            if child is not None and (name in _WRAPPED_CHILDREN or (is_ddp and name == "module"))
+        ]
+        if not inner:
+            return chain
+        chain.append(inner[0])
+
+
 def check_name(name: object, what: str) -> None:
     """Raise TypeError if the name is not a str."""
     if not isinstance(name, str):
@@ -95,6 +112,17 @@ def find_parameter(root: nn.Module, name: str) -> tuple[str, nn.Module, nn.Param
         )
     full_name, parameter = cleaned[name]
     return full_name, root.get_submodule(full_name.rpartition(".")[0]), parameter
+
+
+def first_name(root: nn.Module, name: str) -> str:
+    """Return the clean first name of a tied parameter, by any of its names, wrapped or clean.
+
+    Raises:
+        ValueError: no parameter has the name; the message has the nearest names.
+    """
+    full_name, _, parameter = find_parameter(root, name)
+    first = (first for first, other in root.named_parameters() if other is parameter)
+    return clean(root, next(first, full_name))
 
 
 def shapes_by_name(expected_shapes: object, names: Mapping[str, str]) -> dict[str, Any]:

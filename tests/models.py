@@ -24,6 +24,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from flex_model.layouts import register_function
+
 
 class MLP(nn.Module):
     """A column-parallel and a row-parallel layer between two replicated ones."""
@@ -221,6 +223,9 @@ class SumOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad, None
+
+
+register_function(CopyToRanks, gradient="whole")
 
 
 class ColumnLinear(nn.Module):

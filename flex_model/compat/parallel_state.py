@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -267,7 +268,7 @@ def _new_torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGr
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
         for _ in range(most - num_groups)
     ]
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    group: Any = dist.new_group(list(ranks), use_local_synchronization=True)
     for other in alone:
         dist.destroy_process_group(other)
     return group

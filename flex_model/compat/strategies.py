@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.compat import expected_sizes
 from flex_model.compat.mappings import header_exchange
 from flex_model.compat.parallel_state import ParallelState, check_state
 from flex_model.distributed import gather, values
-from flex_model.distributed.placement import Partial, Placement, Replicate
-from flex_model.layouts.resolve import check_expected_shape, differing_axes
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import Placement, Replicate, Shape, Shard, ShardLayout
+from flex_model.layouts.expected_shape import check_dims, check_expected_shape, stated_by
+from flex_model.layouts.resolve import SIZES, differing_axes
 from flex_model.records.records import owned_copy
 
-Shape = Sequence[int | None] | None
+ExpectedShape = Sequence[int | None] | None
 
 
 class BaseRoutingStrategy:
@@ -37,7 +38,7 @@ class BaseRoutingStrategy:
 
     @classmethod
     def initialize(
-        cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: Shape
+        cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: ExpectedShape
     ) -> BaseRoutingStrategy:
         """Make the strategy of one site. Subclasses say how."""
         raise NotImplementedError(
@@ -58,7 +59,7 @@ class ParameterTensorParallelRoutingStrategy(BaseRoutingStrategy):
 
     @classmethod
     def initialize(
-        cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: Shape
+        cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: ExpectedShape
     ) -> BaseRoutingStrategy:
         """As ``ActivationTensorAllToAllRoutingStrategy``, over the tensor-parallel ranks."""
         route = _Route(fmps, "tp", tensor, expected_shape, batch_on_dp=False)
@@ -70,7 +71,7 @@ class ActivationTensorAllToAllRoutingStrategy(BaseRoutingStrategy):
 
     @classmethod
     def initialize(
-        cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: Shape
+        cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: ExpectedShape
     ) -> BaseRoutingStrategy:
         """Make a strategy that plans the transfer of each tensor anew. Local.
 
@@ -83,7 +84,8 @@ class ActivationTensorAllToAllRoutingStrategy(BaseRoutingStrategy):
 
         The prologue is collective over the ranks of the stage, the epilogue is local and undoes the
         latest prologue, and its backward is collective. Gradients: as those of
-        ``all_gather_tensor_parallel`` and its kind.
+        ``all_gather_tensor_parallel`` and its kind; that of a tensor which all tensor-parallel
+        ranks hold passes as each rank has it, whole or a part of a sum.
 
         Raises:
             TypeError, ValueError: an ``expected_shape`` that is none, or that contradicts what the
@@ -102,7 +104,7 @@ class _Route:
         fmps: ParallelState,
         axis: str,
         example: Tensor | None,
-        expected_shape: Shape,
+        expected_shape: ExpectedShape,
         batch_on_dp: bool,
     ) -> None:
         self._site = f"routing of {'an activation' if batch_on_dp else 'a parameter'}"
@@ -112,15 +114,8 @@ class _Route:
         self._exchange_headers = header_exchange(fmps, axis, self._site)
         self._context: gather.GatherContext | None = None
         self._full_shape: tuple[int, ...] | None = None
-        if (
-            example is not None
-            and self._expected is not None
-            and len(self._expected) != example.dim()
-        ):
-            raise ValueError(
-                f"{self._site}: expected_shape {self._expected} has {len(self._expected)} dims, "
-                f"the tensor has {example.dim()}: {tuple(example.shape)}"
-            )
+        if example is not None:
+            check_dims(self._site, self._expected, [tuple(example.shape)])
 
     def gather(self, tensor: Tensor) -> Tensor:
         if tensor is None:  # as a gradient may be
@@ -129,9 +124,7 @@ class _Route:
         shapes = [tuple(tensor.shape)]
         if not communicator.is_local:
             shapes = [header.shape for header in self._exchange_headers(tensor)]
-        layout = expected_sizes.layout_of(
-            self._site, shapes, communicator.mesh, self._expected, self._batch_on_dp
-        )
+        layout = self._layout(shapes, communicator.mesh)
         if communicator.is_local:
             self._full_shape = shapes[0]
             return tensor
@@ -143,7 +136,7 @@ class _Route:
                 "whole tensor; give the full sizes"
             )
         spec = gather.TensorSpec.of(communicator, layout, shapes, tensor.dtype)
-        self._context = gather.GatherContext(spec, self._exchange_headers, self._of_replicas)
+        self._context = gather.GatherContext(spec, self._exchange_headers)
         self._full_shape = spec.full_shape
         return gather.gather(tensor, self._context)
 
@@ -162,13 +155,17 @@ class _Route:
             )
         return tensor if self._context is None else gather.scatter(tensor, self._context)
 
-    def _of_replicas(self, grad: Tensor | None) -> tuple[Placement, bool]:
-        """How ranks that hold the same tensor hold its gradient: only values can show it."""
-        if grad is None:
-            return Replicate(), False
-        self._exchange_headers(grad)
-        is_equal = self._fingerprints(grad).equal_along("tp")
-        return Replicate() if is_equal else Partial(), False
+    def _layout(self, shapes: list[Shape], mesh: Mesh) -> ShardLayout:
+        """The layout that the sizes state; dim 0 of an activation holds rows, unless its size is
+        that of one rank's.
+        """
+        sizes = self._expected
+        check_dims(self._site, sizes, shapes)
+        dp: Placement | None = Replicate()
+        if self._batch_on_dp and mesh.dp_size > 1 and shapes[0]:
+            dp = None if sizes is not None and sizes[0] is not None else Shard(0)
+        dp, tp = stated_by(self._site, sizes, shapes, mesh, (dp, None))
+        return ShardLayout(dp or Replicate(), tp or Replicate(), source=SIZES)
 
     def _fingerprints(self, tensor: Tensor) -> values.Fingerprints:
         communicator = self._fmps.communicator(self._axis)

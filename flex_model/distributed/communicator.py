@@ -215,7 +215,9 @@ class Communicator(GroupPool):
                 header.sequence,
             ):
                 where += "" if forward is None else f", {forward.describe()}"
-                raise self.mismatch(where, "are at different places")
+                kinds = {one.kind for one in headers}
+                one_is_over = "end of the run" in kinds and len(kinds) > 1
+                raise self.mismatch(where, "are at different places", one_is_over)
             if other.dtype != header.dtype:
                 raise self.mismatch(f"{where} with {header.dtype}", "have different dtypes")
         if any(bool(other.flags & Header.EDITED) != bool(edited) for other in headers):
@@ -290,19 +292,23 @@ class Communicator(GroupPool):
         lines = [f"\n  rank {self.mesh.rank_at(place)}: {text}" for place, text in enumerate(texts)]
         return "\nLast steps:" + "".join(lines)
 
-    def mismatch(self, description: str, what: str) -> HookMismatchError:
+    def mismatch(self, description: str, what: str, one_is_over: bool = False) -> HookMismatchError:
         """Return the error to raise on every rank after an exchange in which ranks differed.
         Collective.
+
+        Args:
+            one_is_over: Whether the run of some ranks is over, and that of others is not.
         """
         texts = self.exchange_text(description)
         self.failure.agree()
         listed = "; ".join(
             f"rank {self.mesh.rank_at(place)} is at {text}" for place, text in enumerate(texts)
         )
+        calls = self.more_calls if one_is_over else ""
         return agreed(
             HookMismatchError(
                 f"ranks {what}: {listed}. Every rank must register the same hooks in the same "
-                f"order and run the same model ({see('ranks-differ')}){self._steps_of_all()}"
+                f"order and run the same model{calls} ({see('ranks-differ')}){self._steps_of_all()}"
             )
         )
 

@@ -192,6 +192,19 @@ class GroupPool:
 
     # Waiting.
 
+    @property
+    def more_calls(self) -> str:
+        """What to do where one rank's run is over and another's is not, for messages: rows of
+        data-parallel ranks end at different steps.
+        """
+        if self.mesh.dp_size == 1:
+            return ""
+        return (
+            "; where the data-parallel ranks call the model different numbers of times (generate, "
+            "if the rows of one rank end earlier), give generate synced_gpus=True, or see each "
+            'rank\'s own calls with FlexModel(dp_batch="local")'
+        )
+
     @contextlib.contextmanager
     def deadline(self, timeout_s: float) -> Iterator[None]:
         """Inside, one wait lasts at most ``timeout_s`` seconds. Local."""
@@ -400,9 +413,10 @@ class GroupPool:
             sequence, where = json.loads(position_there or f'[-1, "{process_groups.NOT_SEEN}"]')
             if sequence != self.sequence:
                 absent.append(group.name_of(rank, where))
+        more = self.more_calls if self.where.startswith("end of the run") else ""
         raise self.abort(
             f"rank {group.rank} waited {self.timeout_s:g} s at {self.where}; missing: "
-            f"{', '.join(absent) or 'none'}."
+            f"{', '.join(absent) or 'none'}{more}."
         )
 
     def abort(self, reason: str, kind: type[HookError] = HookError) -> HookError:

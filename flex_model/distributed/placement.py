@@ -124,7 +124,8 @@ Placement = Replicate | Shard | Partial
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """A placement on each of the axes dp and tp, and the source of the information.
+    """A placement on each of the axes dp and tp, and the source of the information; in
+    ``sized_axes`` those along which only the sizes of the full tensor state it.
 
     Example::
 
@@ -143,6 +144,7 @@ class ShardLayout:
     dp: Placement = Replicate()
     tp: Placement = Replicate()
     tp_first: bool = False
+    sized_axes: tuple[str, ...] = field(default=(), compare=False)
     source: str = field(default="", compare=False)
 
     @cached_property

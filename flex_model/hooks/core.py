@@ -32,7 +32,7 @@ from flex_model.layouts.statements import Statements
 from flex_model.names import clean
 from flex_model.parameters.full import Parameters
 from flex_model.parameters.trainable import Replicas
-from flex_model.records.records import Records, Resolve
+from flex_model.records.records import Records
 from flex_model.runs.backward_passes import BackwardPasses
 from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.graphs import Graphs
@@ -49,7 +49,6 @@ class HookCore:
     Args:
         make_parameters: Makes what reads and writes full parameters; a pipeline has them by stage.
         on_failure: Called with a hook that failed, and its error, instead of raising that.
-        resolve: Returns the spec of a recorded tensor, instead of ``LayoutFinder.lookup``.
         warns: Whether hooks whose module is not called are reported.
 
     Attributes:
@@ -76,7 +75,6 @@ class HookCore:
         follow: Follow = "new",
         make_parameters: Callable[[Any, Communicator, Statements], Any] = Parameters,
         on_failure: Callable[[Registration, Exception], None] | None = None,
-        resolve: Resolve | None = None,
         warns: bool = True,
         dp_batch: str | None = None,
         pad_value: float = 0,
@@ -85,7 +83,7 @@ class HookCore:
         self.save_ctx, self.modules = save_ctx, modules
         device = _device_of(module)
         self.communicator = communicator = Communicator(mesh, timeout_s, device)
-        self.records = records = Records(output_ptr, communicator, output_ranks, step)
+        self.records = records = Records(output_ptr, communicator, output_ranks, step, on_failure)
         self.tracking = tracking = Tracking(module, communicator, batch_dim, follow)
         self.parameters = make_parameters(module, communicator, tracking.statements)
         self.replicas = Replicas(communicator, modules)
@@ -145,7 +143,7 @@ class HookCore:
             save_ctx,
             sent,
             self.replicas if executor.edits_on_all else None,
-            resolve or executor.layouts.lookup,
+            executor.layouts.lookup,
             executor.observers,
             step,
             warns,
@@ -187,7 +185,7 @@ class HookCore:
             raise
         self.runs.hooks_registered(registrations)
         if kind == "tensor" and targets:
-            registrations[0].state(self.parameters.sources_of(function.module_name))
+            registrations[0].state(*self.parameters.sources_of(function.module_name))
         function.attach(registrations, self.save_ctx, self.modules)
         return registrations
 

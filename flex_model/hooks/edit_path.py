@@ -168,8 +168,7 @@ class _ShardedPath(ABC):
             check_call(communicator, call, grad, "gradient of an edit")
 
         def of_replicas(grad: Tensor | None) -> tuple[Placement, bool]:
-            placement = layouts.of_edit_gradient(call, grad, spec.layout)
-            return placement, not call.evidence.is_passing
+            return layouts.of_edit_gradient(call, grad, spec.layout), True
 
         num_records = int(call.records and self._keeps_record(leaf))
         # As in earlier calls; not known of the first one.

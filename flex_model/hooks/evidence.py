@@ -21,27 +21,24 @@ class Evidence:
     Attributes:
         key: The key of its forward; None outside of forwards of the wrapped model.
         pair: Placements along dp and tp; for a followed forward, after the ranks compared it.
-        gradient: Placements of its gradient, where they are inferred without the backward.
+        gradient: Placements of its gradient, after the forward; ``gradient_obstacles``: why others
+            are not known, by axis.
         rows: In a forward of batches of different lengths: the rows of each data-parallel rank.
         obstacles: By axis without known placement: the operation where the proof fails.
         follower: The follower of its forward, while that runs.
-        graph: The follower of its forward, if it was followed, which follows the backward too.
         value: The follower's value for the tensor; ``edited``: that of a hook's replacement.
-        is_passing: Whether the gradient's placement was inferred from a part of its backward only.
     """
 
     key: int | None = None
     pair: Pair = UNKNOWN
     gradient: Pair = UNKNOWN
     follower: Follower | None = None
-    graph: Follower | None = None
-    place: Place | None = None
     value: Any = None
     edited: Any = None
     needs_gradient: bool = False
-    is_passing: bool = False
     rows: Rows | None = None
     obstacles: dict[str, str] = field(default_factory=dict)
+    gradient_obstacles: dict[str, str] = field(default_factory=dict)
 
     def settle(self) -> None:
         """Keep what the follower has proven, at the end of the forward. Local."""
@@ -54,21 +51,9 @@ class Evidence:
         assert self.follower is not None
         self.obstacles = self.follower.obstacles(self.value)
 
-    def note_graph(self, graph: Follower, value: Any) -> None:
-        """Note the follower of the forward, which follows its backward too, and its value."""
-        self.graph, self.value = graph, value
-
-    def note_gradient(self, gradient: Pair) -> None:
-        """Note the placements of the gradient that the forward proves."""
-        self.gradient = gradient
-
-    def note_rows(self, rows: Rows | None) -> None:
-        """Note the rows of batches of different lengths."""
-        self.rows = rows
-
-    def note_passing(self, is_passing: bool) -> None:
-        """Note whether the gradient's placement was inferred from a part of its backward only."""
-        self.is_passing = is_passing
+    def note_gradient(self, gradient: Pair, obstacles: dict[str, str]) -> None:
+        """Note the placements of the gradient, and why others are not known."""
+        self.gradient, self.gradient_obstacles = gradient, obstacles
 
     def note_edit(self, value: Any) -> None:
         """Note the follower's value for the tensor that replaces the hook's."""
@@ -76,8 +61,8 @@ class Evidence:
 
     def move_to(self, edge: Tensor) -> None:
         """Infer the gradient of this tensor, which replaces the hooked one, from now on. Local."""
-        if self.graph is not None:
-            self.value = self.graph.value(edge)
+        if self.follower is not None:
+            self.value = self.follower.value(edge)
 
     @property
     def current(self) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from flex_model.layouts.resolve import check_expected_shape
+from flex_model.layouts.expected_shape import check_expected_shape
 from flex_model.layouts.statements import placements_of
 from flex_model.selection import Select
 
@@ -44,9 +44,13 @@ class HookFunction:
         module_name: The module's name in ``named_modules`` of the wrapped model, with or without
             the names that DDP, FSDP and other wrappers insert; ``""`` is the model itself. A
             parameter's name for ``register_hook``.
-        expected_shape: Shape of the full tensor, to be checked; None for sizes that are not. It
-            determines no layout: what is not proven is stated with ``placements`` or
-            ``FlexModel.annotate_layout``. The batch dim counts rows of all data-parallel ranks.
+        expected_shape: Shape of the full tensor, such as ``(None, None, 4096)``; None for sizes
+            that may vary. It is checked. Where nothing is proven, it states that tensor-parallel
+            ranks hold consecutive parts along the dim whose size is given and is not their own, or
+            all of the tensor if there is none; for fused parts use ``placements`` or
+            ``FlexModel.annotate_layout``. The size of the batch dim is that of the rows of all
+            data-parallel ranks (or of a tensor that they share). A gradient has the shape of its
+            tensor, and is split as that is.
         editing_function: ``(current_module, inputs, save_ctx, modules) -> Tensor | None``.
             ``inputs`` is the full tensor, a plain ``torch.Tensor``, the same on every rank. It may
             be edited in place, returned, or replaced by a tensor of its shape, dtype and device;

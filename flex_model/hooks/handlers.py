@@ -22,7 +22,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.turns import Turns
-from flex_model.layouts import follow, recorder
+from flex_model.layouts import active, follow
 from flex_model.runs import remembered_runs
 from flex_model.runs.backward_passes import BackwardPasses
 from flex_model.runs.graphs import Graphs, is_in_checkpoint
@@ -121,7 +121,7 @@ class HookHandlers:
                 run.note_recomputation()
             call = HookCall(registration, module, run)
             function = self._own_batch.of(registration).executor.function
-            if not recorder.active_recorders:  # entering a context would cost as much as the rest
+            if not active.active_recorders:  # entering a context would cost as much as the rest
                 (edited,) = function.run(call, (full,), leaf, {})
             else:
                 with follow.paused():
@@ -154,7 +154,7 @@ class HookHandlers:
             with follow.paused():
                 leaf = registration.leaf(tree)
                 engine, of_call = self._own_batch.of(registration), run.of_calls(registration)
-                evidence = engine.tracking.evidence_of_replay(registration, leaf, ())
+                evidence = engine.tracking.evidence_of_replay(registration, of_call.keys)
                 call = HookCall(registration, module, of_call, True, None, evidence)
                 return engine.executor.activation(call, leaf, tree)
         except Exception as error:
@@ -211,7 +211,7 @@ class HookHandlers:
         ]
         with follow.paused():
             evidences = [
-                tracking.evidence_of_replay(registration, leaf, run.of_calls(registration).keys)
+                tracking.evidence_of_replay(registration, run.of_calls(registration).keys)
                 if number is None
                 else tracking.evidence(registration, leaf, number)
                 for registration, tracking, number in zip(registrations, trackings, numbers)
@@ -273,6 +273,8 @@ class HookHandlers:
                 grad = executor.gradient(call, grad)
             order.add(name, position, batch)
         except Exception as error:
+            if self._communicator.is_local and self._step is None:  # else the backward's end does
+                self.runs.drop_gradients(call.run)
             self.hook_failed(call.registration, error)
         return grad
 

@@ -201,7 +201,7 @@ class HookExecutor:
         register it with the follower.
         """
         edited = one.like_original(shard)
-        is_followed = one.call.evidence.graph is not None and one.gather_context is not None
+        is_followed = one.call.evidence.follower is not None and one.gather_context is not None
         if is_followed and one.call.registration.kind in ("forward", "forward_pre"):
             layout = one.gathered_by.spec.layout
             placed: Pair = (layout.dp, layout.tp)

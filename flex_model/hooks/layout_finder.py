@@ -19,7 +19,6 @@ from flex_model.distributed.header import site_hash
 from flex_model.distributed.padding import Padding, paddings
 from flex_model.distributed.picked import Pick
 from flex_model.distributed.placement import (
-    Partial,
     Placement,
     Replicate,
     Shape,
@@ -33,6 +32,7 @@ from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import dtensor
 from flex_model.layouts import replicas, resolve
+from flex_model.layouts.expected_shape import rows_dim
 from flex_model.layouts.follow import Pair
 from flex_model.layouts.inputs import refusal_of_stand_in
 from flex_model.layouts.placement_encoding import common, encode
@@ -80,8 +80,6 @@ class LayoutFinder:
     ) -> TensorSpec:
         """Return the tensor's spec for these shapes, cached. Collective where the layout is new."""
         registration, forward = call.registration, call.evidence.key
-        if known is not None and (registration.is_backward or registration.kind == "tensor"):
-            self._check_mixed(call)
         key = (call.number, tuple(shapes), dtype, known, registration.split_dim, forward)
         spec = registration.specs.get(key)
         if spec is None and call.number is None:
@@ -103,31 +101,11 @@ class LayoutFinder:
             if registration.describe() not in text:
                 text = f"{registration.describe()}: {text}"
             raise agreed(error.__class__(text)) from None
-        if call.evidence.is_passing:
-            return spec
         while len(registration.specs) >= _REMEMBERED_SPECS:
             oldest = next(iter(registration.specs))  # the same one on every rank
             del registration.specs[oldest]
         registration.specs[key] = spec
         return spec
-
-    def _check_mixed(self, call: HookCall) -> None:
-        """ValueError where a DTensor's gradient may differ from the unsharded model's. The same on
-        every rank.
-        """
-        of_parameter = call.registration.kind == "tensor"
-        key = None if of_parameter else call.evidence.key
-        where = "" if self._communicator.is_local else self._tracking.mixed(key, of_parameter)
-        if where:
-            raise agreed(
-                ValueError(
-                    f"{call.registration.layout_site.name}: the gradient is not known to be the "
-                    f"unsharded model's: at {where}, ranks combined only their parts where the "
-                    "unsharded program needs all of them, and a DTensor was made of the result; "
-                    "pass that operation the whole tensor, or state the layout of its result with "
-                    "annotate_layout"
-                )
-            )
 
     def _layout(
         self, call: HookCall, shapes: Sequence[Shape], known: ShardLayout | None, shard: Tensor
@@ -165,16 +143,20 @@ class LayoutFinder:
             registration.expected_shape,
             known,
             call.evidence.obstacles,
+            rows_dim=rows_dim(self._tracking.batch_dim),
+            prints=prints,
+            statements=self._tracking.statements,
         )
         if known is not None or prints is None:
-            if registration.kind == "tensor" and not self._communicator.is_local:
-                self._check_mean(call, self._proven_gradient(call)[0])
             return layout, padded
+        by_user = {axis: getattr(layout, axis) for axis in layout.sized_axes}
+        by_user.update(of_gradient if is_gradient else stated)
+        self._tracking.statements.check_parts(site, by_user, prints, shard)
         if is_gradient:
             own = {axis: p for axis, p in zip(AXES, call.stated) if p is not None}
             return self._of_gradient(call, layout, {**of_gradient, **own}, shard, prints), padded
         for axis in resolve.differing_axes(layout, prints):
-            replicas.reconciled(self._communicator, site, shard, [axis])
+            replicas.reconciled(self._communicator, site, shard, [axis], layout.source)
         return layout, padded
 
     def _padded(
@@ -225,14 +207,15 @@ class LayoutFinder:
         """
         is_parameter = call.registration.kind == "tensor"
         proven = dict(zip(AXES, self._proven_gradient(call)))
+        sized = resolve.gradient_by_sizes(layout, call.registration.expected_shape)
         placed: dict[str, Placement] = {}
         for axis, placement in (("dp", layout.dp), ("tp", layout.tp)):
             placed[axis] = placement
             if self._size(axis) == 1:
                 continue
             if axis == "dp" and is_parameter:
-                self._check_mean(call, proven[axis])
-            elif axis in own:
+                continue  # the ranks' mean
+            if axis in own:
                 placed[axis] = own[axis]
             elif isinstance(placement, Replicate):
                 if is_parameter:
@@ -241,7 +224,7 @@ class LayoutFinder:
                     call, axis, proven[axis], grad, prints.equal_along(axis)
                 )
             else:
-                placed[axis] = self._known(call, axis, proven[axis])
+                placed[axis] = self._known(call, axis, proven[axis] or sized.get(axis))
         found = ShardLayout(placed["dp"], placed["tp"], source=f"its tensor's: {layout.source}")
         site = call.registration.layout_site
         return resolve.order_axes(site, found, self._mesh, are_both_stated=len(own) == len(AXES))
@@ -312,26 +295,7 @@ class LayoutFinder:
     def _obstacle(self, call: HookCall, axis: str) -> str:
         if call.registration.kind == "tensor":
             return self._tracking.obstacle_of_parameter(call.registration, axis)
-        return self._tracking.gradient_obstacle(call.evidence, axis)
-
-    def _check_mean(self, call: HookCall, proven: Placement | None) -> None:
-        """Check that the mean along dp is a parameter's gradient: each rank has a partial sum.
-
-        Raises:
-            ValueError: that is not known, or not so. The same on every rank.
-        """
-        is_stated = "dp" in call.registration.hook_function.placements
-        if self._size("dp") == 1 or is_stated or isinstance(proven, Partial):
-            return
-        why = self._obstacle(call, "dp")
-        raise agreed(
-            ValueError(
-                f"{call.describe()}: whether the data-parallel ranks' mean is the gradient is not "
-                f"known{f' ({why})' if why else ''}; state the layout of what is made there with "
-                "annotate_layout, or that the mean is right with "
-                'HookFunction(placements={"dp": Replicate()})'
-            )
-        )
+        return call.evidence.gradient_obstacles.get(axis, "")
 
     def of_edit_gradient(
         self, call: HookCall, grad: Tensor | None, layout: ShardLayout
@@ -343,11 +307,12 @@ class LayoutFinder:
         Raises:
             ValueError: it is not known along an axis. On every rank.
         """
+        sized = resolve.gradient_by_sizes(layout, call.registration.expected_shape)
         inferred = [axis for axis, own in zip(AXES, call.stated) if own is None]
         proven = dict(zip(AXES, self._tracking.prove_gradient(call.evidence) if inferred else ()))
         for axis in inferred:
             if self._size(axis) > 1 and (axis == "dp" or not isinstance(layout.tp, Replicate)):
-                self._known(call, axis, proven[axis])
+                self._known(call, axis, proven[axis] or sized.get(axis))
         if "tp" not in inferred or self._size("tp") == 1 or not isinstance(layout.tp, Replicate):
             return Replicate()
         is_equal = True

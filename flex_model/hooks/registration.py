@@ -14,7 +14,8 @@ from flex_model.distributed.header import site_hash
 from flex_model.distributed.plain import kind_of
 from flex_model.errors import HookError, UnpackIndexError
 from flex_model.hooks.function import HookFunction
-from flex_model.layouts.resolve import ExpectedShape, ParameterSources, Site
+from flex_model.layouts.expected_shape import ExpectedShape
+from flex_model.layouts.tensor_site import ParameterSources, Site
 from flex_model.selection import Select
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Registration:
             whatever it had before.
         hook: The dispatcher's object for it (groups, activity).
         clean_name: Name of the module or parameter without wrappers' insertions, for messages.
+        first_name: Of a tied parameter: the first of its clean names; else ``clean_name``.
         description: The name for messages: ``forward hook on 'layers.0.mlp'``.
         site: The hash that identifies it in headers: ranks that differ in any part of it differ in
             the hash.
@@ -90,6 +92,7 @@ class Registration:
     places: list[ModuleSite] = field(default_factory=list)
     dp_batch: str | None = None
     writes: bool | None = None
+    first_name: str = field(init=False)
     had_edit: bool = field(init=False)
     site: int = field(init=False)
     seed: int = field(init=False)
@@ -99,6 +102,7 @@ class Registration:
     def __post_init__(self) -> None:
         function = self.hook_function
         self.name = function.module_name
+        self.first_name = self.clean_name
         self.description = describe_hook(self.clean_name, self.kind, function.unpack_idx)
         self.expected_shape = function.expected_shape
         self.had_edit = self.given.editing_function is not None
@@ -161,8 +165,10 @@ class Registration:
 
     @property
     def parameter_targets(self) -> tuple[list[Any], str]:
-        """The parameters that stand for it on this rank, and their name."""
-        return self.living_targets, self.clean_name
+        """The parameters that stand for it on this rank, and their first name: a tied one has
+        several, and is followed by its first.
+        """
+        return self.living_targets, self.first_name
 
     def was_called(self, run: int) -> bool:
         """Whether one of its modules was called in that run, and its hooks there."""
@@ -202,7 +208,14 @@ class Registration:
             "tensor": "parameter",
         }
         index = self.hook_function.unpack_idx
-        return Site(self.describe(), self.name, kinds[self.kind], index, self.parameter)
+        return Site(
+            self.describe(),
+            self.clean_name,
+            kinds[self.kind],
+            index,
+            self.parameter,
+            self.is_backward,
+        )
 
     def leaf(self, tree: Any) -> Tensor:
         """Return the tensor that the hook is registered for.
@@ -235,9 +248,11 @@ class Registration:
             return text
         return f"{self.describe()}: the editing function raised {text}"
 
-    def state(self, sources: ParameterSources) -> None:
-        """Set the placements that are stated for the parameter whose gradient it gets."""
-        self.parameter = sources
+    def state(self, sources: ParameterSources, first_name: str) -> None:
+        """Set the placements that are stated for the parameter whose gradient it gets, and the
+        parameter's first name.
+        """
+        self.parameter, self.first_name = sources, first_name
 
     def note_writes(self, has_written: bool) -> None:
         """Record whether a call of the editing function wrote to its tensor."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from flex_model.runs.lifecycle import Runs
 
 _MAX_DEPTH = 64  # of nested calls of one module
+_NOT_PASSED = object()
 
 # When a parameter's hooks get its gradient: computed in a backward, before it is accumulated;
 # accumulated (FSDP2: averaged and sharded by then); or on request, at the end of a pipeline's step.
@@ -270,7 +271,9 @@ class ModuleSite:
         call = self.site("forward").call
         runs = self._owner.runs
 
-        def hook(module, args, kwargs, output):
+        def hook(module, args, kwargs, output=_NOT_PASSED):
+            if output is _NOT_PASSED:  # removed since torch has listed the hooks of this call
+                return None
             self.last_run = runs.number
             if not self._is_ours(module):
                 return output

@@ -14,7 +14,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash, sites_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.padding import Rows
-from flex_model.distributed.placement import Placement, Shard
+from flex_model.distributed.placement import Partial
 from flex_model.errors import agreed
 from flex_model.hooks.evidence import Evidence, Forward
 from flex_model.hooks.registration import Registration
@@ -67,6 +67,7 @@ class Tracking:
     ) -> None:
         self._root = root
         self._communicator = communicator
+        self.batch_dim = batch_dim
         self._inputs = Inputs(batch_dim)
         self._follow = follow
         self._memory = LayoutCache()
@@ -80,12 +81,9 @@ class Tracking:
         self.forward = Forward()
         self.last: Follower | None = None  # of the last forward that was followed
         self._last_values: dict[Place, Any] = {}  # the values of hooks' tensors in it
-        # Followed forwards whose backward may show parameters' gradients, the newest last.
-        self._graphs: deque[tuple[int, Follower]] = deque(maxlen=_MOST_GRAPHS)
-        # The last forwards with gradients that were not followed: a backward may be theirs, too.
-        self._repeated: deque[ForwardLayouts] = deque(maxlen=_MOST_GRAPHS)
+        # The layouts of the last forwards with gradients: a backward may be of any of them.
+        self._recent: deque[ForwardLayouts] = deque(maxlen=_MOST_GRAPHS)
         self.has_rows = True
-        self._mixed: deque[str] = deque(maxlen=_MOST_GRAPHS)  # see `mixed`, of the last forwards
 
     def state(self, statement: Statement) -> None:
         """Add a statement of the user's; forwards are followed anew. Local.
@@ -107,8 +105,7 @@ class Tracking:
     def forget(self) -> None:
         """Follow forwards anew, after a new statement or a failed run. Local."""
         self._memory.clear()
-        self._repeated.clear()
-        self._mixed.clear()
+        self._recent.clear()
         self._conditions = None
 
     def begin(self, args: Any, kwargs: Any, active: ActiveHooks, part: int = 0) -> None:
@@ -141,15 +138,13 @@ class Tracking:
         header = Header("inputs", site=site, shape=numbers)
         headers = self._communicator.check_consistency(header, "the start of a forward")
         key, layouts = self._memory.begin(tuple([other.shape for other in headers]))
-        if layouts is None or layouts.needs_gradients() or self._follow == "always":
+        if layouts is None or self._follow == "always":
             forward.begin(key, None)
             self._begin_to_follow(forward, args, kwargs, active.pads)
             return
         forward.begin(key, layouts)
         if torch.is_grad_enabled():
-            self._mixed.append(layouts.mixed)
-            if forward.parameters:
-                self._repeated.append(layouts)
+            self._recent.append(layouts)
 
     def asks_for_parameter(self, registration: Registration, axis: str) -> bool:
         """Return whether the placement of a parameter's gradient along the axis is inferred from
@@ -190,9 +185,9 @@ class Tracking:
 
     def follower(self) -> Follower:
         """Return a follower that has the placements of the model's weights. Local."""
-        mesh, trusts = self._communicator.mesh, self._follow != "always"
+        mesh = self._communicator.mesh
         weights = self._weights(mesh, self._buffers)
-        return Follower(self._root, mesh, self.statements, weights, self._kept.source, trusts)
+        return Follower(self._root, mesh, self.statements, weights, self._kept.source)
 
     def follower_of_microbatch(self, buffers: Buffers) -> Follower:
         """Return a follower of a micro-batch, of which no data-parallel rank has a part. Local."""
@@ -248,27 +243,30 @@ class Tracking:
         self._compare(forward.follower, is_over=True)
         follower = self.last = forward.follower
         self._last_values = {place: seen.value for place, (seen, _) in forward.seen.items()}
-        of_gradients: dict[Place, tuple[Any, Evidence | None]] = {}
+        of_gradients: dict[Place, Any] = {}
         for place, (evidence, _) in forward.seen.items():
             evidence.settle()
             if evidence.needs_gradient:
-                of_gradients[place] = evidence.current, evidence
+                of_gradients[place] = evidence.current
         assert forward.key is not None
-        if forward.parameters and torch.is_grad_enabled():
-            self._graphs.append((forward.key.forward, follower))
-            for registration in forward.parameters:
-                of_weight = follower.weight_of(*registration.parameter_targets)
-                if of_weight is not None:
-                    of_gradients[Place(registration.site, 0)] = of_weight, None
-        gradients = self._note_gradients(follower, of_gradients)
-        if torch.is_grad_enabled():
-            self._mixed.append(follower.mixed_in_dtensor)
+        for registration in forward.parameters:
+            of_weight = follower.weight_of(*registration.parameter_targets)
+            if of_weight is not None:
+                of_gradients[Place(registration.site, 0)] = of_weight
+        gradients = self._gradients(follower, of_gradients)
+        obstacles = {
+            place: follower.proofs.gradient_obstacles(of_gradients[place])
+            for place, pair in gradients.items()
+            if None in pair
+        }
+        for place, (evidence, _) in forward.seen.items():
+            if place in gradients:
+                evidence.note_gradient(gradients[place], obstacles.get(place, {}))
         self._kept.note(follower, attributes)
         layouts = ForwardLayouts(
             pairs={place: evidence.pair for place, (evidence, _) in forward.seen.items()},
             gradients=gradients,
-            graph=follower if any(None in pair for pair in gradients.values()) else None,
-            values={place: value for place, (value, _) in of_gradients.items()},
+            obstacles=obstacles,
             shapes={place: shape for place, (_, shape) in forward.seen.items()},
             state=list(map(follower.placements, left)),
             buffers={name: follower.placements(value) for name, value in written.items()},
@@ -277,8 +275,9 @@ class Tracking:
             },
             comparisons=follower.recorder.comparisons,
             rows=forward.rows,
-            mixed=follower.mixed_in_dtensor,
         )
+        if torch.is_grad_enabled():
+            self._recent.append(layouts)
         self._buffers.note(layouts.buffers)
         self._memory.remember(forward.key, layouts)
         forward.seen.clear()
@@ -316,10 +315,9 @@ class Tracking:
             assert forward.layouts is not None
             pair = forward.layouts.check(place, shape, registration.describe)
             layouts = forward.layouts
+            known = Evidence(forward.key.forward, pair, rows=forward.rows)
             gradient = layouts.gradients.get(place, UNKNOWN)
-            known = Evidence(forward.key.forward, pair, gradient, place=place, rows=forward.rows)
-            if None in gradient and layouts.graph is not None:
-                known.note_graph(layouts.graph, layouts.values.get(place))
+            known.note_gradient(gradient, layouts.obstacles.get(place, {}))
             return known
         key = forward.key.forward
         if self._follow == "always":
@@ -327,12 +325,10 @@ class Tracking:
         evidence = Evidence(
             key,
             follower=forward.follower,
-            graph=forward.follower,
-            place=place,
             value=forward.follower.joint_value(tensor),
             rows=forward.rows,
-            needs_gradient=torch.is_grad_enabled()
-            and (registration.is_backward or registration.edits)
+            # A part that the backward recomputes runs without gradients first.
+            needs_gradient=(registration.is_backward or registration.edits)
             and not self._states_gradient(tensor),
         )
         forward.seen[place] = evidence, shape
@@ -355,19 +351,17 @@ class Tracking:
         return {axis: steps for axis, steps in found.items() if steps}
 
     def evidence_of_replay(
-        self, registration: Registration, tensor: Tensor, keys: Iterable[int | None]
+        self, registration: Registration, keys: Iterable[int | None]
     ) -> Evidence:
         """Return the evidence of how a hook's tensor is placed in a recomputed forward, in any of
         the hook's calls: what all calls in the forwards of these keys agree on. Local.
         """
-        pairs = {pair for key in keys for pair in self._memory.pairs(key, registration.site)}
+        found = {pair for key in keys for pair in self._memory.pairs(key, registration.site)}
         key = next(iter(keys), None)
-        known = Evidence(key, pairs.pop()) if len(pairs) == 1 else Evidence()
-        known.note_rows(self._memory.rows(key))
-        graph = next((one for one in follow.recording() if one.follows(self._root)), None)
-        if graph is not None:
-            known.note_graph(graph, graph.joint_value(tensor))
-        return known
+        pair, gradient = found.pop() if len(found) == 1 else (UNKNOWN, UNKNOWN)
+        evidence = Evidence(key, pair, rows=self._memory.rows(key))
+        evidence.note_gradient(gradient, self._memory.obstacles(key, registration.site))
+        return evidence
 
     def prove(self, evidence: Evidence) -> Pair:
         """Return the proven placements of a hook's tensor. Collective where its forward is
@@ -379,14 +373,9 @@ class Tracking:
             evidence.note_obstacles()
         return evidence.placements
 
-    def _note_gradients(
-        self, follower: Follower, values: Mapping[Place, tuple[Any, Evidence | None]]
-    ) -> dict[Place, Pair]:
+    def _gradients(self, follower: Follower, values: Mapping[Place, Any]) -> dict[Place, Pair]:
         """Return the gradients' placements that the forward proves. Collective if there are any."""
-        pairs = self._agreed([follower.gradient_placements(value) for value, _ in values.values()])
-        for (_, evidence), pair in zip(values.values(), pairs):
-            if evidence is not None:
-                evidence.note_gradient(pair)
+        pairs = self._agreed([follower.gradient_placements(value) for value in values.values()])
         return dict(zip(values, pairs))
 
     def _agreed(self, pairs: Sequence[Pair]) -> list[Pair]:
@@ -402,75 +391,33 @@ class Tracking:
 
     def prove_gradient(self, evidence: Evidence) -> Pair:
         """Return the placements of the gradient of a hook's tensor, in a backward. Collective where
-        the forward was followed, and they are not known without the backward.
+        that runs inside the followed forward.
         """
-        graph = evidence.graph
-        if graph is None or None not in evidence.gradient:
-            return evidence.gradient
-        gradient, of_part = self._of_backward(graph, evidence.current)
-        if evidence.place is not None:
-            self._memory.note_gradient(evidence.key, evidence.place, gradient)
-        evidence.note_passing(None in gradient)
-        return of_part if evidence.is_passing else gradient
-
-    def _of_backward(self, graph: Follower, value: Any) -> list[Pair]:
-        """Return the placements of a value's gradient: those proven by all operations that pass
-        gradients to it, and those proven by the ones that have run. Collective.
-        """
-        with follow.paused(graph):
-            exchange_chunks(self._communicator, graph)
-        return self._agreed([graph.gradient_placements(value, partly) for partly in (False, True)])
+        if evidence.follower is not None and not self.forward.is_over:
+            with follow.paused(evidence.follower):
+                self._compare(evidence.follower)
+            pair = evidence.follower.gradient_placements(evidence.current)
+            evidence.note_gradient(
+                self._agreed([pair])[0],
+                evidence.follower.proofs.gradient_obstacles(evidence.current),
+            )
+        return evidence.gradient
 
     def prove_parameter_gradient(self, registration: Registration) -> Pair:
-        """Return the placements of a parameter's gradient on which the graphs of the last followed
-        forwards agree with what is remembered for those that were not followed. Collective.
+        """Return the placements of a parameter's gradient on which the last forwards agree: which
+        of them a backward is of is not known. Local.
         """
-        known: tuple[set[Placement | None], set[Placement | None]] = (set(), set())
-        for key, graph in self._graphs:
-            value = graph.weight_of(*registration.parameter_targets)
-            if value is None:
-                continue
-            gradient, of_part = self._of_backward(graph, value)
-            self._memory.note_gradient(key, Place(registration.site, 0), gradient)
-            # A forward may have no backward. How replicas along tp hold it, only a backward shows,
-            # unless that is unknown whatever a backward does.
-            known[0].add(of_part[0])
-            is_split = isinstance(graph.placements(value)[1], Shard)
-            if is_split or gradient[1] is not None or of_part[1] is None:
-                known[1].add(of_part[1] if is_split else gradient[1])
-        for layouts in self._repeated:
-            remembered = layouts.gradients.get(Place(registration.site, 0), UNKNOWN)
-            for found, placement in zip(known, remembered):
-                found.update({placement} - {None})
-        dp, tp = (found.pop() if len(found) == 1 else None for found in known)
-        return dp, tp
+        place = Place(registration.site, 0)
+        found = {one.gradients[place][1] for one in self._recent if place in one.gradients}
+        tp = found.pop() if len(found) == 1 else None
+        return Partial(), tp
 
     def obstacle_of_parameter(self, registration: Registration, axis: str) -> str:
         """Return why the placement along ``axis`` of a parameter's gradient is not known; empty if
         the reason is unknown, too. Local.
         """
-        for _, graph in self._graphs:
-            proofs, value = (
-                graph.proofs.along.get(axis),
-                graph.weight_of(*registration.parameter_targets),
-            )
-            why = "" if proofs is None or value is None else proofs.gradients.obstacle(value)
-            if why:
-                return why
-        return ""
-
-    def mixed(self, key: int | None, of_parameter: bool) -> str:
-        """Return the operation where ranks mixed parts of what a DTensor was made of, so that its
-        gradients are not the unsharded model's: in the forward of this key, or for a parameter's
-        gradient in any of the last forwards.
-        """
-        return next(filter(None, self._mixed), "") if of_parameter else self._memory.mixed(key)
-
-    def gradient_obstacle(self, evidence: Evidence, axis: str) -> str:
-        """Return why a gradient's placement along ``axis`` is not known, as far as proofs show."""
-        proofs = None if evidence.graph is None else evidence.graph.proofs.along.get(axis)
-        value = evidence.current
-        return "" if proofs is None else proofs.gradients.obstacle(proofs.resolve_joint(value))
+        known = (one.obstacles.get(Place(registration.site, 0), {}) for one in self._recent)
+        return next(filter(None, (one.get(axis, "") for one in known)), "")
 
     def _compare(self, follower: Follower, is_over: bool = False) -> None:
         """Compare the operations that the ranks have run. Collective.
@@ -491,8 +438,8 @@ class Tracking:
 
     def note(self, evidence: Evidence, tensor: Tensor, original: Tensor, placed: Pair) -> None:
         """Note the placements of a hook's replacement for a tensor. Local."""
-        if evidence.graph is not None and evidence.graph in follow.recording():
-            evidence.note_edit(evidence.graph.place_edited(tensor, original, placed))
+        if evidence.follower is not None and evidence.follower in follow.recording():
+            evidence.note_edit(evidence.follower.place_edited(tensor, original, placed))
 
 
 def _tensors(value: Any) -> list[Tensor]:

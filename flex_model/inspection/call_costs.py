@@ -15,6 +15,8 @@ from flex_model.distributed.placement import Replicate, Shard
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
 from flex_model.inspection.on_shapes import Seen
+from flex_model.layouts.expected_shape import rows_dim
+from flex_model.layouts.statements import Statements
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
@@ -31,6 +33,8 @@ class Setup:
         edits_on_all: Whether every rank edits, not rank 0 alone.
         is_step: Whether they are called in the steps of a pipeline's schedule.
         records_on_all, keeps_parts: As in ``Records``.
+        rows_dim: The dim in which data-parallel ranks hold rows.
+        statements: The layouts that the user states.
     """
 
     mesh: Mesh
@@ -39,6 +43,8 @@ class Setup:
     records_on_all: bool = False
     keeps_parts: bool = False
     is_step: bool = False
+    rows_dim: int | None = 0
+    statements: Statements | None = None
 
     @staticmethod
     def of(core: HookCore) -> Setup:
@@ -50,6 +56,8 @@ class Setup:
             core.executor.edits_on_all,
             records.on_all_ranks,
             records.keeps_parts,
+            rows_dim=rows_dim(core.tracking.batch_dim),
+            statements=core.tracking.statements,
         )
 
     @property

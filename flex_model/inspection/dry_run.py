@@ -306,9 +306,12 @@ def row_of(setup: Setup, registration: Registration, ranks: Sequence[Seen]) -> D
             registration.hook_function.placements,
             registration.expected_shape,
             registration.is_backward,
+            setup.rows_dim,
+            setup.statements,
         )
     except (HookError, ValueError) as error:
-        return replace(row, source=f"a run would raise an error: {error}")
+        text = " ".join(str(error).split())  # in one line of the table
+        return replace(row, source=f"a run would raise an error: {text}")
     try:
         ranks_only: Any = setup  # of the communicator, the spec's sizes depend on the mesh alone
         spec = TensorSpec.of(ranks_only, layout, shapes, ranks[0].dtype, registration.select)

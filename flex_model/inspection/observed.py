@@ -17,7 +17,7 @@ from flex_model.inspection.tree import Node, TensorSeen, named
 from flex_model.integrations import dtensor
 from flex_model.layouts import follow
 from flex_model.layouts.follow import Follower
-from flex_model.layouts.resolve import Site
+from flex_model.layouts.tensor_site import Site
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore

@@ -16,8 +16,10 @@ from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.inspection.shapes_only import check_nothing_is_kept, fakes_alive, shapes_only
 from flex_model.layouts import replicas, resolve
 from flex_model.layouts.exchange import exchange_chunks
+from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.placement_encoding import decode, encode
+from flex_model.layouts.statements import Statements
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
@@ -136,8 +138,10 @@ def layout_from_shapes(
     ranks: Sequence[Seen],
     mesh: Mesh,
     stated: Mapping[str, Placement] | None = None,
-    expected_shape: resolve.ExpectedShape = None,
+    expected_shape: ExpectedShape = None,
     is_gradient: bool = False,
+    rows: int | None = 0,
+    statements: Statements | None = None,
 ) -> ShardLayout:
     """Return the layout that a run will resolve. A gradient is assumed to be replicated along tp
     unless its tensor is sharded. Local.
@@ -151,7 +155,17 @@ def layout_from_shapes(
         placements.pop() if len(placements := {one.pair[i] for one in ranks}) == 1 else None
         for i in range(2)
     )
-    layout = resolve.resolve(site, shapes, mesh, (dp, tp), stated or {}, expected_shape, known)
+    layout = resolve.resolve(
+        site,
+        shapes,
+        mesh,
+        (dp, tp),
+        stated or {},
+        expected_shape,
+        known,
+        rows_dim=rows,
+        statements=statements,
+    )
     if not is_gradient or known is not None:
         return layout
     dp = Partial() if layout.dp == Replicate() and mesh.dp_size > 1 else layout.dp

@@ -183,7 +183,6 @@ class _Core(HookCore):
             "rank0",
             timeout_s,
             on_failure=self._leave_out if reads_only else None,
-            resolve=self._spec if reads_only else None,
             warns=False,  # the hooks may be on all modules, and the report lists those not called
         )
 
@@ -215,18 +214,12 @@ class _Core(HookCore):
                 self.found[str(i)] = [gradient.cpu()]
 
     def _leave_out(self, registration: Registration, error: Exception) -> None:
-        """Leave out a site without a tensor, or whose tensor can't be gathered."""
-        if is_agreed(error):
+        """Leave out a site without a tensor, whose tensor can't be gathered, or whose layout is not
+        known.
+        """
+        if is_agreed(error) and not isinstance(error, ValueError):
             raise error
         self.unresolved.add(registration.index)
-
-    def _spec(self, call, shapes, dtype, known, shard) -> TensorSpec:
-        try:
-            return self.executor.layouts.lookup(call, shapes, dtype, known, shard)
-        except ValueError:
-            self.unresolved.add(call.registration.index)
-            own = [tuple(shard.shape)] * len(shapes)
-            return TensorSpec.of(self.communicator, ShardLayout(), own, dtype)  # nothing is moved
 
 
 def _second_core(

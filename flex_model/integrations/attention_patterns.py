@@ -20,8 +20,12 @@ from flex_model.errors import HookError
 from flex_model.hooks.function import HookFunction
 from flex_model.integrations import compiled
 from flex_model.integrations.torch_private import FakeTensor
+from flex_model.integrations.transformers_private import (
+    attention_implementation,
+    is_paged,
+    set_attention_implementation,
+)
 from flex_model.layouts import follow
-from flex_model.layouts.sizes import literal
 from flex_model.selection.selectors import Parsed, as_slice, is_everything, numbers, parse
 
 CHILD = "attention_pattern"
@@ -62,7 +66,7 @@ class AttentionPattern(nn.Module):
         are not known.
         """
         names = _forward_of(layer).__globals__
-        implementation = self._config._attn_implementation
+        implementation = attention_implementation(self._config)
         if implementation not in _KERNELS:
             raise ValueError(
                 f"attention({self._name!r}): expected one of the attention implementations "
@@ -133,7 +137,7 @@ class AttentionPattern(nn.Module):
                 f"attention of {self._name!r}: dropout of attention is active, and which keys a "
                 "kernel drops is not known; call model.eval(), or set attention_dropout to 0"
             )
-        if arguments.get("cache") is not None:
+        if is_paged(arguments):
             raise HookError(
                 f"attention of {self._name!r}: keys and values are in a paged cache; generate "
                 "without continuous batching"
@@ -162,7 +166,7 @@ class AttentionPattern(nn.Module):
         if mask is None:
             is_causal = arguments.get("is_causal")
             is_causal = getattr(layer, "is_causal", True) if is_causal is None else is_causal
-            if self._config._attn_implementation != "sdpa" or not is_causal or size == 1:
+            if attention_implementation(self._config) != "sdpa" or not is_causal or size == 1:
                 return None, bias
             return queries[:, None] >= keys, bias
         rows, heads = (torch.arange(n, device=key.device) for n in mask.shape[:2])
@@ -181,7 +185,8 @@ class AttentionPattern(nn.Module):
         """
         allowed, bias = scores["allowed"], scores["bias"]
         given = [name for name in ("softcap", "sinks") if scores[name] is not None]
-        kind = (self._config._attn_implementation, query.dtype, allowed is None, len(bias), *given)
+        kernel = attention_implementation(self._config)
+        kind = (kernel, query.dtype, allowed is None, len(bias), *given)
         if kind in self._verified or isinstance(output, FakeTensor) or output.is_meta:
             return
         with follow.paused():
@@ -194,9 +199,9 @@ class AttentionPattern(nn.Module):
             if not largest <= _TOLERANCE.get(output.dtype, 1e-4) * scale:
                 raise HookError(
                     f"attention of {self._name!r}: the pattern rebuilt from queries, keys and mask "
-                    f"gives another result than the layer's own {self._config._attn_implementation}"
-                    f" attention (they differ by {largest:.3g} of {float(scale):.3g}): it"
-                    " is not this layer's pattern; hook the layer's own tensors instead"
+                    f"gives another result than the layer's own {kernel} attention (they differ by "
+                    f"{largest:.3g} of {float(scale):.3g}): it is not this layer's pattern; hook "
+                    "the layer's own tensors instead"
                 )
         self._verified.add(kind)
 
@@ -267,7 +272,7 @@ def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:
     _register()
     layer.add_module(CHILD, pattern)
     config: Any = copy.deepcopy(layer.config)
-    config._attn_implementation = _NAME
+    set_attention_implementation(config, _NAME)
     layer.config = config
     return pattern.use(layer)
 
@@ -313,8 +318,8 @@ def _attend(
 def _take(tensor: Tensor, dim: int, chosen: slice | Sequence[int]) -> Tensor:
     """Return the chosen indices of ``dim``, which is kept."""
     if isinstance(chosen, slice):
-        return tensor.narrow(dim, literal(chosen.start), literal(chosen.stop - chosen.start))
-    return torch.cat([tensor.narrow(dim, literal(index), 1) for index in chosen], dim)
+        return tensor.narrow(dim, chosen.start, chosen.stop - chosen.start)
+    return torch.cat([tensor.narrow(dim, index, 1) for index in chosen], dim)
 
 
 def _of_queries(tensor: Tensor, chosen: slice | Sequence[int], num_keys: int) -> Tensor:
@@ -326,10 +331,10 @@ def _of_queries(tensor: Tensor, chosen: slice | Sequence[int], num_keys: int) ->
 def _replace(whole: Tensor, dim: int, chosen: slice | Sequence[int], part: Tensor) -> Tensor:
     """Return a copy of ``whole`` with other values at the chosen indices of ``dim``."""
     if isinstance(chosen, slice):
-        return torch.slice_scatter(whole, part, dim, literal(chosen.start), literal(chosen.stop))
+        return torch.slice_scatter(whole, part, dim, chosen.start, chosen.stop)
     for i, index in enumerate(chosen):
-        one, start = part.narrow(dim, literal(i), 1), literal(index)
-        whole = torch.slice_scatter(whole, one, dim, start, literal(index + 1))
+        one, start = part.narrow(dim, i, 1), index
+        whole = torch.slice_scatter(whole, one, dim, start, index + 1)
     return whole
 
 

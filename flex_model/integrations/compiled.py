@@ -18,7 +18,7 @@ from flex_model.integrations.torch_private import DYNAMO, eval_frame, guard_on_h
 from flex_model.integrations.torch_private import num_compiled as num_compiled
 
 # In dynamo's message where a graph must not break.
-_BREAKS = (
+HOOKS_BREAK_GRAPHS = (
     "hooks of a FlexModel run between two pieces of a graph: compile without fullgraph=True, or "
     "remove the hooks"
 )
@@ -55,6 +55,16 @@ def nothing_compiled() -> AbstractContextManager[None]:
     return torch.compiler.set_stance("force_eager")
 
 
+def stopped_at_fullgraph(error: BaseException) -> bool:
+    """Whether ``torch.compile(fullgraph=True)`` raised this since a forward on several ranks is
+    followed, which is not compiled; its message names frames only. Dynamo's own says it already
+    where a hook broke a graph.
+    """
+    text = str(error)
+    is_stopped = isinstance(error, RuntimeError) and "fullgraph=True" in text
+    return is_stopped and HOOKS_BREAK_GRAPHS not in text
+
+
 def outside_graphs(hook: _Hook) -> _Hook:
     """Mark a hook so that compiled code breaks its graph there, and nothing that the hook calls is
     compiled. ``torch.compiler.disable`` does the same, but would import the compiler in every
@@ -72,10 +82,10 @@ def between_graphs(function: _Hook) -> _Hook:
 
 def _marked(function: _Hook, is_recursive: bool) -> _Hook:
     if not hasattr(eval_frame, "set_code_exec_strategy"):  # else slower
-        return torch.compiler.disable(function, recursive=is_recursive, reason=_BREAKS)
+        return torch.compiler.disable(function, recursive=is_recursive, reason=HOOKS_BREAK_GRAPHS)
     marked: Any = function
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = _BREAKS
+    marked._torchdynamo_disable_msg = HOOKS_BREAK_GRAPHS
     skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
     strategy = eval_frame._FrameExecStrategy(skip, skip if is_recursive else default)
     eval_frame.set_code_exec_strategy(marked.__code__, strategy)

@@ -12,7 +12,7 @@ from torch import nn
 
 from flex_model.distributed.mesh import Mesh, group_ranks
 from flex_model.distributed.mesh_dims import AXIS_OF_DIM, is_foreign, names_of_dims
-from flex_model.integrations import context_parallel, fsdp
+from flex_model.integrations import context_parallel, fsdp, transformers_private
 from flex_model.integrations.dtensor import is_dtensor
 from flex_model.integrations.torch_private import root_mesh
 from flex_model.names import clean
@@ -124,12 +124,10 @@ def _dtensor_meshes(root: nn.Module, unknown: list[str]) -> Iterator[Source]:
 
 
 def _hugging_face_mesh(root: nn.Module) -> Iterator[Source]:
-    """Yield the mesh that ``from_pretrained(distributed_config=...)`` keeps on a model. The
-    attribute is private; without it, the DTensor parameters provide the mesh.
-    """
+    """Yield the mesh that ``from_pretrained(distributed_config=...)`` keeps on a model."""
     for module in root.modules():
-        mesh = vars(module).get("_device_mesh")
-        if isinstance(mesh, dist.DeviceMesh) and not fsdp.is_fsdp1(module):
+        mesh = transformers_private.device_mesh(module)
+        if mesh is not None and not fsdp.is_fsdp1(module):
             axes = _known_axes(mesh)
             if axes is not None:
                 yield Source("Hugging Face's _device_mesh", Mesh.from_table(mesh.mesh, axes))

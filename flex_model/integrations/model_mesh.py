@@ -14,7 +14,7 @@ from torch import nn
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import AXES, Mesh, check_sizes, group_ranks
 from flex_model.distributed.mesh_dims import AXIS_OF_DIM
-from flex_model.integrations import mesh_sources
+from flex_model.integrations import mesh_sources, transformers_private
 from flex_model.integrations.mesh_sources import Source
 
 
@@ -227,7 +227,7 @@ def pipeline_refusal(module: nn.Module, pp_size: int) -> str:
         "and wrap the torch.distributed.pipelining schedule that runs them: FlexModel(schedule, "
         "output_ptr)"
     )
-    if any("_pp_stage" in vars(part) for part in module.modules()):  # Hugging Face's own
+    if any(transformers_private.pipeline_stage(part) is not None for part in module.modules()):
         return (
             f"FlexModel: a model loaded with pp_size={pp_size} is inside a "
             f"{type(module).__name__}, and its stages are run by the model that from_pretrained "

@@ -1,6 +1,6 @@
 """The private functions and classes of torch that flex_model uses, each named once.
 
-All exist in torch 2.11, the version tried. A comment says what to do where one is gone. Public, by
+All exist in torch 2.11 to 2.15. A comment says what to do where one is gone. Public, by
 torch's pages on extending it, are ``torch.utils._pytree``, ``torch.utils._python_dispatch``,
 ``Tensor._version`` and the ``_schema`` of an operation.
 """
@@ -50,6 +50,14 @@ is_batched = _functorch.is_legacy_batchedtensor  # by grad(is_grads_batched=True
 is_functorch_tensor = _functorch.is_functorch_wrapped_tensor
 current_transform = _functorch.peek_interpreter_stack  # None for none
 
+
+def function_of(node: Any) -> Any:
+    """Return the ``autograd.Function`` whose backward a node is; None for other nodes. Without it:
+    no Function has a contract, and gradients along tp before them are refused.
+    """
+    return getattr(type(node), "_forward_cls", None)
+
+
 # ---- The compiler. Modules that are not imported before they are used ---------------------------
 
 DYNAMO = "torch._dynamo"
@@ -79,6 +87,16 @@ def guard_on_hooks() -> bool:
 c10d: Any = dist.distributed_c10d
 default_store = c10d._get_default_store  # without it: a TCPStore of our own
 find_group = c10d._resolve_process_group  # by name; without it: ProcessGroup.unbox alone
+
+
+def reduction_of(argument: Any) -> str:
+    """Return the reduction that an operation of c10d is passed, such as "sum"; "" where it does not
+    show (before torch 2.15).
+    """
+    unbox = getattr(dist.ReduceOp, "unbox", None)
+    return "" if unbox is None else str(unbox(argument).op.name).lower()
+
+
 group_world = c10d._world  # counts groups by name; pull request 189073 makes this unnecessary
 
 

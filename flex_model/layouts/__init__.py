@@ -2,6 +2,7 @@
 user.
 """
 
+from flex_model.layouts.contracts.functions import register_function
 from flex_model.layouts.propagation.rules import register_rule
 
-__all__ = ["register_rule"]
+__all__ = ["register_function", "register_rule"]

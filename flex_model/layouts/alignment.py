@@ -95,18 +95,12 @@ def _form(entry: Entry) -> Any:
     if kind in MARKERS:
         return entry
     if kind == "op":
-        _, name, args, kwargs, outputs, _, _, carriers = entry
+        _, name, args, kwargs, outputs, _, carriers = entry
         return kind, name, len(carriers), _tensors(args), _tensors(kwargs), _made(outputs)
     if kind == "collective":
-        _, name, reduction, axes, args, kwargs, outputs, _, by_plan = entry
+        _, name, reduction, axes, args, kwargs, outputs, _ = entry
         read = _tensors(args), _tensors(kwargs)
-        return kind, name, reduction, axes, by_plan, *read, _made(outputs)
-    if kind in ("read", "condition"):
-        return kind
-    if kind in ("number", "compared"):
-        return kind, entry[3] if kind == "number" else entry[1]
-    if kind == "backward":
-        return kind, entry[1], tuple(place for place, *_ in entry[2])
+        return kind, name, reduction, axes, *read, _made(outputs)
     return entry[:2]  # placed: its value; invalidated: the values
 
 

@@ -1,5 +1,5 @@
-"""Encodes an operation's arguments for the log: tensors as their values, numbers with the
-expressions of the sizes that they were computed from.
+"""Encodes an operation's arguments for the log: tensors as their values, sizes with the expressions
+of the sizes that they were computed from.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from flex_model.layouts import memory_map
-from flex_model.layouts.call_sizes import CallSizes, meaning
-from flex_model.layouts.callers import is_run_by_model
+from flex_model.layouts.call_sizes import SIZE_ARGUMENTS, CallSizes
 from flex_model.layouts.expressions import Expression
 from flex_model.layouts.propagation.views import TO_SIZES
 from flex_model.layouts.sizes import encoded
@@ -46,9 +45,7 @@ class ArgumentEncoder:
         passed = None if by_place is None else iter(by_place)
         positional = tuple(
             self._encoded(
-                value,
-                self._numbers_of(arguments[i], is_called) if i < len(arguments) else "",
-                passed,
+                value, is_called and i < len(arguments) and _is_size(arguments[i]), passed
             )
             for i, value in enumerate(args)
         )
@@ -60,39 +57,12 @@ class ArgumentEncoder:
             positional = tuple(self._with_stated(value, shape, kept) for value in positional)
         types = {argument.name: argument for argument in arguments}
         keyword = tuple(
-            (name, self._encoded(value, self._numbers_of(types[name], is_called)))
-            if name in types
-            else (name, self._encoded(value))
+            (name, self._encoded(value, is_called and name in types and _is_size(types[name])))
             for name, value in sorted(kwargs.items())
         )
-        is_constant = schema is not None and schema.name == "aten::lift_fresh"
-        if self._sizes.has_any and not is_called and not self._sizes.is_subscript:
-            # The called function is composed of this operation, which may use these numbers.
-            keyword += (("numbers", ("l", *self._sizes.in_order(all_of_them=is_constant))),)
-        elif is_constant:  # ``x[...] = number``
-            number = memory_map.number_of(args[0])
-            if number is not None:
-                known = self._sizes.encoded(number) if self._sizes.has_any else number
-                keyword += (("numbers", ("l", known)),)
-        elif self._sizes.has_any and is_called:
-            keyword += self._defaults(arguments[len(args) :], kwargs)
-        if is_constant:
+        if schema is not None and schema.name == "aten::lift_fresh":
             keyword += (("content", ("s", _content(args[0]))),)
         return positional, keyword, tuple(self._carriers)
-
-    def _defaults(self, arguments: Any, passed: Any) -> tuple[Any, ...]:
-        """Return arguments that were left out because the numbers passed equal the defaults, which
-        may hold on this rank only.
-        """
-        found = []
-        for argument in arguments:
-            number = argument.default_value
-            is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-            if is_number and argument.name not in passed:
-                encoded = self._sizes.encoded(number)
-                if isinstance(encoded, tuple):
-                    found.append((argument.name, encoded))
-        return tuple(found)
 
     def _with_stated(self, value: Any, shape: tuple[int, ...], num_kept: int) -> Any:
         """Return the encoded sizes of a view, after ``num_kept`` dims that stay. Where the last two
@@ -101,7 +71,7 @@ class ArgumentEncoder:
         """
         if not isinstance(value, tuple) or value[:1] != ("l",) or len(value) < 3:
             return value
-        heads, size = map(_without_source, value[-2:])
+        heads, size = value[-2:]
         if size == -1 and type(heads) is int and heads > 0 and shape[-1] % heads == 0:
             size = shape[-1] // heads
         if type(heads) is not int or type(size) is not int or size not in self._stated_sizes:
@@ -111,26 +81,13 @@ class ArgumentEncoder:
             return value  # other dims are joined or added
         return (*value[:-1], ("n", size, ("number", size)))
 
-    def _numbers_of(self, argument: Any, is_called: bool) -> str:
-        """Return the meaning of a number that is passed for the argument, as far as the call shows
-        it.
-        """
-        meant = meaning(argument)
-        if meant == "value":
-            return meant  # also for other operations inside the call
-        if not self._sizes.name and is_run_by_model():  # by a script
-            return "unseen" if meant and argument.name != "step" else ""
-        if not is_called:
-            return ""
-        return {"count": "value", "": "dim"}.get(meant, meant)
-
     def _encoded(
-        self, value: Any, meaning: str = "", passed: Iterator[Expression | None] | None = None
+        self, value: Any, is_size: bool = False, passed: Iterator[Expression | None] | None = None
     ) -> Any:
         """Encode one argument for the log.
 
         Args:
-            meaning: Of a number, see `call_sizes.meaning`.
+            is_size: Whether its numbers are sizes that the running call was passed.
             passed: The expressions of this and the following numbers, if they are known by
                 position.
         """
@@ -144,17 +101,13 @@ class ArgumentEncoder:
         if isinstance(value, (int, float)):
             if passed is not None:
                 expression = next(passed)
-                return encoded(value, expression if meaning else None)
-            if meaning == "value" or (meaning == "unseen" and value > 0):
-                return self._sizes.encoded_value(value)
-            return self._sizes.encoded(value) if meaning else encoded(value)
+                return encoded(value, expression if is_size else None)
+            return self._sizes.encoded(value) if is_size else encoded(value)
         if isinstance(value, (list, tuple)):
-            numbers = None
-            if passed is None and meaning == "size":
-                numbers = self._sizes.of_list(value)
+            numbers = self._sizes.of_list(value) if passed is None and is_size else None
             if numbers is not None:
                 return "l", *numbers
-            return "l", *(self._encoded(item, meaning, passed) for item in value)
+            return "l", *(self._encoded(item, is_size, passed) for item in value)
         if isinstance(value, torch.device):
             return "s", value.type
         if isinstance(value, complex):
@@ -164,13 +117,11 @@ class ArgumentEncoder:
         return "s", type(value).__name__
 
 
+def _is_size(argument: Any) -> bool:
+    return argument.name in SIZE_ARGUMENTS
+
+
 def _content(constant: Tensor) -> str:
     """Return a hash of the elements of a tensor that was made of Python numbers."""
     data = memory_map.bytes_of(constant)
     return "" if data is None else blake2b(data, digest_size=8).hexdigest()
-
-
-def _without_source(encoded: Any) -> Any:
-    """Return the number of a literal in the source; all else as it is."""
-    is_literal = isinstance(encoded, tuple) and encoded[2][0] == "source"
-    return encoded[1] if is_literal else encoded

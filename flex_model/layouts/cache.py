@@ -27,11 +27,10 @@ from flex_model.distributed.placement import Shape
 from flex_model.errors import HookError
 from flex_model.layouts.arguments import describe
 from flex_model.layouts.attributes import Attributes
-from flex_model.layouts.follow import Follower, Pair
+from flex_model.layouts.placement_encoding import UNKNOWN, Pair
 from flex_model.layouts.sizes import COMPARISONS
 
 _MAX_ENTRIES = 256
-_MAX_RETRIES = 4
 
 
 class Place(NamedTuple):
@@ -51,21 +50,17 @@ class ForwardLayouts:
             returned.
         buffers: By name, placements of the model's buffers that the forward wrote to or made.
         attributes: Placements of tensors that the forward left in plain attributes of modules.
-        gradients: Placements of the gradients of tensors that have one.
-        graph: The follower of the forward, which follows its backward; ``values``: the tensors'
-            values in it. Kept as long as a gradient is not known.
+        gradients: Placements of the gradients of tensors that have one; ``obstacles``: by axis, why
+            such a placement is not known.
         comparisons: The comparisons of sizes in the forward: operator and numbers on this rank.
         growth: The growth of the shapes from call to call, for a predicted forward;
             ``comparison_growth``: that of the compared numbers.
-        num_retries: How often it was followed again to follow its backward.
         rows: Of batches of different lengths: the rows of each data-parallel rank.
-        mixed: Where ranks mixed parts of a tensor of which a DTensor was made; empty for nowhere.
     """
 
     pairs: dict[Place, Pair] = field(default_factory=dict)
     gradients: dict[Place, Pair] = field(default_factory=dict)
-    graph: Follower | None = None
-    values: dict[Place, Any] = field(default_factory=dict)
+    obstacles: dict[Place, dict[str, str]] = field(default_factory=dict)
     shapes: dict[Place, Shape] = field(default_factory=dict)
     state: list[Pair] = field(default_factory=list)
     buffers: dict[str, Pair] = field(default_factory=dict)
@@ -73,29 +68,7 @@ class ForwardLayouts:
     comparisons: list[tuple[str, Any, Any]] = field(default_factory=list)
     growth: dict[Place, Shape] | None = None
     comparison_growth: list[tuple[Any, Any]] = field(default_factory=list)
-    num_retries: int = 0
     rows: Rows | None = None
-    mixed: str = ""
-
-    def needs_gradients(self) -> bool:
-        """Whether to follow the forward again, since only its backward shows how gradients are
-        placed, and none has run yet.
-        """
-        if self.num_retries >= _MAX_RETRIES or not any(None in g for g in self.gradients.values()):
-            return False
-        self.num_retries += 1
-        return True
-
-    def replace_in_cache(self, before: ForwardLayouts) -> None:
-        """Count the retries of the forward that this one is a retry of, too."""
-        self.num_retries = before.num_retries
-
-    def note_gradient(self, place: Place, gradient: Pair) -> None:
-        """Note a gradient's placements, if a tensor with a gradient is there."""
-        if place in self.gradients:
-            self.gradients[place] = gradient
-            if not any(None in known for known in self.gradients.values()):
-                self.graph = None
 
     def changes_branch(self) -> bool:
         """Whether a comparison of sizes has another result in the next predicted forward."""
@@ -210,34 +183,32 @@ class LayoutCache:
             _put(self._growing, key.form, growing)
         return key, known
 
-    def pairs(self, key: int | None, site: int) -> list[Pair]:
-        """Return the placements of all calls of a hook in the forwards of a key."""
+    def pairs(self, key: int | None, site: int) -> list[tuple[Pair, Pair]]:
+        """Return the placements of all calls of a hook in the forwards of a key, and those of the
+        gradients.
+        """
         layouts = None if key is None else self._forwards.get(key)
         if layouts is None:
             return []
-        return [pair for place, pair in layouts.pairs.items() if place.site == site]
+        return [
+            (pair, layouts.gradients.get(place, UNKNOWN))
+            for place, pair in layouts.pairs.items()
+            if place.site == site
+        ]
+
+    def obstacles(self, key: int | None, site: int) -> dict[str, str]:
+        """Return, by axis, why the placement of a hook's gradient is not known."""
+        layouts = None if key is None else self._forwards.get(key)
+        known = {} if layouts is None else layouts.obstacles
+        return next((found for place, found in known.items() if place.site == site), {})
 
     def rows(self, key: int | None) -> Rows | None:
         """Return `ForwardLayouts.rows`; None for a forward that is not cached."""
         layouts = None if key is None else self._forwards.get(key)
         return None if layouts is None else layouts.rows
 
-    def mixed(self, key: int | None) -> str:
-        """Return `ForwardLayouts.mixed`; empty for a forward that is not cached."""
-        layouts = None if key is None else self._forwards.get(key)
-        return "" if layouts is None else layouts.mixed
-
-    def note_gradient(self, key: int | None, place: Place, gradient: Pair) -> None:
-        """Note a gradient's placements after the backward of a followed forward."""
-        layouts = None if key is None else self._forwards.get(key)
-        if layouts is not None:
-            layouts.note_gradient(place, gradient)
-
     def remember(self, key: Key, layouts: ForwardLayouts) -> None:
         """Cache the layouts of a followed forward."""
-        before = self._forwards.get(key.forward)
-        if before is not None:
-            layouts.replace_in_cache(before)
         _put(self._forwards, key.forward, layouts)
         growing = self._growing[key.form]
         last, latest = growing.layouts, layouts

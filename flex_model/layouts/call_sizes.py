@@ -19,20 +19,6 @@ SIZE_ARGUMENTS = frozenset(
 )  # fmt: skip
 
 
-def meaning(argument: Any) -> str:
-    """Return the meaning of a number that is passed for an argument of an ATen operation: a "size";
-    a "value" from which the result's elements are computed; a "count"; or "", a dim.
-    """
-    if argument.name in SIZE_ARGUMENTS:
-        return "size"
-    if "dim" in argument.name:
-        return ""
-    kind = str(argument.type)
-    if any(name in kind for name in ("number", "Tensor", "float")):
-        return "value"
-    return "count" if "int" in kind else ""
-
-
 class CallSizes:
     """The numbers among the arguments of a call of torch, with their expressions.
 
@@ -50,8 +36,7 @@ class CallSizes:
         num_positional = len(self._in_order)
         self._visit(tuple((kwargs or {}).values()))
         self._are_positional = num_positional == len(self._in_order)
-        kinds = {expression[0] for _, expression in self._in_order if expression is not None}
-        self.has_any, self._has_sizes = bool(kinds), bool(kinds - {"source"})
+        self.has_any = any(expression is not None for _, expression in self._in_order)
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -106,26 +91,6 @@ class CallSizes:
         if not alike and isinstance(number, float):
             alike = passed  # an int, where a float is expected
         return encoded(number, _common(alike))
-
-    def encoded_value(self, number: Any) -> Any:
-        """Encode a number from which the result's elements are computed. One that the call was not
-        passed is torch's own; without a call (TorchScript) its source is not known.
-        """
-        number = plain(number)
-        if not self.name:
-            return encoded(number, ("read", 0, number))
-        is_own = number == number and all(number != other for other, _ in self._in_order)
-        if is_own and not self._has_sizes:
-            return encoded(number, ("literal", number))
-        return self.encoded(number)
-
-    def in_order(self, all_of_them: bool) -> tuple[Any, ...]:
-        """Encode the numbers for the log; or only those that have an expression."""
-        return tuple(
-            encoded(number, expression)
-            for number, expression in self._in_order
-            if all_of_them or expression is not None
-        )
 
 
 def _are_same(numbers: Sequence[Any], expected: Sequence[Any]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -19,8 +18,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_iter
-
-from flex_model.layouts.sizes import literal
 
 _MATMUL = torch.ops.aten.matmul.default
 _RESHAPE = torch.ops.aten.reshape.default
@@ -98,24 +95,13 @@ def steps_of(func: Any, types: Iterable[Any]) -> Callable[..., Any] | None:
     names = {**func.__globals__, **_NOT_OVERRIDDEN}
     steps = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
     steps.__kwdefaults__ = func.__kwdefaults__
-    return partial(_with_literal_heads, steps) if func is F.multi_head_attention_forward else steps
+    return steps
 
 
 def _is_overridden(types: Iterable[Any]) -> bool:
     """Whether a type of the arguments has its own ``__torch_function__``."""
     overrides = (getattr(t.__torch_function__, "__func__", t.__torch_function__) for t in types)
     return any(override not in _OF_TENSORS for override in overrides)
-
-
-def _with_literal_heads(
-    steps: Any, query: Any, key: Any, value: Any, embed_dim_to_check: int, num_heads: int,
-    *args: Any, **kwargs: Any,
-) -> Any:  # fmt: skip
-    """Run the function with literal numbers of features and heads: it splits whole heads only, and
-    compares the two.
-    """
-    numbers = literal(embed_dim_to_check), literal(num_heads)
-    return steps(query, key, value, *numbers, *args, **kwargs)
 
 
 def bind(

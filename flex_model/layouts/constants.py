@@ -1,9 +1,9 @@
 """Handles tensors of which only the extent is not known.
 
-``torch.zeros(batch, length)`` and ``mask.expand(batch, -1, -1, -1)`` may have been passed local
-sizes. Along such an *open* dim all elements are equal, and they are the same on all ranks. Used
-with a tensor that is split along a dim of this size, the tensor is the shard of a larger one; with
-a tensor that is whole there, it is whole.
+``torch.zeros(rows, length)`` and ``mask.expand(rows, -1, -1, -1)`` may have been passed local
+sizes. Such a dim is *open*: used with a tensor that is split along a dim of this size, it is a part
+of a larger one, since the unsharded program's shapes would not fit else; used with one that is
+whole there, it is whole.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ def open_dims(
     operation: Operation,
     values: Sequence[Any],
     known: Mapping[Any, OpenDims],
+    axis: str,
     split_sizes: set[int],
 ) -> OpenDims | None:
-    """Return the open dims of the result; None if it differs between ranks, or its elements differ
-    along dims of unknown extent.
-    """
+    """Return the open dims of the result; None if it has none, or is not known."""
     name, result = operation.name, operation.outputs[0]
-    every = frozenset(range(result.ndim))
     if not _same_numbers(operation):
         return None
-    if factories.is_fill(name) or name in _FILLS:
-        return every
-    if name == "lift_fresh":
-        return every if all(max((*shape, 1)) == 1 for shape in result.shapes) else None
+    if factories.is_factory(operation) and not factories.makes_blank(name):
+        is_open = axis == "dp" or factories.is_fill(name)
+        return (is_open and factories.unsettled_dims(operation, axis, split_sizes)) or None
+    if name in _FILLS:
+        return frozenset(range(result.ndim))
     operands = operation.operands
     if not operands or len(operands) != len(values):
         return None
@@ -113,9 +112,9 @@ def _expanded(operation: Operation, dims: OpenDims, split_sizes: set[int]) -> Op
     for dim in range(result.ndim):
         sizes = {shape[dim] for shape in result.shapes}
         was = {shape[dim - offset] for shape in operand.shapes} if dim >= offset else {1}
-        if sizes == was:
-            continue
         full = known[dim] if dim < len(known) else None
+        if sizes == was and (full is not None or not sizes <= split_sizes):
+            continue
         if full is not None and sizes == {full}:
             continue
         if full is not None or sizes & split_sizes or len(sizes) > 1:
@@ -138,8 +137,7 @@ def with_extents(
     operands = operation.operands
     if operation.name in recurrent.LAYERS and len(operands) == len(values):
         return _with_states(operation, values, known)
-    is_pointwise = torch.Tag.pointwise in operation.tags or operation.name in _BESIDE
-    if not is_pointwise or len(operands) != len(values):
+    if len(operands) != len(values):
         return operation
     unknown = [
         (operand, known[value])
@@ -149,10 +147,55 @@ def with_extents(
     others = [operand for operand in operands if operand.placement is not None]
     if not unknown or not others or len(others) + len(unknown) < len(operands):
         return operation
+    is_pointwise = torch.Tag.pointwise in operation.tags or operation.name in _BESIDE
+    if not is_pointwise:
+        return _as_rules_allow(operation, unknown, others)
     placed = {id(operand): _beside(operand, dims, others) for operand, dims in unknown}
     if any(placement is None for placement in placed.values()):
         return operation
     return with_placements(operation, placed)
+
+
+def _as_rules_allow(
+    operation: Operation, unknown: Sequence[tuple[Operand, OpenDims]], others: Sequence[Operand]
+) -> Operation:
+    """Return the operation with the only placements of these operands with which its rule allows
+    the split tensors among the others.
+    """
+    shards = [operand for operand in others if operand.shard is not None]
+    if not shards:
+        return operation
+    choices: list[list[Placement]]
+    choices = [[REPLICATED, *map(Shard, sorted(dims))] for _, dims in unknown]
+    if math.prod(map(len, choices)) > _MAX_CHOICES:
+        return operation
+    allowed = []
+    for choice in itertools.product(*choices):
+        placed: dict[int, Placement | None]
+        placed = {id(operand): one for (operand, _), one in zip(unknown, choice)}
+        made = with_placements(operation, placed)
+        if None not in rules.propagate(made):
+            allowed.append(made)
+    return allowed[0] if len(allowed) == 1 else operation
+
+
+def with_single_rows(operation: Operation) -> Operation:
+    """Return the operation with replicated operands placed as rows where they have one, as the
+    ranks have: the same on all of them, as if it was expanded. It does not broadcast them, so the
+    unsharded program passes as many as it has rows.
+    """
+    operands = operation.operands
+    if torch.Tag.pointwise in operation.tags or operation.name in _BESIDE:
+        return operation
+    if not any(o.shard is not None and o.shapes[0][o.shard.dim] == 1 for o in operands):
+        return operation
+    unknown = [
+        (operand, frozenset(dim for dim, size in enumerate(operand.shapes[0]) if size == 1))
+        for operand in operands
+        if operand.placement == REPLICATED and 1 in operand.shapes[0]
+    ]
+    others = [operand for operand in operands if operand.shard is not None]
+    return _as_rules_allow(operation, unknown, others) if unknown else operation
 
 
 def with_zeros_as_sums(

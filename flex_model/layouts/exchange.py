@@ -13,19 +13,25 @@ from flex_model.layouts.operation_log import Chunk
 
 
 def exchange_chunks(communicator: Communicator, follower: Follower) -> None:
-    """Run ``Follower.sync`` over the ranks of a communicator. Collective.
+    """Run ``Follower.sync`` over the ranks of a communicator. Collective where there are
+    tensor-parallel ranks.
 
-    Ranks with the same log, such as tensor-parallel ranks with even shards, exchange a hash; others
-    exchange the entries.
+    Tensor-parallel ranks with the same log, such as those with even shards, exchange a hash; others
+    exchange the entries. Data-parallel ranks exchange nothing: each infers alone.
     """
+    mesh = communicator.mesh
 
     def exchange(chunk: Chunk, digest: int) -> Sequence[Chunk]:
+        num_ranks = len(mesh.stage_ranks)
+        if mesh.tp_size == 1:
+            return [chunk] * num_ranks
         communicator.check_consistency(
             Header("inputs", site=follower.log.num_syncs), "what a forward has run so far"
         )
         digests = communicator.exchange(torch.tensor([digest])).flatten().tolist()
-        if all(other == digest for other in digests):
-            return [chunk] * len(digests)
+        lines = (mesh.ranks_along(("tp",), place) for place in range(num_ranks))
+        if all(digests[place] == digests[line[0]] for line in lines for place in line):
+            return [chunk] * num_ranks
         packed = chunk.pack()
         lengths = communicator.exchange(torch.tensor([len(packed)])).flatten().tolist()
         texts = communicator.exchange_padded(packed, max(lengths))

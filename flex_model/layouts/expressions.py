@@ -1,5 +1,5 @@
-"""Expressions of numbers that a forward computes from the sizes and elements of tensors, and their
-numbers in the unsharded program.
+"""Expressions of numbers that a forward computes from the sizes of tensors, and their numbers in
+the unsharded program.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 # ("dim", value id or 0, dim), ("number", n), or an operation's name and its operands' expressions;
-# ("same", ...): expressions of one number, of which any may be the right one; ("literal", n): a
-# number that can't be a rank's own; ("source", n): a literal in the source of the model; ("read",
-# value id or 0, n): a number read from a tensor.
+# ("same", ...): expressions of one number, of which any may be the right one.
 Expression = tuple[Any, ...]
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -29,30 +27,17 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "xor": operator.xor,
 }
 
-_LEAVES = ("dim", "number", "literal", "source", "read")
-
-
-def without_source(expression: Expression | None) -> Expression | None:
-    """Return the expression with plain numbers in place of literals in the source."""
-    if expression is None or expression[0] == "source":
-        return None
-    if expression[0] in _LEAVES:
-        return expression
-    operands = (
-        ("number", operand[1]) if operand[0] == "source" else without_source(operand)
-        for operand in expression[1:]
-    )
-    return (expression[0], *operands)
+_LEAVES = ("dim", "number")
 
 
 def evaluate(expression: Expression, leaf: Callable[[Expression], Any]) -> Any:
-    """Return the expression's number in the unsharded program, with ``leaf`` for sizes and numbers
-    read from tensors; None if one of them is not known.
+    """Return the expression's number in the unsharded program, with ``leaf`` for sizes; None if one
+    of them is not known.
     """
     kind = expression[0]
-    if kind in ("number", "literal", "source"):
+    if kind == "number":
         return expression[1]
-    if kind in _LEAVES:
+    if kind == "dim":
         return leaf(expression)
     left, right = (evaluate(operand, leaf) for operand in expression[1:])
     if left is None or right is None:
@@ -75,21 +60,11 @@ def divides_by(expression: Expression, number: int) -> bool:
     return any(divides_by(operand, number) for operand in expression[1:])
 
 
-def factors(expression: Expression) -> set[int]:
-    """Return the plain numbers that sizes are multiplied by, and their product; empty if there are
-    none.
-    """
-    found: set[int] = set()
-    product = 1
-    pending = [expression] if expression[0] == "mul" else []
-    while pending:
-        for operand in pending.pop()[1:]:
-            if operand[0] == "mul":
-                pending.append(operand)
-            elif operand[0] == "number":
-                found.add(operand[1])
-                product *= operand[1]
-    return found | {product} if found else found
+def has_factors(expression: Expression) -> bool:
+    """Whether it is a product of sizes and plain numbers."""
+    if expression[0] != "mul":
+        return False
+    return any(operand[0] == "number" or has_factors(operand) for operand in expression[1:])
 
 
 def _leaves(expression: Expression) -> Iterator[Expression]:
@@ -101,14 +76,9 @@ def _leaves(expression: Expression) -> Iterator[Expression]:
         yield from _leaves(operand)
 
 
-def plain_numbers(expression: Expression) -> set[Any]:
-    """Return the numbers in it whose source is not known."""
-    return {leaf[1] for leaf in _leaves(expression) if leaf[0] == "number"}
-
-
 def leaves(expression: Expression) -> set[Expression]:
-    """Return the sizes in it, and the numbers that were read from tensors."""
-    return {leaf for leaf in _leaves(expression) if leaf[0] in ("dim", "read")}
+    """Return the sizes in it."""
+    return {leaf for leaf in _leaves(expression) if leaf[0] == "dim"}
 
 
 def is_of_no_value(expression: Expression) -> bool:

@@ -1,11 +1,12 @@
 """Infers the placements of tensors that are made from sizes alone.
 
-The sizes are passed as plain numbers, which may be the local sizes of split dims.
+A dim whose plain size is the ranks' size of a split dim may be that dim: what the tensor meets
+decides (`constants`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,8 @@ from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts.propagation.operation import REPLICATED, Operation, differ
 
 _FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor"}
+#: Factories that also take a tensor, for its dtype.
+BY_SIZES = {"new_zeros", "new_ones", "new_full"}
 _BLANKS = {"empty", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 _DRAWS = {"rand", "randn", "randint", "normal"}
 _OVERWRITES = {
@@ -54,62 +57,88 @@ def makes_blank(name: str) -> bool:
 
 
 def infer(
-    operation: Operation, split_sizes: Collection[int], shards: Mapping[int, Shard]
+    operation: Operation, axis: str, split_sizes: Collection[int], shards: Mapping[int, Shard]
 ) -> list[Placement | None]:
     """Return the placements of a factory's outputs.
 
     Args:
+        split_sizes: The ranks' sizes of split dims so far.
         shards: By dim of the result: how the tensor is split whose size was passed for the dim.
     """
     unknown: list[Placement | None] = [None] * len(operation.outputs)
+    if operation.name in _BLANKS or any(map(differ, _values(operation))):
+        return unknown
+    open_dims = unsettled_dims(operation, axis, split_sizes)
+    if open_dims is None:
+        return unknown
+    if not open_dims:
+        return [REPLICATED] * len(operation.outputs)
+    by_rank = operation.by_rank("size") if "size" in operation.arguments[0] else ()
+    full = operation.full_sizes.get("size", ())
+    split = [dim for dim in sorted(open_dims) if dim < len(full) and _differs(by_rank, full, dim)]
+    if len(split) != 1 or (axis == "tp" and not is_fill(operation.name)):
+        return unknown
+    shard = replace(shards.get(split[0], Shard(split[0])), dim=split[0])
+    try:
+        full_shape = replace(operation.outputs[0], placement=shard).full_shape
+    except ValueError:
+        return unknown
+    is_all = full_shape[shard.dim] == full[shard.dim]
+    return [shard if is_all else None] * len(operation.outputs)
+
+
+def _differs(by_rank: Sequence[Any], full: Sequence[Any], dim: int) -> bool:
+    """Whether the unsharded program is known to pass another size than the ranks."""
+    return full[dim] is not None and any(sizes[dim] != full[dim] for sizes in by_rank)
+
+
+def _values(operation: Operation) -> Iterator[list[Any]]:
+    """Yield the arguments that are no sizes, by rank."""
+    for name in operation.arguments[0]:
+        if name not in (*_SIZES, "stride", "physical_layout", "self"):
+            yield operation.by_rank(name)
+
+
+def unsettled_dims(
+    operation: Operation, axis: str, split_sizes: Collection[int]
+) -> frozenset[int] | None:
+    """Return the dims of a factory's result that may be split dims: the unsharded program passes
+    another size for them, or ranks pass a plain number that is the local size of a split dim. None
+    where ranks pass different numbers in another place.
+
+    Along tp a plain number makes the same tensor on all ranks; only where its elements are equal,
+    too, may it be a part of a larger one.
+    """
+    ndim = operation.outputs[0].ndim
     if operation.name == "lift_fresh":
-        sizes = operation.outputs[0].shapes
-        alike = all(shape == sizes[0] for shape in sizes)
-        return [REPLICATED] if alike and not set(sizes[0]) & set(split_sizes) else unknown
-    if "size" in operation.arguments[0]:
-        return [_of_sizes(operation, split_sizes, shards)] * len(operation.outputs)
-    for name in operation.arguments[0]:
-        numbers = operation.by_rank(name)
-        if differ(numbers):
-            return unknown
-        if name in _SIZES and not _is_full(numbers[0], split_sizes, operation, name, 0):
-            return unknown
-    return [REPLICATED] * len(operation.outputs)
-
-
-def _of_sizes(
-    operation: Operation, split_sizes: Collection[int], shards: Mapping[int, Shard]
-) -> Placement | None:
-    for name in operation.arguments[0]:
-        numbers = operation.by_rank(name)
-        if name not in ("size", "stride", "physical_layout", "self") and differ(numbers):
+        sizes = list(zip(*(made for made in operation.outputs[0].shapes)))
+        if any(map(differ, sizes)):
             return None
-    by_rank = operation.by_rank("size")
-    if any(len(sizes) != len(by_rank[0]) for sizes in by_rank):
-        return None
-    columns = list(enumerate(zip(*by_rank)))
-    split = [dim for dim, own in columns if _known(operation, "size", dim) not in (None, own[0])]
-    if split:  # only one dim is split: the one whose source shows it, if any
-        split += [dim for dim, own in columns if dim not in split and differ(own)]
-    else:
-        split = [
+        is_open = axis == "dp"
+        return frozenset(dim for dim, own in enumerate(sizes) if is_open and own[0] in split_sizes)
+    if "size" in operation.arguments[0]:
+        by_rank = operation.by_rank("size")
+        if any(len(sizes) != len(by_rank[0]) for sizes in by_rank):
+            return None
+        columns = list(enumerate(zip(*by_rank)))
+        differing = {
+            dim for dim, own in columns if _known(operation, "size", dim) not in (None, own[0])
+        }
+        if differing:  # only one dim is split: the one whose source shows it
+            return frozenset(differing | {dim for dim, own in columns if differ(own)})
+        return frozenset(
             dim
             for dim, own in columns
-            if differ(own) or not _is_full(own[0], split_sizes, operation, "size", dim)
-        ]
-    if operation.name in _BLANKS:
-        return None
-    if not split:
-        return REPLICATED
-    if len(split) > 1 or not is_fill(operation.name):
-        return None
-    shard = replace(shards.get(split[0], Shard(split[0])), dim=split[0])
-    made = replace(operation.outputs[0], placement=shard)
-    try:
-        full_size = made.full_shape[shard.dim]
-    except ValueError:
-        return None
-    return shard if full_size == _known(operation, "size", shard.dim) else None
+            if differ(own) or not _is_settled(own[0], operation, "size", dim)
+        )
+    open_all = False
+    for argument in operation.arguments[0]:
+        if argument in _SIZES:
+            numbers = operation.by_rank(argument)
+            if differ(numbers):
+                return None
+            open_all |= not _is_settled(numbers[0], operation, argument, 0)
+    return frozenset(range(ndim)) if open_all else frozenset()
 
 
 def _known(operation: Operation, name: str, place: int) -> Any:
@@ -117,12 +146,8 @@ def _known(operation: Operation, name: str, place: int) -> Any:
     return known[place] if place < len(known) else None
 
 
-def _is_full(
-    number: Any, split_sizes: Collection[int], operation: Operation, name: str, place: int
-) -> bool:
-    """Whether the unsharded program passes this number, too: its expression shows it, or the number
-    can't be the local size of a split dim.
-    """
-    if place < len(operation.full_sizes.get(name, ())):
-        return bool(_known(operation, name, place) == number)
-    return number not in split_sizes
+def _is_settled(number: Any, operation: Operation, name: str, place: int) -> bool:
+    """Whether the unsharded program is known to pass this number, too."""
+    return place >= len(operation.full_sizes.get(name, ())) or bool(
+        _known(operation, name, place) == number
+    )

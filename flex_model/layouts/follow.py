@@ -16,8 +16,8 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate
 from flex_model.integrations import layers
 from flex_model.integrations.torch_private import find_group
-from flex_model.layouts import recorder
-from flex_model.layouts.backward_nodes import is_framework_hook
+from flex_model.layouts import active
+from flex_model.layouts.graph_nodes import is_framework_hook
 from flex_model.layouts.mesh_proofs import MeshProofs
 from flex_model.layouts.operation_log import Chunk, Log, Value
 from flex_model.layouts.placement_encoding import UNKNOWN as UNKNOWN
@@ -30,7 +30,7 @@ from flex_model.names import clean
 
 def recording() -> list[Follower]:
     """Return the followers of all FlexModels that record now."""
-    found = (one.owner() for one in recorder.active_recorders)
+    found = (one.owner() for one in active.active_recorders)
     return [follower for follower in found if follower is not None]
 
 
@@ -39,9 +39,9 @@ _NOT_RECORDING = nullcontext()
 
 def paused(*others: Follower) -> AbstractContextManager[None]:
     """Exclude what runs inside from the logs of all FlexModels: it is not part of the model."""
-    if not others and not recorder.active_recorders:
+    if not others and not active.active_recorders:
         return _NOT_RECORDING
-    return recorder.all_paused(*(follower.recorder for follower in others))
+    return active.all_paused(*(follower.recorder for follower in others))
 
 
 class Follower:
@@ -58,12 +58,11 @@ class Follower:
         statements: Statements,
         weights: Weights,
         kept: Callable[[Tensor], tuple[str, Any] | None] = lambda tensor: None,
-        trusts_conditions: bool = True,
     ) -> None:
         self._root, self._mesh, self._statements = root, mesh, statements
         self._weights = weights
         self.log = Log()
-        self.proofs = MeshProofs(mesh, trusts_conditions)
+        self.proofs = MeshProofs(mesh)
         self._axes_of_groups: dict[Any, tuple[str, ...] | None] = {}
         self.recorder = Recorder(
             self,
@@ -186,10 +185,6 @@ class Follower:
 
     # What is known of tensors.
 
-    def follow_own_batch(self) -> None:
-        """Infer placements along dp from this rank's operations alone; see `MeshProofs`."""
-        self.proofs.follow_own_batch()
-
     def note_input(self, tensor: Tensor, name: str, placements: Pair) -> None:
         """Log an input of the forward, under the same name on all ranks."""
         dp, tp = placements
@@ -267,17 +262,9 @@ class Follower:
                 if _has_backward_hooks(self._root):  # torch adds the root's hooks later
                     self.recorder.nodes.note_module_hook(value)
 
-    def gradient_placements(self, value: Any, partly: bool = False) -> Pair:
-        """Return the placements of a value's gradient, as far as ``sync`` has compared the logs."""
-        return self.proofs.gradient_placements(value, partly)
-
-    @property
-    def mixed_in_dtensor(self) -> str:
-        """The operation at which ranks mixed parts of a tensor of which a DTensor was made; empty
-        for none.
-        """
-        found = (proofs.mixed_in_dtensor for proofs in self.proofs.along.values())
-        return next(filter(None, found), "")
+    def gradient_placements(self, value: Any) -> Pair:
+        """Return the placements of a value's gradient, as far as ``sync`` has followed the logs."""
+        return self.proofs.gradient_placements(value)
 
     def obstacles(self, value: Any) -> dict[str, str]:
         """Return, for each axis whose placement is not known, where it was lost."""
@@ -291,11 +278,11 @@ class Follower:
     # Among ranks.
 
     def sync(self, exchange: Callable[[Chunk, int], Sequence[Chunk]]) -> None:
-        """Compare the ranks' logs since the last comparison, and infer placements from them.
+        """Compare tensor-parallel ranks' logs since the last comparison, and infer placements.
 
         Args:
             exchange: Returns the chunks of all ranks of the grid, from this rank's chunk and the
-                digest of its whole log. Collective.
+                digest of its whole log. Collective where there are tensor-parallel ranks.
         """
         self.recorder.flush()
         digest = self.log.digest

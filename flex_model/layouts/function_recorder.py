@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -11,27 +10,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from flex_model.integrations import dtensor
-from flex_model.layouts import composites, memory_map
+from flex_model.layouts import composites
 from flex_model.layouts.call_sizes import CallSizes
-from flex_model.layouts.callers import MASKS, RECORDERS, is_called_by_model, is_run_by_model
 from flex_model.layouts.expressions import Expression
-from flex_model.layouts.literals import with_literals
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.sizes import Size, expression_of, expressions_of, plain, tagged
+from flex_model.layouts.sizes import Size, expressions_of
 
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder
 
 _SIZES = {"__get__", "size", "numel", "nelement"}
-# They are made of sizes, as attributes such as ``nbytes`` are.
-_MADE_OF_SIZES = {"stride", "storage_offset", "untyped_storage", "storage"}
-_COUNTS_BYTES = {Tensor.nbytes.__get__}  # type: ignore[attr-defined]
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_NUMBERS = {"item", "__int__", "__float__", "__index__", "__complex__"}
-_OPAQUE = {torch.broadcast_tensors}  # they read sizes that no call shows
-_CONDITIONS = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
-_INSPECTIONS = {"__len__", *_NUMBERS, *_CONDITIONS, *_MADE_OF_SIZES}
-_READS = {"numpy", "__array__", "__dlpack__", "tolist"}
+_READS = {"numpy", "__array__", "__dlpack__"}  # their memory may be written to unrecorded
 # Calls that take their sizes from another tensor, with the call that takes the sizes themselves.
 _LIKE_OTHER = {
     "view_as": (torch.Tensor.view, "view"),
@@ -56,45 +46,17 @@ class FunctionRecorder(TorchFunctionMode):
         if recorder.is_paused:
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
-        if name in _INSPECTIONS and not is_called_by_model(through=RECORDERS):
-            return func(*args, **kwargs)
-        if name == "__len__":
-            length = func(*args, **kwargs)
-            recorder.log.add("number", length, ("dim", recorder.one_value(args[0]), 0), "__int__")
-            return length
-        if name in _NUMBERS and isinstance(args[0], Tensor):
-            return self._read_number(func, args[0], args, kwargs)
-        if name in _CONDITIONS:
-            answer = func(*args, **kwargs)
-            for tensor in filter(lambda one: isinstance(one, Tensor), args):
-                self._note_condition(recorder.one_value(tensor), answer)
-            return answer
         if name in _SIZES:
             return self._read(func, args, kwargs)
-        if name in _MADE_OF_SIZES:
-            recorder.log.add("read", recorder.value(args[0]))
-            return func(*args, **kwargs)
         if name in _READS and isinstance(args[0], Tensor):
-            recorder.log.add("read", recorder.value(args[0]))
-            if name != "tolist":
-                recorder.invalidate(args[0])
+            recorder.invalidate(args[0])
             return func(*args, **kwargs)
-        if func in _OPAQUE:
-            with recorder.paused():
-                result = func(*args, **kwargs)
-            for made in result:
-                recorder.values.note(made, recorder.log.new_value())  # nothing is known of it
-            return result
         if name == "register_hook" and isinstance(args[0], Tensor):
-            hook = recorder.nodes.wrap_hook(args[0], args[1] if len(args) > 1 else kwargs["hook"])
-            return func(args[0], hook)
+            recorder.nodes.note_hook_on(args[0], args[1] if len(args) > 1 else kwargs["hook"])
+            return func(*args, **kwargs)
         if name in _LIKE_OTHER and len(args) == 2 and isinstance(args[1], Tensor):
             func, name = _LIKE_OTHER[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})
-        if name in ("__getitem__", "__setitem__") and len(args) > 1 and is_run_by_model():
-            args = args[0], self._with_numbers(args[1]), *args[2:]
-            self._note_whole_slices(args[0], args[1])
-        args, kwargs = with_literals(name, args, kwargs)
         reduction = composites.reduction_of(func, kwargs)
         with recorder.in_call(CallSizes(recorder.key, name, args, kwargs), reduction):
             bound = composites.bind(func, types, args, kwargs)
@@ -130,52 +92,6 @@ class FunctionRecorder(TorchFunctionMode):
         finally:
             self._running.pop()
 
-    def _with_numbers(self, index: Any) -> Any:
-        """Return a subscript in which bounds of slices that are tensors are the numbers in them."""
-        if isinstance(index, tuple):
-            return tuple(map(self._with_numbers, index))
-        if not isinstance(index, slice):
-            return index
-        bounds = (index.start, index.stop, index.step)
-        return slice(*(self._number_in(one) if _is_number(one) else one for one in bounds))
-
-    def _number_in(self, tensor: Tensor) -> Any:
-        return self._read_number(Tensor.item, tensor, (tensor,), {})
-
-    def _note_whole_slices(self, tensor: Any, index: Any) -> None:
-        """Log the comparisons by which torch omits slices that take all of a dim: the unsharded
-        program's sizes decide whether they do there.
-        """
-        value, shape = self._recorder.one_value(tensor), memory_map.shape_of(tensor)
-        for dim, one in _slices_by_dim(index, len(shape)):
-            start, stop, step = one.start, one.stop, one.step
-            is_whole = start in (None, 0) and step in (None, 1) and stop in (None, shape[dim])
-            if not is_whole:
-                continue
-            pairs = [(start, ("number", 0)), (step, ("number", 1)), (stop, ("dim", value, dim))]
-            for number, other in pairs:
-                own = expression_of(number, self._recorder.key)
-                if own is not None or (number is stop is not None and value):
-                    own = ("number", plain(number)) if own is None else own
-                    self._recorder.log.add("compared", "eq", own, other, True, True)
-
-    def _read_number(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> Any:
-        """Return the tensor's only element, tagged with the tensor's value."""
-        recorder = self._recorder
-        of, number = recorder.one_value(tensor), func(*args, **kwargs)
-        if isinstance(number, bool):
-            self._note_condition(of, number)
-        elif func is Tensor.item:
-            read = {recorder.key: ("read", of, plain(number))}
-            return tagged(number, expressions_of(number) | read)
-        else:
-            recorder.log.add("read", of)
-        return number
-
-    def _note_condition(self, value: Any, answer: Any) -> None:
-        of_mask = not is_called_by_model(but_for=MASKS, through=RECORDERS)
-        self._recorder.log.add("condition", value, answer, of_mask)
-
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return a shape, or one size of it, tagged with the tensor's value and dims; or another
         attribute as it is.
@@ -190,8 +106,6 @@ class FunctionRecorder(TorchFunctionMode):
         is_count = name in ("numel", "nelement")
         is_size = isinstance(result, int) and (name == "size" or is_count)
         if not isinstance(tensor, Tensor) or not (is_size or isinstance(result, torch.Size)):
-            if name == "__get__" and type(result) is int and func in _COUNTS_BYTES:
-                recorder.log.add("read", recorder.value(args[0]))
             return result
         dims = dtensor.unsplit_dims(tensor)
         of = recorder.one_value(tensor)
@@ -212,30 +126,3 @@ class FunctionRecorder(TorchFunctionMode):
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         is_whole = isinstance(dim, int) and dim % tensor.dim() in dims
         return size(result, ("dim", of, dim % tensor.dim())) if is_whole else result
-
-
-def _is_number(bound: Any) -> bool:
-    """Whether the bound of a slice is a tensor that torch takes for an integer."""
-    return isinstance(bound, Tensor) and bound.numel() == 1 and not bound.is_floating_point()
-
-
-def _slices_by_dim(index: Any, ndim: int) -> Iterator[tuple[int, slice]]:
-    """Yield the slices of a subscript, with the dims of the tensor that they index."""
-    items = index if isinstance(index, tuple) else (index,)
-    widths = [_num_dims(item) for item in items if item is not Ellipsis]
-    dim = 0
-    for item in items:
-        if item is Ellipsis:
-            dim += ndim - sum(widths)
-            continue
-        if isinstance(item, slice) and dim < ndim:
-            yield dim, item
-        dim += _num_dims(item)
-
-
-def _num_dims(item: Any) -> int:
-    """Return the number of tensor dims that an item of a subscript indexes."""
-    if item is None or isinstance(item, bool):
-        return 0
-    is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
-    return item.dim() if is_mask else 1

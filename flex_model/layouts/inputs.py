@@ -86,8 +86,6 @@ def seed_inputs(
                 (one, [shapes[i][place] for place in line]) for i, one in along_dp.items()
             ]
             rows = _rows_of_ragged(inputs_along, is_stand_in)
-    if rows is not None:
-        follower.follow_own_batch()
     for i in passed:
         name, tensor, _ = inputs[i]
         dp: Placement | None = along_dp.get(i, Replicate())

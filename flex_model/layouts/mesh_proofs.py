@@ -15,32 +15,30 @@ from flex_model.layouts.statements import describe
 
 
 class MeshProofs:
-    """Infers placements along both axes, from the logs of all ranks of the grid alone. Pure."""
+    """Infers placements along both axes. Pure.
 
-    def __init__(self, mesh: Mesh, trusts_conditions: bool = True) -> None:
+    Along tp all ranks hold parts of the same tensors, so a proof uses what all of them ran. Along
+    dp each rank has rows of its own, and infers alone where they are, as if all ranks had as many:
+    the ranks compare what they have proven of a hook's tensor.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._is_own_batch = False
         sizes = (mesh.dp_size, mesh.tp_size)
         self.along = {
-            axis: AxisProofs(axis, size, other, trusts_conditions)
+            axis: AxisProofs(axis, size, other)
             for axis, size, other in zip(AXES, sizes, reversed(sizes))
             if size > 1
         }
 
-    def follow_own_batch(self) -> None:
-        """Infer placements along dp as if all ranks had batches of this rank's sizes, from now on:
-        then they run what this rank runs. That proves how its tensors lie in the whole, where the
-        batches of the ranks differ in length; the ranks compare what each has proven.
-        """
-        self._is_own_batch = True
-        if "dp" in self.along:
-            self.along["dp"].ignore_collectives()
-
     def follow(self, chunks: Sequence[Chunk]) -> None:
-        """Infer from the next chunks of the logs of all ranks of the grid."""
+        """Infer from the next chunks of the logs of all ranks of the grid; along dp from this
+        rank's.
+        """
+        own = chunks[self._mesh.group_rank]
         for axis, proofs in self.along.items():
-            if axis == "dp" and self._is_own_batch:
-                proofs.follow([chunks[self._mesh.group_rank]] * self._mesh.dp_size)
+            if axis == "dp":
+                proofs.follow([own] * self._mesh.dp_size)
             else:
                 proofs.follow([chunks[place] for place in self._mesh.ranks_along((axis,))])
 
@@ -52,15 +50,23 @@ class MeshProofs:
         )
         return dp, tp
 
-    def gradient_placements(self, value: Any, partly: bool = False) -> Pair:
-        """Return the placements of a value's gradient; ``partly``: see `Gradients.placement`."""
+    def gradient_placements(self, value: Any) -> Pair:
+        """Return the placements of a value's gradient."""
         dp, tp = (
             Replicate()
             if proofs is None
-            else proofs.gradients.placement(proofs.resolve_joint(value), partly)
+            else proofs.gradients.placement(proofs.resolve_joint(value))
             for proofs in map(self.along.get, AXES)
         )
         return dp, tp
+
+    def gradient_obstacles(self, value: Any) -> dict[str, str]:
+        """Return, by axis along which the placement of a value's gradient is not known, why."""
+        found = {
+            axis: proofs.gradients.obstacle(proofs.resolve_joint(value))
+            for axis, proofs in self.along.items()
+        }
+        return {axis: why for axis, why in found.items() if why}
 
     def obstacle(self, value: Any, axis: str) -> str:
         """Return the first operation on the way to a value at which its placement was lost; empty

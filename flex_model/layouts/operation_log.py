@@ -8,31 +8,25 @@ An entry is a tuple of plain values (numbers, strings, None, and tuples of them)
   Placements by axis (dp, tp), encoded; None for those that are not known.
 - ``("stated", value, before, placements, shape, text, sizes)``: the user states the placement of a
   tensor, which has another value from then on.
-- ``("op", name, args, kwargs, outputs, numbers, writes, carriers)``: an operation; ``carriers``:
-  the values that it read and passes gradients to.
-- ``("collective", name, reduction, axes, args, kwargs, outputs, writes, by_plan)``: along ``axes``,
-  which are None for a group that is no axis of the mesh; ``reduction``: "sum" and the like, ""
-  where there is none or it is not known.
+- ``("op", name, args, kwargs, outputs, writes, carriers)``: an operation; ``carriers``: the values
+  that it read and passes gradients to.
+- ``("collective", name, reduction, axes, args, kwargs, outputs, writes)``: along ``axes``, which
+  are None for a group that is no axis of the mesh; ``reduction``: "sum" and the like, "" where
+  there is none or it is not known.
+- ``("call", name, inputs, outputs, stated)``: a call with a contract (`contracts.calls`); the
+  values of its tensors, and what the first states, a DTensor.
 - ``("invalidated", values)``: nothing is known of these values from here on.
-- ``("read", value)``: its elements were read, as numbers or by code outside torch.
-- ``("condition", value, answer, of_mask)``: a condition on its elements was evaluated, by what
-  makes masks or by other code.
-- ``("number", number, expression, conversion)``: a size was converted to a plain number.
-- ``("compared", by, expression, other, answer)``: a size was compared with another number.
 - ``("joint", value, before)``: every rank has a tensor here, such as that of a hook; ``value`` has
   a placement only where all have the same tensor of the program, or each its piece of one.
 - ``("output", value)``: the forward returned it.
 - ``("detached", values)``: an operation made them for its backward alone: they carry no gradients.
-- ``("hooked", value, text, number)``: the hook of this number may change its gradient;
-  ``("unchanged", number)``: the hook ran and did not change it.
+- ``("hooked", value)``: a hook of the model's own may change its gradient.
 - ``("named", value, values, source)``: a tensor that had one of these values has one of its own
   from here on, since a hook gets its gradient, which is also that of ``source``; None where a node
   shows where the gradient goes.
-- ``("node", number, name, inputs, place, value)``: a node of autograd's graph that is not one of
-  ATen's operations, the values that it passes gradients to, and the value of its output ``place``.
-- ``("backward", number, gradients)``: such a node runs: ``(place, value, shape, placements)`` of
-  each gradient that it receives. ``("gradients", number, values, placements)``: the gradients that
-  it returned.
+- ``("node", number, name, contract, inputs, place, value)``: a node of autograd's graph that is
+  not one of ATen's operations, its contract (`contracts.functions`), the values that it passes
+  gradients to, and the value of its output ``place``.
 
 Tensors are ``("t", value, shape, dtype)`` in arguments, and ``(value, shape, dtype, placements,
 local shape)`` among outputs, where DTensors have their stated placements and their full shape. A

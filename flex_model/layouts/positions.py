@@ -10,14 +10,14 @@ slices of a whole tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from flex_model.distributed.placement import Shard
-from flex_model.layouts.collectives import SAME_ELEMENTS
 from flex_model.layouts.constants import with_placements
+from flex_model.layouts.contracts.collectives import SAME_ELEMENTS
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
 
@@ -31,14 +31,24 @@ _MOVES = {
 }  # fmt: skip
 
 
-def infer(operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]) -> Shard | None:
-    """Return the split of the result's positions, if it has any; ``known``: of other values."""
+def infer(
+    operation: Operation,
+    values: Sequence[Any],
+    known: Mapping[Any, Shard],
+    split_sizes: Set[int],
+) -> Shard | None:
+    """Return the split of the result's positions, if it has any; ``known``: of other values.
+
+    Args:
+        split_sizes: The ranks' sizes of split dims so far: a plain number may be one.
+    """
     if operation.name == "arange":
         counts = [shape[0] for shape in operation.outputs[0].shapes]
-        full = operation.full_sizes.get("end", [None])
+        full = list(operation.full_sizes.get("end", ()))
         starts, steps = _starts_and_steps(operation)
         is_plain = set(starts) == {0} and set(steps) == {1}
-        return Shard(0) if is_plain and list(full) == [sum(counts)] else None
+        is_count = full == [sum(counts)] or (full == [None] and set(counts) <= split_sizes)
+        return Shard(0) if is_plain and is_count else None
     if operation.name not in _MOVES or len(operation.operands) != 1 or values[0] not in known:
         return None
     placed = {id(operation.operands[0]): known[values[0]]}
@@ -91,6 +101,11 @@ def _is_long_beside(index: Operand, back: int) -> bool:
     return index.ndim >= back and any(shape[-back] != 1 for shape in index.shapes)
 
 
+def _is_of_rows(index: Operand, back: int) -> bool:
+    """Whether the index is split along the dim that is ``back`` from its end: one for each row."""
+    return index.placement == Shard(index.ndim - back) and index.dtype != torch.bool
+
+
 def infer_selected(
     operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]
 ) -> Shard | None:
@@ -114,10 +129,11 @@ def infer_selected(
         shape[shard.dim] != of_rows[split.dim] for shape, of_rows in zip(self.shapes, rows.shapes)
     ):
         return None
-    others = [at[i] for i in given if i != shard.dim]
+    others, back = [at[i] for i in given if i != shard.dim], rows.ndim - split.dim
+    others = [one for one in others if not _is_of_rows(one, back)]
     if any(other.placement != REPLICATED or other.dtype == torch.bool for other in others):
         return None
-    if any(_is_long_beside(other, rows.ndim - split.dim) for other in others):
+    if any(_is_long_beside(other, back) for other in others):
         return None  # the rows are repeated, or there is one row per rank
     if operation.name == "index_select":
         return Shard(shard.dim)

@@ -1,28 +1,26 @@
 """Proves layouts from the operations that the ranks of one mesh axis ran.
 
-A proof is about all ranks of the axis at once: it uses every rank's shapes and arguments. A result
-that no rule covers is not known, nor is anything made of it.
+A result that no rule and no contract covers is not known, nor is anything made of it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flex_model.distributed.placement import Placement, Shard
-from flex_model.layouts import chunks, collectives, positions
+from flex_model.layouts import chunks, positions
 from flex_model.layouts.alignment import align
-from flex_model.layouts.collectives import follow_collective
-from flex_model.layouts.expressions import Expression, evaluate, leaves
+from flex_model.layouts.contracts.calls import follow_call
+from flex_model.layouts.contracts.collectives import follow_collective
+from flex_model.layouts.expressions import Expression
 from flex_model.layouts.gradient_placements import Gradients
-from flex_model.layouts.local_numbers import LocalNumbers
 from flex_model.layouts.operation_log import Chunk, Entry, Value
 from flex_model.layouts.operations import follow_operation
+from flex_model.layouts.own_rows import OwnRows
 from flex_model.layouts.placement_encoding import decode
-from flex_model.layouts.propagation.operation import REPLICATED, Shape, full_size
-from flex_model.layouts.sizes import COMPARISONS, CONVERSIONS
+from flex_model.layouts.propagation.operation import Shape, full_size
 
 _DIFFERS = ": the ranks' control flow differs, not all ran {}"
 
@@ -45,7 +43,8 @@ class AxisProofs:
 
     Attributes:
         axis: "dp" or "tp"; ``index``: 0 or 1.
-        numbers: The record of plain numbers that may differ from the unsharded program's.
+        split_sizes: Local sizes of all split dims so far: a tensor that is made with such a size
+            may be a part of a larger one.
         placements, shapes, steps: By value: its placement, its local shapes, the reason.
         open: For values that have no placement, but are the same on all ranks except for the extent
             of some dims: those dims (see `constants`).
@@ -53,43 +52,25 @@ class AxisProofs:
             is not known: the placement of all that was written to them so far.
         joint: For values of ``joint`` entries: the value that all ranks have.
         positions: For values that are positions along a split dim: how they are split.
-        gathered: For results of an all-gather: which rank's part of which gather they are.
         sizes_passed: For values of ``torch.zeros`` and the like: the sizes that were passed.
-        reduced: For values that each rank computed of its shard, over the split dim: "max", "min"
-            or "mean".
-        of_layers: Values made in a layer with a sharded weight, which are right by the layer's
-            contract.
-        looked_up: Values of rows that a layer looked up in its shard of a table.
         ranges: For values that are consecutive integers on each rank: the first one and the count.
+        own_rows: For values that belong to some of a rank's own rows: which.
         permutations: Values that are the indices of a sort: each place once.
         zeros: Values of which all elements are 0.
         zero_slices: For each rank's own slice of a value of zeros: that value, and the sliced dim.
         templates: For values of ``torch.empty_like``: the placement of the tensor that they are
             like.
         makers: For values that an operation split off or joined: that operation.
-        mixed: Values that ranks computed of their parts alone where the unsharded program needs all
-            of them, such as a softmax along a split dim, and all that was computed of those; a
-            placement that a DTensor states does not make them right. ``mixed_in_dtensor``: where
-            the first of these began of which a DTensor was made.
-        shard_conditions: Values of ``all`` or ``any`` over the elements of a shard.
         received: Values that a collective returned.
-        exited: The module whose forward ended last, if none has begun since.
-        ignores_collectives: Whether nothing is inferred from collectives along this axis: in
-            batches of different sizes, the mean of the ranks' means is not the mean, for one.
         difference: The first operation that not all ranks ran.
-        may_have_diverged: Whether the unsharded program may have taken another path, by a size or
-            an element that differs there.
         conflicts: Values with a statement of the user that contradicts their proof.
         stated_sizes: Values with the full sizes that the user states.
     """
 
-    def __init__(
-        self, axis: str, num_ranks: int, other_size: int, trusts_conditions: bool = True
-    ) -> None:
-        self._trusts_conditions = trusts_conditions
+    def __init__(self, axis: str, num_ranks: int, other_size: int) -> None:
         self.axis, self.num_ranks, self.other_size = axis, num_ranks, other_size
         self.index = ("dp", "tp").index(axis)
-        self.numbers = LocalNumbers()
+        self.split_sizes: set[int] = set()
         self.placements: dict[Value, Placement] = {}
         self.shapes: dict[Value, tuple[Shape, ...]] = {}
         self.steps: dict[Value, Step] = {}
@@ -99,28 +80,17 @@ class AxisProofs:
         self.joint: dict[Value, Any] = {}
         self.templates: dict[Value, Placement | None] = {}
         self.makers: dict[Value, chunks.Maker] = {}
-        self.gathered: dict[Value, collectives.Gathered] = {}
         self.gathered_elsewhere: set[Value] = set()  # along the other axis
         self.sizes_passed: dict[Value, dict[int, int]] = {}
-        self.reduced: dict[Value, str] = {}
-        self.of_layers: set[Value] = set()
-        self.looked_up: set[Value] = set()
+        self.own_rows: dict[Value, OwnRows] = {}
         self.permutations: set[Value] = set()
         self.zeros: set[Value] = set()
         self.ranges: dict[Value, positions.Ranges] = {}
         self.zero_slices: dict[Value, tuple[Value, int]] = {}
         self.difference = ""
-        self.may_have_diverged = False
         self.conflicts: list[tuple[Value, str, Placement, Placement]] = []
         self.stated_sizes: list[tuple[Value, str, tuple[int | None, ...]]] = []
-        self.mixed: set[Value] = set()
-        self.mixed_in_dtensor = ""
-        self.shard_conditions: set[Value] = set()
         self.received: set[Value] = set()
-        self.exited = ""
-        self.ignores_collectives = False
-        self._sharded: set[str] = set()  # modules with a sharded weight
-        self._modules: list[str] = []  # running
         self.gradients = Gradients(self)
 
     def placement(self, value: Any) -> Placement | None:
@@ -165,27 +135,12 @@ class AxisProofs:
         return sizes.pop() if len(sizes) == 1 else None
 
     def number(self, leaf: Expression) -> Any:
-        """Return a size, or a number that was read from a tensor, in the unsharded program; None
-        where it is not known.
-        """
-        kind, value, which = leaf
-        if kind == "dim":
-            size = self.size(value, which)
-            return self._passed(value, which) if size is None else size
-        return which if self.placement(value) == REPLICATED else None
-
-    def _passed(self, value: Value, dim: int) -> int | None:
-        """Return the size that was passed to a factory whose result has sizes that are not
-        known.
-        """
-        size = self.sizes_passed.get(value, {}).get(dim)
-        return None if self.numbers.may_be_made_of_size(size) else size
+        """Return a size in the unsharded program; None where it is not known."""
+        _, value, dim = leaf
+        size = self.size(value, dim)
+        return self.sizes_passed.get(value, {}).get(dim) if size is None else size
 
     # Inference.
-
-    def ignore_collectives(self) -> None:
-        """Infer nothing from collectives along this axis, from now on."""
-        self.ignores_collectives = True
 
     def follow(self, chunks: Sequence[Chunk]) -> None:
         """Infer from what the ranks of the axis ran since the last comparison."""
@@ -194,8 +149,6 @@ class AxisProofs:
             if len(sources) == len(chunks):
                 placements = [decode(source[1] and source[1][self.index]) for source in sources]
                 self._place(value, placements, [source[2] for source in sources], name)
-                if isinstance(self.placement(value), Shard):
-                    self._sharded.add(name.rpartition(".")[0])
                 self._check_sizes(value, {source[3] for source in sources} - {None})
         logs = [chunk.entries for chunk in chunks]
         is_one = all(chunk is chunks[0] for chunk in chunks)
@@ -217,12 +170,9 @@ class AxisProofs:
             self.set_placement(value, None)
 
     def _skip(self, entry: Entry) -> None:
-        """Note an entry that not all ranks have: numbers that it read from a tensor may be of one
-        rank alone.
-        """
+        """Note an entry that not all ranks have."""
         self.gradients.skip(entry)
         if entry[0] == "op":
-            self.numbers.note_read(entry[5])
             self.difference = self.difference or entry[1].removeprefix("aten::")
 
     def _place(
@@ -244,10 +194,9 @@ class AxisProofs:
         if placement is None:
             self.placements.pop(value, None)
             return
-        self.mixed.discard(value)
         self.placements[value] = placement
         if isinstance(placement, Shard):
-            self.numbers.split_sizes.update(
+            self.split_sizes.update(
                 shape[placement.dim] for shape in self.shapes.get(value, ()) if shape
             )
 
@@ -257,6 +206,8 @@ class AxisProofs:
             follow_operation(self, entries)
         elif kind == "collective":
             follow_collective(self, entries)
+        elif kind == "call":
+            follow_call(self, entries)
         elif kind == "placed":
             found = [decode(entry[2] and entry[2][self.index]) for entry in entries]
             shapes = [entry[3] for entry in entries]
@@ -270,20 +221,6 @@ class AxisProofs:
                 for value in entry[1]:
                     self.placements.pop(value, None)
                     self.open.pop(value, None)
-        elif kind == "enter":
-            self._modules.append(entries[0][1])
-            self.exited = ""
-        elif kind == "exit":
-            self._follow_exit(entries[0][1])
-        elif kind == "read":
-            if any(self.placement(entry[1]) != REPLICATED for entry in entries):
-                self.note_converted(())
-        elif kind == "condition":
-            self._follow_condition(entries)
-        elif kind == "compared":
-            self._follow_comparison(entries)
-        elif kind == "number":
-            self._follow_number(entries)
         elif kind == "joint":
             self._follow_joint(entries)
         elif kind == "named":
@@ -291,86 +228,11 @@ class AxisProofs:
         elif kind == "detached":
             self.gradients.note_detached(entries[0][1])
         elif kind == "hooked":
-            _, _, why, number = entries[0]
-            self.gradients.note_changed([entry[1] for entry in entries], why, number)
-        elif kind == "unchanged":
-            self.gradients.note_unchanged(entries[0][1])
+            self.gradients.note_hooked([entry[1] for entry in entries])
         elif kind == "output":
             self.gradients.note_output(entries[0][1])
         elif kind == "node":
             self.gradients.note_node(entries)
-        elif kind == "backward":
-            self._follow_backward(entries)
-        elif kind == "gradients":
-            _, number, _, placements = entries[0]
-            stated = [decode(each and each[self.index]) for each in placements]
-            by_place = list(zip(*(entry[2] for entry in entries)))
-            self.gradients.note_returned(number, by_place, stated)
-
-    def _follow_exit(self, path: str) -> None:
-        while path in self._modules:
-            self.exited = self._modules.pop()
-            self.numbers.leave(self.exited)
-
-    @property
-    def module(self) -> str:
-        """The innermost running module."""
-        return self._modules[-1] if self._modules else ""
-
-    def _follow_condition(self, entries: tuple[Entry, ...]) -> None:
-        """Note a condition on elements of tensors. The model may branch on it, and the unsharded
-        program evaluates it on all of a tensor of which ranks have parts. (Ranks with different
-        answers run different operations.)
-        """
-        values = {entry[1] for entry in entries} - {0}  # 0: tensors that the model did not make
-        answers = {entry[2] for entry in entries}
-        if all(self.placement(value) == REPLICATED for value in values):
-            return
-        if len(answers) == 1 and values <= self.shard_conditions:
-            return  # it holds for all parts, so for the whole
-        self.numbers.note_condition()
-        self.may_have_diverged |= len(answers) == 1 and not self._trusts_conditions
-
-    def _follow_comparison(self, entries: tuple[Entry, ...]) -> None:
-        """Note a comparison of sizes, or of numbers that were read from tensors, on which the model
-        may branch.
-        """
-        _, by, own, other, _, is_check = entries[0]
-        unknown = [leaf for leaf in {*leaves(own), *leaves(other)} if self.number(leaf) is None]
-        if any(kind == "read" for kind, *_ in unknown):
-            self.numbers.note_condition()
-            self.may_have_diverged |= not self._trusts_conditions
-            return
-        if any(value not in self.shapes for _, value, _ in unknown) or (unknown and is_check):
-            return  # nothing is known of it, or torch checks its own arguments
-        for sizes in itertools.product(*map(self._possible_sizes, unknown)):
-            known = dict(zip(unknown, sizes))
-
-            def number(leaf: Expression, known: Mapping[Expression, int] = known) -> Any:
-                return known.get(leaf, self.number(leaf))
-
-            left, right = evaluate(own, number), evaluate(other, number)
-            answer = None if None in (left, right) else COMPARISONS[by](left, right)
-            if any(entry[4] != answer for entry in entries):
-                self.note_converted(())
-                self.may_have_diverged = True
-                return
-
-    def _possible_sizes(self, leaf: Expression) -> set[int]:
-        """Return the possible sizes of a tensor that is not known: those of each rank, and their
-        sum.
-        """
-        _, value, dim = leaf
-        sizes = [shape[dim] for shape in self.shapes[value]]
-        return {*sizes, sum(sizes)}
-
-    def _follow_number(self, entries: tuple[Entry, ...]) -> None:
-        """Note the conversion of a size to a plain number, whose uses are not known."""
-        _, _, expression, conversion = entries[0]
-        numbers = {entry[1] for entry in entries}
-        full = evaluate(expression, self.number)
-        if full is None or numbers != {CONVERSIONS[conversion](full)}:
-            self.note_converted(numbers)
 
     def _follow_joint(self, entries: tuple[Entry, ...]) -> None:
         """Set the placement of a joint value: that of the tensor if all ranks have the same one, or
@@ -378,9 +240,6 @@ class AxisProofs:
         """
         _, value, before = entries[0]
         of_ranks = [entry[2] for entry in entries]
-        if self.may_have_diverged:
-            self.steps[value] = Step("a path that the unsharded program may not take")
-            return
         if all(one == before for one in of_ranks):
             self.joint[value] = before
             return
@@ -395,8 +254,6 @@ class AxisProofs:
         """Copy what is known of a value to the new value of a tensor that had it."""
         value, values = entries[0][1:3]
         self.gradients.note_named([entry[3] for entry in entries], value)
-        if isinstance(values, int) and self.gradients.is_scaled(values):
-            self.gradients.note_scaled([value])
         if any(entry[2] != values for entry in entries):
             return
         if isinstance(values, tuple):
@@ -411,20 +268,6 @@ class AxisProofs:
             if values in table:
                 table[value] = table[values]
 
-    def _follow_backward(self, entries: tuple[Entry, ...]) -> None:
-        """Set the placements of the gradients that a node of the backward receives."""
-        _, number, given = entries[0]
-        found = self.gradients.note_backward(number, [place for place, *_ in given])
-        self.gradients.note_scaled(value for _, value, *_ in given)
-        is_mixed = self.gradients.is_of_mixed(number)
-        for i, (place, value, _, stated) in enumerate(given):
-            self.shapes[value] = tuple(tuple(entry[2][i][2]) for entry in entries)
-            self.steps[value] = Step("a gradient of the backward")
-            from_dtensor = None if is_mixed else decode(stated and stated[self.index])
-            self.set_placement(value, found[place] if from_dtensor is None else from_dtensor)
-            if is_mixed:
-                self.mixed.add(value)
-
     def _follow_statement(self, entries: tuple[Entry, ...]) -> None:
         """Apply a statement of the user: it completes the proof; a contradiction is noted as a
         conflict.
@@ -434,7 +277,6 @@ class AxisProofs:
         proven = None
         if before is not None and all(entry[2] == before for entry in entries):
             proven = self.placement(before)
-        self.may_have_diverged &= stated is None  # the user states it for the path so far
         self.shapes[value] = tuple(tuple(entry[4]) for entry in entries)
         inputs = (before,) if isinstance(before, int) else ()
         self.steps[value] = Step(text, inputs)
@@ -455,23 +297,6 @@ class AxisProofs:
         placement = self.placements.get(value)
         return placement if isinstance(placement, Shard) and placement.dim == dim else None
 
-    def note_converted(self, numbers: Collection[Any]) -> None:
-        """Note that sizes of this rank became plain numbers in the running module."""
-        self.numbers.note_converted(numbers, self.module)
-
     def note_step(self, value: Value, text: str, inputs: tuple[Value, ...]) -> None:
         """Note the operation that made the value, and its inputs."""
         self.steps[value] = Step(text, inputs)
-
-    def note_mixed_in_dtensor(self, value: Value) -> None:
-        """Note that a DTensor was made of a mixed value."""
-        self.mixed_in_dtensor = self.mixed_in_dtensor or self.lost_at(value)
-
-    def is_layer(self, path: str) -> bool:
-        """Whether tensor-parallel ranks have shards of one of the module's weights."""
-        return self.axis == "tp" and path.rpartition("/")[0] in self._sharded
-
-    def note_gathered(self, value: Value, part: collectives.Gathered | None) -> None:
-        """Note that the value is a part of a collective's result; no effect for None."""
-        if part is not None:
-            self.gathered[value] = part

@@ -1,7 +1,7 @@
 """Records a followed forward: which tensors each operation read, wrote and made, and which of them
 carry gradients.
 
-Nothing is inferred here; `proofs` does that from the logs of all ranks.
+Nothing is inferred here; `proofs` does that from the logs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,19 +21,19 @@ from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import (
     DisableTorchFunction,
     OpOverload,
-    current_graph_task,
     is_composite,
+    reduction_of,
 )
 from flex_model.layouts import memory_map
+from flex_model.layouts.active import active_recorders, all_paused
 from flex_model.layouts.argument_encoder import ArgumentEncoder, Encoded
-from flex_model.layouts.backward_nodes import BackwardNodes, PendingResults, is_framework_hook
 from flex_model.layouts.call_sizes import CallSizes
-from flex_model.layouts.callers import is_called_by_torch, is_run_by_tp_plan
-from flex_model.layouts.expressions import leaves
+from flex_model.layouts.contracts import calls
 from flex_model.layouts.function_recorder import FunctionRecorder
+from flex_model.layouts.graph_nodes import GraphNodes, PendingResults, is_framework_hook
 from flex_model.layouts.operation_log import Log, Value
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.sizes import expression_of, on_comparison, on_conversion, operand_of, plain
+from flex_model.layouts.sizes import expression_of, on_comparison, plain
 from flex_model.layouts.tensor_values import TensorValues, without_function_mode
 
 Placements = tuple[Any, Any] | None  # encoded, along dp and tp
@@ -46,16 +46,6 @@ _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
 
 
 _keys = itertools.count(1)
-active_recorders: list[Recorder] = []  # the recorders of all FlexModels that are entered
-
-
-@contextmanager
-def all_paused(*others: Recorder) -> Iterator[None]:
-    """Exclude what runs inside from the logs of all recorders that are entered, and of others."""
-    with ExitStack() as stack:
-        for recorder in {*others, *active_recorders}:
-            stack.enter_context(recorder.paused())
-        yield
 
 
 class Recorder(TorchDispatchMode):
@@ -91,12 +81,11 @@ class Recorder(TorchDispatchMode):
         self.owner, self.log, self.key = weakref.ref(owner), log, next(_keys)
         self._source, self._kept = source, kept
         self._axes_of, self.stated = axes_of, stated
-        self._functions = FunctionRecorder(self)
+        self._functions, self._calls = FunctionRecorder(self), calls.logged()
         self.values = TensorValues()
         self.pauses = 0
-        self._tasks: list[int] = []  # autograd's numbers of the backwards in which it was entered
         self._received: set[Value] = set()  # results of collectives
-        self.nodes = BackwardNodes(self, has_module_hooks)
+        self.nodes = GraphNodes(self, has_module_hooks)
         self._pending_results = PendingResults(log)
         self.comparisons: list[tuple[str, Any, Any]] = []  # of sizes, with this rank's numbers
         self.sizes = CallSizes(self.key)
@@ -104,24 +93,21 @@ class Recorder(TorchDispatchMode):
         self.stated_sizes: frozenset[int] = frozenset()  # stated by the running module
 
     def __enter__(self) -> Recorder:
-        """Begin to record; no effect if it records already, as in a nested backward."""
-        self._tasks.append(current_graph_task())
-        if len(self._tasks) == 1:
-            super().__enter__()
-            self._functions.__enter__()
-            active_recorders.append(self)
-            on_conversion.append(self._note_conversion)
-            on_comparison.append(self._note_comparison)
+        """Begin to record."""
+        super().__enter__()
+        self._functions.__enter__()
+        active_recorders.append(self)
+        on_comparison.append(self._note_comparison)
+        self._calls = calls.logged()
+        self._calls.__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._tasks.pop()
-        if not self._tasks:
-            active_recorders.remove(self)
-            on_conversion.remove(self._note_conversion)
-            on_comparison.remove(self._note_comparison)
-            self._functions.__exit__(*exc_info)
-            super().__exit__(*exc_info)
+        active_recorders.remove(self)
+        on_comparison.remove(self._note_comparison)
+        self._calls.__exit__(*exc_info)
+        self._functions.__exit__(*exc_info)
+        super().__exit__(*exc_info)
 
     @contextmanager
     def _in_operation(self) -> Iterator[None]:
@@ -137,10 +123,8 @@ class Recorder(TorchDispatchMode):
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is recorded. True also in a nested backward: its nodes are followed one
-        by one.
-        """
-        return self.pauses > 0 or (bool(self._tasks) and current_graph_task() != self._tasks[-1])
+        """Whether nothing is recorded."""
+        return self.pauses > 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -165,19 +149,8 @@ class Recorder(TorchDispatchMode):
         """Set the sizes of last dims that the running module states."""
         self.stated_sizes = stated_sizes
 
-    def _note_conversion(self, number: Any, size: Any, name: str) -> None:
-        expression = expression_of(size, self.key)
-        if expression is not None and not self.is_paused:
-            self.log.add("number", number, expression, name)
-
-    def _note_comparison(self, by: str, own: Any, other: Any, answer: bool) -> None:
-        if self.is_paused:
-            return
-        if not any(expression_of(one, self.key) for one in (own, other)):
-            return  # of another follower's, or of an earlier forward
-        expressions = operand_of(own, self.key), operand_of(other, self.key)
-        self.log.add("compared", by, *expressions, answer, is_called_by_torch())
-        if not any(leaf[0] == "read" for leaf in leaves(expressions[0]) | leaves(expressions[1])):
+    def _note_comparison(self, by: str, own: Any, other: Any) -> None:
+        if self.pauses == 0 and any(expression_of(one, self.key) for one in (own, other)):
             self.comparisons.append((by, plain(own), plain(other)))
 
     # Tensors and their values.
@@ -329,16 +302,7 @@ class Recorder(TorchDispatchMode):
             return result
         self.add_operation(schema.name, schema.overload_name, encoded, args, kwargs, result, schema)
         self._note_statistics(schema.name, encoded, args)
-        if schema.name == "aten::embedding" and dtensor.is_dtensor(result):
-            self._note_masks(args[1], result)
         return result
-
-    def _note_masks(self, ids: Tensor, result: Any) -> None:
-        """Log the masks that DTensor made of the ids, which were not recorded."""
-        ge = torch.ops.aten.ge.Scalar._schema
-        for mask in dtensor.masks_of(result):
-            encoded = self.encode(ge, (ids, 0), {})
-            self.add_operation(ge.name, ge.overload_name, encoded, (), {}, mask, None)
 
     @staticmethod
     def _is_composite(func: Any, args: Any, kwargs: Any) -> bool:
@@ -388,12 +352,7 @@ class Recorder(TorchDispatchMode):
         written = memory_map.written_by(schema, args, kwargs)
         results = [leaf for leaf in tree_iter(result) if leaf is not None]
         tensors = written or [leaf for leaf in results if isinstance(leaf, Tensor)]
-        numbers = tuple(
-            leaf
-            for leaf in results
-            if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
-        )
-        if not tensors and not numbers:
+        if not tensors:
             return
         is_copy = name in _COPIES and isinstance(args[0], Tensor)
         is_of_blank = is_copy and self.values.is_blank(args[0])
@@ -402,9 +361,17 @@ class Recorder(TorchDispatchMode):
         *arguments, carriers = encoded
         if carriers and name.startswith("aten::"):
             self.nodes.link(outputs, writes)
-        self.log.add("op", full_name, *arguments, outputs, numbers, writes, carriers)
+        self.log.add("op", full_name, *arguments, outputs, writes, carriers)
         if carriers and schema is not None:
             self._pending_results.note(schema, tensors, [output[0] for output in outputs])
+
+    @without_function_mode
+    def add_call(
+        self, name: str, inputs: Sequence[Any], made: Sequence[Tensor], stated: Placements
+    ) -> None:
+        """Log a call with a contract; ``stated``: what its first input states, a DTensor."""
+        outputs, _ = self._outputs(made, False, name)
+        self.log.add("call", name, tuple(inputs), outputs, stated)
 
     def flush(self) -> None:
         """Log which results of the operation before were made for its backward alone."""
@@ -426,7 +393,7 @@ class Recorder(TorchDispatchMode):
         nothing = ((None, (), False),) * len(beside)
         functional = "aten::_native_batch_norm_legit_functional"
         outputs = (*beside, *written)
-        self.log.add("op", functional, encoded[0][:8], (), outputs, (), (*nothing, *writes), ())
+        self.log.add("op", functional, encoded[0][:8], (), outputs, (*nothing, *writes), ())
 
     def _outputs(
         self, tensors: Sequence[Tensor], in_place: bool, name: str, is_copy_of_blank: bool = False
@@ -478,8 +445,7 @@ class Recorder(TorchDispatchMode):
         outputs, writes = self._outputs(made, bool(written), name)
         self._received.update(output[0] for output in outputs)
         reduction = self._reduction(func._schema, args)
-        by_plan = is_run_by_tp_plan()
-        self.log.add("collective", name, reduction, axes, *encoded[:2], outputs, writes, by_plan)
+        self.log.add("collective", name, reduction, axes, *encoded[:2], outputs, writes)
         return result
 
     def _reduction(self, schema: Any, args: Any) -> str:
@@ -488,5 +454,6 @@ class Recorder(TorchDispatchMode):
         """
         for argument, value in zip(schema.arguments, args):
             if argument.name == "reduce_op":
-                return value.lower() if isinstance(value, str) else self.reduction
+                shown = value.lower() if isinstance(value, str) else reduction_of(value)
+                return shown or self.reduction
         return ""

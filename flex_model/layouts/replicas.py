@@ -16,7 +16,8 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
 from flex_model.distributed.transports.host_copies import Ready, ready_now
 from flex_model.errors import agreed
-from flex_model.layouts.resolve import AXIS_NAMES, Site
+from flex_model.layouts.refusal import AXIS_NAMES
+from flex_model.layouts.tensor_site import Site
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +80,11 @@ def differ(mesh: Mesh, headers: Sequence[Header], axis: str) -> bool:
 
 
 def reconciled(
-    communicator: Communicator, site: Site, tensor: Tensor, axes: Sequence[str]
+    communicator: Communicator,
+    site: Site,
+    tensor: Tensor,
+    axes: Sequence[str],
+    source: str = "the operations that made it",
 ) -> Tensor:
     """Return the first rank's values on all ranks along ``axes``, if they differ by no more than
     sums in another order do; in the autograd graph of this rank's tensor. Collective over the grid.
@@ -93,7 +98,7 @@ def reconciled(
         raise agreed(
             ValueError(
                 f"{site.name}: the {words} ranks hold different values of shape "
-                f"{tuple(tensor.shape)}, though by the operations that made it all should hold the "
+                f"{tuple(tensor.shape)}, though by {source} all should hold the "
                 "same (does each rank draw its own dropout, or is its input not the same on all?); "
                 "flex.layouts(why=True) has the proof"
             )

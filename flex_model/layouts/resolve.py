@@ -5,72 +5,21 @@ layout: they can only refute it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.placement import (
-    Partial,
-    Placement,
-    Replicate,
-    Shape,
-    Shard,
-    ShardLayout,
-)
+from flex_model.distributed.placement import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.distributed.values import Fingerprints
 from flex_model.errors import LayoutMismatchError
-from flex_model.layouts.follow import AXES, UNKNOWN, Pair
-from flex_model.layouts.statements import describe, text_of
-
-ExpectedShape = tuple[int | None, ...] | None
+from flex_model.layouts.expected_shape import ExpectedShape, check_dims, fits, stated_by, unique
+from flex_model.layouts.follow import AXES, Pair
+from flex_model.layouts.refusal import PAD, refusal
+from flex_model.layouts.statements import Statements, describe
+from flex_model.layouts.tensor_site import Site
 
 PROVEN = "the operations that made it"
 STATED = "its statement"
-
-PAD = (
-    "pad the inputs of the data-parallel ranks to one length, or choose how hooks see different "
-    'ones: FlexModel(dp_batch="global") pads them, "local" passes each rank its own'
-)
-
-AXIS_NAMES = {"dp": "data-parallel", "tp": "tensor-parallel"}
-
-
-Share = tuple[Shard, Shape]
-
-
-@dataclass(frozen=True)
-class ParameterSources:
-    """What is stated about a parameter, and so about its gradient.
-
-    Attributes:
-        placements: Along dp and tp.
-        share: The shard along tp that its layer's sizes imply, and these sizes; used if the ranks'
-            shares make up the sizes.
-        sizes: Of the full parameter, as the user states them.
-    """
-
-    placements: Pair = UNKNOWN
-    share: Share | None = None
-    sizes: ExpectedShape = None
-
-
-@dataclass(frozen=True)
-class Site:
-    """The place of a tensor in the model, for messages.
-
-    Attributes:
-        name: Such as ``forward hook on 'layers.0'``.
-        module: The clean name of the module or parameter, for the call that states its layout.
-        kind: The ``kind`` for ``annotate_layout``; empty if that can't be used.
-        index: The number of the tensor among the module's.
-        parameter: For a parameter or its gradient: what is stated about it.
-    """
-
-    name: str
-    module: str = ""
-    kind: str = ""
-    index: int = 0
-    parameter: ParameterSources = ParameterSources()
+SIZES = "its expected_shape"
 
 
 def resolve(
@@ -82,6 +31,10 @@ def resolve(
     expected_shape: ExpectedShape = None,
     known: ShardLayout | None = None,
     obstacles: Mapping[str, str] | None = None,
+    *,
+    rows_dim: int | None = 0,
+    prints: Fingerprints | None = None,
+    statements: Statements | None = None,
 ) -> ShardLayout:
     """Return the layout of a tensor whose local shapes are ``shapes`` (all ranks of the grid, tp
     fastest).
@@ -89,17 +42,17 @@ def resolve(
     Args:
         proven: The proven placements along dp and tp, the same on all ranks.
         stated: By axis, the placements that the user states for this site.
+        expected_shape: The sizes of the full tensor; where nothing else is known of an axis, its
+            placement follows from them.
         known: The whole layout, if a DTensor states it.
+        rows_dim: The dim in which data-parallel ranks hold rows.
+        prints: The ranks' values, for the message.
 
     Raises:
         ValueError: the sources contradict each other, or an axis is not known. The same on every
             rank.
     """
-    if expected_shape is not None and len(expected_shape) != len(shapes[0]):
-        raise ValueError(
-            f"{site.name}: expected_shape {expected_shape} has {len(expected_shape)} dims, the "
-            f"tensor has {len(shapes[0])}: local shapes {unique(shapes)}"
-        )
+    check_dims(site.name, expected_shape, shapes)
     layout = known
     if layout is None:
         placed: dict[str, Placement | None] = dict(zip(AXES, proven))
@@ -108,23 +61,46 @@ def resolve(
             placed[axis] = placement
         if placed["tp"] is None and site.parameter.share is not None:
             placed["tp"] = _of_share(*site.parameter.share, placed["dp"], shapes, mesh)
-        unknown = [axis for axis in AXES if placed[axis] is None and _size(mesh, axis) > 1]
-        if unknown:
-            raise ValueError(refusal(site, shapes, mesh, unknown, expected_shape, obstacles or {}))
+        axes = [axis for axis in AXES if placed[axis] is None and _size(mesh, axis) > 1]
+        sized: dict[str, Placement] = {}
+        if axes and expected_shape is not None:
+            pair = stated_by(
+                site.name, expected_shape, shapes, mesh, (placed["dp"], placed["tp"]), rows_dim
+            )
+            by_sizes = dict(zip(AXES, pair))
+            sized = {axis: one for axis in axes if (one := by_sizes[axis]) is not None}
+            placed.update(sized)
+        if unknown := [axis for axis in axes if axis not in sized]:
+            raise ValueError(
+                refusal(site, shapes, mesh, unknown, obstacles or {}, rows_dim, prints, statements)
+            )
         dp, tp = (placed[axis] or Replicate() for axis in AXES)
-        layout = ShardLayout(dp, tp, source=STATED if stated else PROVEN)
+        source = SIZES if sized else STATED if stated else PROVEN
+        layout = ShardLayout(dp, tp, sized_axes=tuple(sized), source=source)
         layout = order_axes(site, layout, mesh, are_both_stated=len(stated) == len(AXES))
     full_shape = _full_shape(site, layout, shapes, mesh)
     for what, sizes in (
         (f"expected_shape {expected_shape} contradicts", expected_shape),
         (f"the stated sizes {site.parameter.sizes} contradict", site.parameter.sizes),
     ):
-        if not _fits(full_shape, sizes):
+        if not fits(full_shape, sizes):
             raise ValueError(
                 f"{site.name}: {what} {layout.source}: the full tensor has shape {full_shape} "
                 f"(layout {layout}, local shapes {unique(shapes)})"
             )
     return layout
+
+
+def gradient_by_sizes(layout: ShardLayout, expected_shape: ExpectedShape) -> dict[str, Placement]:
+    """Return, by axis, how the gradient of a tensor of this layout is placed where only the sizes
+    state it: sharded as the tensor is. Of a replicated tensor it may be replicated or partial.
+    """
+    placed = {"dp": layout.dp, "tp": layout.tp}
+    return {
+        axis: shard
+        for axis, shard in placed.items()
+        if isinstance(shard, Shard) and expected_shape and expected_shape[shard.dim] is not None
+    }
 
 
 def order_axes(site: Site, layout: ShardLayout, mesh: Mesh, are_both_stated: bool) -> ShardLayout:
@@ -220,138 +196,6 @@ def _full_shape(site: Site, layout: ShardLayout, shapes: Sequence[Shape], mesh: 
         else:
             advice = "give the tensor-parallel ranks the same inputs, or hook another module"
         raise LayoutMismatchError(f"{site.name}: {error}; {advice}") from None
-
-
-def refusal(
-    site: Site,
-    shapes: Sequence[Shape],
-    mesh: Mesh,
-    unknown: Sequence[str],
-    expected_shape: ExpectedShape,
-    obstacles: Mapping[str, str],
-) -> str:
-    """Return the message for a tensor with unknown axes, with the call that states its layout."""
-    parts, of_inputs = [], ""
-    for axis in unknown:
-        candidates = _candidates(shapes, mesh, axis)
-        listed = "; or ".join(one[0] for one in candidates) or "split as no shard of one tensor"
-        obstacle = obstacles.get(axis, "")
-        lost = f" (lost at {obstacle})" if obstacle else ""
-        if obstacle.startswith("input "):
-            of_inputs = (
-                "; where ranks are given shards as inputs, state that with flex.annotate_layout("
-                f"re.compile('^$'), kind='forward_pre', {axis}=Shard(...)), index= of which"
-            )
-        parts.append(
-            f"how the tensor is placed over the {AXIS_NAMES[axis]} ranks is not known{lost}; "
-            f"it may be {listed}"
-        )
-    lines = _lines(site, shapes, mesh, unknown, expected_shape)
-    not_enough = (
-        f" (expected_shape {expected_shape} gives sizes, which don't tell the order of the ranks' "
-        "parts)"
-        if expected_shape is not None
-        else ""
-    )
-    return (
-        f"{site.name}: {'; '.join(parts)} (local shapes {unique(shapes)}, {mesh.describe()})"
-        f"{not_enough}; state it before the run with {lines}, from torch.distributed.tensor import "
-        f"Partial, Replicate, Shard{of_inputs}{_uneven(shapes, mesh, unknown)}; "
-        "flex.layouts(why=True) says what could not be followed"
-    )
-
-
-def _uneven(shapes: Sequence[Shape], mesh: Mesh, unknown: Sequence[str]) -> str:
-    """Return the advice for data-parallel ranks whose rows have different lengths."""
-    line = [shapes[place] for place in mesh.ranks_along(("dp",), 0)]
-    if "dp" not in unknown or len({shape[1:] for shape in line}) == 1:
-        return ""
-    return f"; {PAD}"
-
-
-def _lines(
-    site: Site,
-    shapes: Sequence[Shape],
-    mesh: Mesh,
-    unknown: Sequence[str],
-    expected_shape: ExpectedShape,
-) -> str:
-    placed = []
-    for axis in unknown:
-        found = _candidates(shapes, mesh, axis)
-        fitting = [one for one in found if _fits(one[2], expected_shape)]
-        candidates = [placement for _, placement, _ in fitting or found]
-        example = candidates[-1] if candidates else Replicate()
-        if candidates and isinstance(example, Partial):
-            shards = [one for one in candidates if isinstance(one, Shard)]
-            example = (shards[0] if axis == "dp" else shards[-1]) if shards else Replicate()
-        placed.append((axis, text_of(example)))
-    if not site.kind:
-        values = ", ".join(f'"{axis}": {text}' for axis, text in placed)
-        return f"HookFunction(..., placements={{{values}}}), or whichever of these it is"
-    values = ", ".join(f"{axis}={text}" for axis, text in placed)
-    index = f", index={site.index}" if site.index else ""
-    return (
-        f"flex.annotate_layout({site.module!r}, kind={site.kind!r}{index}, {values}), or whichever "
-        "of these it is"
-    )
-
-
-def _fits(full: Shape, expected_shape: ExpectedShape) -> bool:
-    return all(size in (None, own) for size, own in zip(expected_shape or (), full))
-
-
-def _candidates(
-    shapes: Sequence[Shape], mesh: Mesh, axis: str
-) -> list[tuple[str, Placement, Shape]]:
-    """Return the placements along an axis that the local shapes allow, with the full shape
-    of each.
-    """
-    line = [shapes[place] for place in mesh.ranks_along((axis,), 0)]
-    placements: list[Placement] = [Replicate(), *map(Shard, range(len(line[0]))), Partial()]
-    found = []
-    for placement in placements:
-        if not isinstance(placement, Shard) and len(set(line)) > 1:
-            continue
-        try:
-            full = ShardLayout(tp=placement).full_shape(line, 1, len(line))
-        except ValueError:
-            continue
-        found.append((f"{describe(placement)}, in full {full}", placement, full))
-    return found
-
-
-def unique(shapes: Sequence[Shape]) -> str:
-    """Format local shapes for messages."""
-    found = list(dict.fromkeys(map(tuple, shapes)))
-    return str(found[0]) if len(found) == 1 else f"{list(map(tuple, shapes))} by rank"
-
-
-def check_expected_shape(expected_shape: Any) -> ExpectedShape:
-    """Return ``expected_shape`` as a tuple. TypeError or ValueError if it is not one of ints and
-    None.
-    """
-    if expected_shape is None:
-        return None
-    try:
-        sizes: tuple[Any, ...] = tuple(expected_shape)
-    except TypeError:
-        raise TypeError(
-            f"expected_shape must be a tuple of ints and None, got {expected_shape!r}; example: "
-            "(None, None, 4096)"
-        ) from None
-    for size in sizes:
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise TypeError(
-                f"expected_shape must hold ints and None, got {size!r} in {sizes}; example: "
-                "(None, None, 4096)"
-            )
-        if size is not None and size < 0:
-            raise ValueError(
-                f"expected_shape {sizes} has a negative size; write None for a size that is not "
-                "known"
-            )
-    return sizes
 
 
 def differing_axes(layout: ShardLayout, prints: Fingerprints) -> list[str]:

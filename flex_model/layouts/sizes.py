@@ -11,18 +11,16 @@ for each of them. For any other recorder, such as one of a later forward, it is 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
 
-from flex_model.layouts.callers import MASKS, is_called_by_model
 from flex_model.layouts.expressions import OPERATIONS, Expression
 
 _OF_INTEGERS = {"lshift", "rshift", "and", "or", "xor"}
 
 
-#: By recorder; None: for every recorder.
+#: By recorder.
 Expressions = dict[Any, Expression]
 
 
@@ -53,18 +51,11 @@ class _Tagged:
         return other // self, other % self
 
     def __hash__(self) -> int:
-        """Return the hash, and note a conversion: the unsharded program may use another number as a
-        key.
-        """
-        _note(plain(self), self, "__int__")
         return hash(plain(self))
 
 
-#: Called with the plain number to which a size is converted, the size, and the conversion's name.
-on_conversion: list[Callable[[Any, Any, str], None]] = []
-
-#: Called with the name of a comparison, both numbers, and the result.
-on_comparison: list[Callable[[str, Any, Any, bool], None]] = []
+#: Called with the name of a comparison and both numbers.
+on_comparison: list[Callable[[str, Any, Any], None]] = []
 
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "eq": operator.eq,
@@ -75,23 +66,11 @@ COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "ge": operator.ge,
 }
 
-#: Conversions to numbers without an expression (``math.sqrt`` converts to float).
-CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    "__int__": int,
-    "__float__": float,
-    "__round__": round,
-    "__trunc__": math.trunc,
-    "__floor__": math.floor,
-    "__ceil__": math.ceil,
-    "bit_length": int.bit_length,
-}
-
 
 class Size(_Tagged, int):
     """An int with its expressions in sizes and elements of tensors. It pickles as a plain int.
 
-    C code turns it into a plain number without a call of these methods: ``1.0 / size``,
-    ``range(size)``, ``math.log(size)``.
+    C code turns it into a plain number: ``int(size)``, ``range(size)``, ``math.log(size)``.
     """
 
     def __new__(cls, value: int, expressions: Expressions) -> Size:
@@ -131,7 +110,7 @@ def expression_of(value: Any, recorder: Any) -> Expression | None:
     """Return the recorder's expression of a tagged number; None where it has none."""
     if not isinstance(value, _Tagged):
         return None
-    return value.expressions.get(recorder, value.expressions.get(None))
+    return value.expressions.get(recorder)
 
 
 def operand_of(value: Any, recorder: Any) -> Expression:
@@ -152,8 +131,6 @@ def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
         if modulus:
             return pow(int(self), other, *modulus)
         if not isinstance(other, (int, float)):
-            if isinstance(other, (list, tuple, str)):  # a sequence repeated by the size
-                _note(plain(self), self, "__int__")
             return NotImplemented
         if name in _OF_INTEGERS and isinstance(other, float):
             return NotImplemented
@@ -169,53 +146,26 @@ def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
     return method
 
 
-def _note(number: Any, size: Any, conversion: str) -> None:
-    if is_called_by_model():
-        for note in on_conversion:
-            note(number, size, conversion)
-
-
-def _conversion(kind: type, name: str) -> Any:
-    convert = getattr(kind, name)
-
-    def method(self: Any, *args: Any) -> Any:
-        number = convert(self, *args)
-        _note(number, self, name)
-        return number
-
-    return method
-
-
 def _comparison(name: str) -> Any:
     compare = COMPARISONS[name]
 
     def method(self: Any, other: Any) -> Any:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        answer = compare(plain(self), plain(other))
-        if on_comparison and is_called_by_model(but_for=MASKS):
-            for note in on_comparison:
-                note(name, self, other, answer)
-        return answer
+        for note in on_comparison:
+            note(name, self, other)
+        return compare(plain(self), plain(other))
 
     return method
 
 
-for _kind, _type in ((Size, int), (SizeRatio, float)):
+for _kind in (Size, SizeRatio):
     for _name in OPERATIONS:
         if _kind is Size or _name not in _OF_INTEGERS:
             setattr(_kind, f"__{_name}__", _method(_name, reflected=False))
             setattr(_kind, f"__r{_name}__", _method(_name, reflected=True))
     for _name in COMPARISONS:
         setattr(_kind, f"__{_name}__", _comparison(_name))
-    for _name in CONVERSIONS:
-        if hasattr(_type, _name):
-            setattr(_kind, _name, _conversion(_type, _name))
-
-
-def literal(number: int) -> Size:
-    """Tag a number that the unsharded program has, too, whichever size equals it."""
-    return Size(number, {None: ("literal", number)})
 
 
 def tagged(number: Any, expressions: Expressions) -> Any:

@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from flex_model.distributed import placement as placements
 from flex_model.distributed.placement import Placement
+from flex_model.distributed.values import Fingerprints
+from flex_model.layouts.tensor_site import Site
 from flex_model.names import clean
 
 Kind = Literal["forward", "forward_pre", "parameter"]
@@ -185,12 +188,18 @@ def describe(placement: Placement) -> str:
     return "replicated" if isinstance(placement, placements.Replicate) else "a partial sum"
 
 
+def _is_one_number(tensor: Tensor) -> bool:
+    flat = tensor.detach().flatten()
+    return bool((flat == flat[:1]).all())
+
+
 class Statements:
     """All statements that the user of one FlexModel made with ``annotate_layout``."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._statements: list[Statement] = []
+        self._warned: set[str] = set()  # the sites
 
     def __iter__(self) -> Iterator[Statement]:
         return iter(self._statements)
@@ -214,6 +223,54 @@ class Statements:
                         found.append(full)
             elif statement.matches(clean(self._root, name), module):
                 found.append(clean(self._root, name))
+        return found
+
+    def text_of_name(self, kind: Any, name: str) -> str:
+        """Return the pattern, as users write it, that matches this clean name and no other."""
+        if self.names(Statement(name, kind)) == [name]:
+            return repr(name)
+        return f"re.compile({f'^{re.escape(name)}$'!r})"
+
+    def check_parts(
+        self, site: Site, stated: Mapping[str, Placement], prints: Fingerprints, shard: Tensor
+    ) -> None:
+        """Warn, once a site, where parts that the user states to be shards of one tensor are equal
+        on all ranks: a replicated tensor that is taken for shards is too large. Parts that are one
+        number all over (a bias of zeros) show nothing. Local.
+
+        Args:
+            stated: The placements of the tensor that are stated here; those of ``annotate_layout``
+                are added.
+        """
+        placed = {**self.of_site(site), **stated}
+        axes = [
+            axis
+            for axis, placement in placed.items()
+            if isinstance(placement, placements.Shard)
+            and len(prints.mesh.ranks_along((axis,))) > 1
+            and prints.equal_along(axis)
+        ]
+        if not axes or site.name in self._warned or _is_one_number(shard):
+            return
+        self._warned.add(site.name)
+        warnings.warn(
+            f"{site.name}: stated to be {describe(placed[axes[0]])} along {axes[0]}, but the parts "
+            f"of all ranks are equal, bit for bit (shape {tuple(shard.shape)}): if each rank holds "
+            "the whole tensor, it is Replicate()",
+            stacklevel=2,
+        )
+
+    def of_site(self, site: Site) -> dict[str, Placement]:
+        """Return the placements that ``annotate_layout`` states of a site's own tensor."""
+        found: dict[str, Placement] = {}
+        for statement in self._statements:
+            if site.is_gradient or (statement.kind, statement.index) != (site.kind, site.index):
+                continue
+            is_type = isinstance(statement.pattern, type)  # of which the name says nothing
+            names = self.names(statement) if is_type else ()
+            if site.module in names if is_type else statement.matches(site.module, self._root):
+                both = {"dp": statement.dp, "tp": statement.tp}
+                found.update({axis: one for axis, one in both.items() if one is not None})
         return found
 
     def of_parameter(self, name: str, module: nn.Module) -> Statement | None:

@@ -43,8 +43,6 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], tex
         proofs.note_step(value, f"{text} (written through a view)", (old, written))
         gradients.note_made([old, written], [value])
         gradients.note_alias(value)
-        if old in proofs.mixed or written in proofs.mixed:
-            proofs.mixed.add(value)
         place = proofs.zero_slices.get(before)
         of_old = proofs.placements.get(old)
         if same and place is not None and place[0] == old and new == Shard(place[1]):
@@ -61,10 +59,6 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], tex
             moved = _moved(new, dims)
             if moved is not None and moved.dim in proofs.open[old]:
                 proofs.set_placement(value, moved)
-        if gradients.is_scaled(old) or gradients.is_scaled(written):
-            if gradients.is_scaled(old) != gradients.is_scaled(written):
-                proofs.set_placement(value, None)  # numbers and gradients mixed
-            gradients.note_scaled([value])
 
 
 def _dims_of_piece(proofs: AxisProofs, piece: Value, whole: Value) -> tuple[int | None, ...] | None:

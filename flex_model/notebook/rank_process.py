@@ -27,6 +27,7 @@ from flex_model.editing import Edit
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import HookHandle
 from flex_model.inspection import text
+from flex_model.integrations.transformers_private import is_cache
 from flex_model.model import FlexModel
 from flex_model.notebook.wire import MemoryFile, Packer, Parcel, Reference, Unpacker, map_file
 from flex_model.records.store import ActivationStore
@@ -34,7 +35,6 @@ from flex_model.runs.stop_request import STOP_REQUEST
 
 #: Objects that keep state on both sides: the driver's one and its copies on the ranks are the same.
 SHARED = (HookFunction, Edit)
-_CACHES = "transformers.cache_utils"  # whose keys and values are this rank's heads
 _STAYS = (nn.Module, HookHandle, ActivationStore, torch.optim.Optimizer, *SHARED)
 
 
@@ -118,7 +118,7 @@ class RankProcess:
             value, stays = (value.value, True) if isinstance(value, Kept) else (value, False)
             if id(value) in known and known[id(value)][0] == "shared":
                 return known[id(value)]
-            if stays or isinstance(value, _STAYS) or _is_cache(value):
+            if stays or isinstance(value, _STAYS) or is_cache(value):
                 return ("remote", keep(value), kind_of(value), summary(value))
             return None
 
@@ -146,11 +146,6 @@ def _run(request: Request) -> Any:
         if all(type(leaf) in (Tensor, nn.Parameter) for leaf in leaves):
             return result
         return pytree.unflatten([_full(leaf) for leaf in leaves], spec)
-
-
-def _is_cache(value: Any) -> bool:
-    module = sys.modules.get(_CACHES)
-    return module is not None and isinstance(value, module.Cache)
 
 
 def _full(tensor: Tensor) -> Tensor:

@@ -15,13 +15,15 @@ from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.placement import Placement, Replicate, Shape, ShardLayout
+from flex_model.distributed.placement import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.errors import HookError, agreed
 from flex_model.integrations import dtensor, fsdp, layers, offload, quantized
 from flex_model.layouts import resolve
+from flex_model.layouts.expected_shape import check_expected_shape
 from flex_model.layouts.replicas import PendingReplica
 from flex_model.layouts.statements import Statements
-from flex_model.names import clean, find_parameter, shapes_by_name
+from flex_model.layouts.tensor_site import ParameterSources, Site
+from flex_model.names import clean, find_parameter, first_name, shapes_by_name
 from flex_model.records.records import owned_copy
 
 ExpectedShape = Sequence[int | None] | None
@@ -60,6 +62,7 @@ class Parameters:
         self._root = root
         self._communicator = communicator
         self._statements = statements
+        self._compared: set[str] = set()  # parameters whose stated parts were compared
 
     def get(
         self,
@@ -113,7 +116,7 @@ class Parameters:
                 return None
             return self._full(f"{name}.grad", found, gradient, expected_shape, "raw")
 
-    def set(self, name: str, full: Tensor) -> None:
+    def set(self, name: str, full: Tensor, expected_shape: ExpectedShape = None) -> None:
         """Write each rank's shard of ``full`` into the parameter."""
         shown = clean(self._root, name)
         if not isinstance(full, Tensor):
@@ -128,7 +131,7 @@ class Parameters:
                 header, f"a new full value of parameter {shown!r}, of shape {got}"
             )
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
-            local, spec = self._spec(name, found, found.kept, None, use="write")
+            local, spec = self._spec(name, found, found.kept, expected_shape, use="write")
             shape = tuple(local.shape) if spec is None else spec.full_shape
             if got != shape:
                 raise agreed(
@@ -215,12 +218,12 @@ class Parameters:
         """Return this rank's shard and the plan for all ranks; None for a full tensor. ``later``:
         see ``get_on``.
         """
-        expected = resolve.check_expected_shape(expected_shape)
+        expected = check_expected_shape(expected_shape)
         shown = f"parameter {clean(self._root, name)!r}"
         local, packed, problem = self._unpacked(shown, found, tensor, use)
         if packed and use == "values":
             found = replace(found, parameter=local)  # sizes are those of its values
-        site = resolve.Site(
+        site = Site(
             shown,
             clean(self._root, found.full_name),
             "parameter",
@@ -252,9 +255,21 @@ class Parameters:
             known = ShardLayout(dp, tp, source=whole.source)
             by_hand = "tp" not in stated_axes  # FSDP2 splits what the layer split by hand before
             known = replace(known, tp_first=known.splits_one_dim if by_hand else whole.tp_first)
+        prints = None
+        if tp is None and expected is None and len(shapes) > 1:  # for the message
+            table = self._communicator.exchange(values.fingerprint(local)).tolist()
+            prints = values.Fingerprints.of(self._communicator.mesh, table)
         try:
             layout = resolve.resolve(
-                site, shapes, self._communicator.mesh, (dp, tp), {}, expected, known
+                site,
+                shapes,
+                self._communicator.mesh,
+                (dp, tp),
+                {},
+                expected,
+                known,
+                prints=prints,
+                statements=self._statements,
             )
         except (HookError, ValueError) as error:
             raise agreed(error) from None
@@ -268,6 +283,7 @@ class Parameters:
             self._check_replicas(site.name, local.dequantize(), layout, stated_axes, later)
             return local, None
         self._check_replicas(site.name, local, layout, stated_axes, later)
+        self._check_parts(site, local, layout, stated_axes)
         return local, TensorSpec.of(self._communicator, layout, shapes, local.dtype)
 
     def _unpacked(
@@ -318,16 +334,19 @@ class Parameters:
                     )
                 )
 
-    def sources_of(self, name: str) -> resolve.ParameterSources:
-        """Return the placements stated for a parameter, which its gradient shares. Local."""
+    def sources_of(self, name: str) -> tuple[ParameterSources, str]:
+        """Return the placements stated for a parameter, which its gradient shares, and the first
+        name of a tied one. Local.
+        """
         full_name, module, parameter = find_parameter(self._root, name)
-        return self._sources(_Found(full_name, module, parameter, parameter), parameter)
+        sources = self._sources(_Found(full_name, module, parameter, parameter), parameter)
+        return sources, first_name(self._root, name)
 
     @functools.cached_property
     def _states_tensor_parallelism(self) -> bool:
         return layers.states_tensor_parallelism(self._root, self._communicator.mesh)
 
-    def _sources(self, found: _Found, tensor: Any) -> resolve.ParameterSources:
+    def _sources(self, found: _Found, tensor: Any) -> ParameterSources:
         """Return what the tensor, its layer, the user or the framework state of a parameter."""
         mesh, name = self._communicator.mesh, clean(self._root, found.full_name)
         leaf_name = found.leaf_name
@@ -352,7 +371,7 @@ class Parameters:
             tp = tp if "tp" in axes else statement.tp or tp
         share = layers.uneven_share(found.module, leaf_name, found.parameter)
         sizes = None if statement is None else statement.sizes
-        return resolve.ParameterSources((dp, tp), share, sizes)
+        return ParameterSources((dp, tp), share, sizes)
 
     def _stated_axes(self, site: str, tensor: Any) -> frozenset[str]:
         """Return the axes along which a DTensor states its placement."""
@@ -399,6 +418,25 @@ class Parameters:
             return
         table = self._communicator.exchange(values.fingerprint(local)).tolist()
         check(values.Fingerprints.of(self._communicator.mesh, table))
+
+    def _check_parts(
+        self, site: Site, local: Tensor, layout: ShardLayout, stated_axes: frozenset[str]
+    ) -> None:
+        """Warn where stated shards are equal on all ranks. Collective, once a parameter, where only
+        the user states that they are shards.
+        """
+        placed = {"dp": layout.dp, "tp": layout.tp}
+        stated = self._statements.of_site(site) | {axis: placed[axis] for axis in layout.sized_axes}
+        stated = {
+            axis: one
+            for axis, one in stated.items()
+            if axis not in stated_axes and isinstance(one, Shard)
+        }
+        if stated and site.name not in self._compared:
+            self._compared.add(site.name)
+            table = self._communicator.exchange(values.fingerprint(local)).tolist()
+            prints = values.Fingerprints.of(self._communicator.mesh, table)
+            self._statements.check_parts(site, stated, prints, local)
 
     @contextlib.contextmanager
     def _found(

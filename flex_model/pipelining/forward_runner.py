@@ -14,6 +14,7 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.site import Moment
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.integrations import copied
+from flex_model.integrations.transformers_private import with_cache_of
 from flex_model.pipelining.forward_stages import ForwardSchedule, LocalForward
 from flex_model.pipelining.schedule_runner import ScheduleRunner
 from flex_model.pipelining.stage_map import modules_of
@@ -74,6 +75,7 @@ class ForwardRunner(ScheduleRunner):
         # By name: every stage needs the shape of what the first one gets.
         self._signature.bind(*args, **kwargs)
         kwargs = dict(zip(self._signature.parameters, args)) | kwargs
+        kwargs = with_cache_of(list(self._signature.parameters), kwargs)
         return super()._step((), kwargs, *of_step, **more)
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
+from flex_model.integrations.transformers_private import cache_of, pipeline_stage
 from flex_model.pipelining.instrumented_stage import one_forward
 from flex_model.runs.step import MicrobatchState
 from flex_model.runs.until import Site, Until
@@ -27,7 +28,7 @@ class ForwardStage:
     """This rank's stage, with the attributes of torch's stages."""
 
     def __init__(self, model: Any) -> None:
-        place = model._pp_stage
+        place = pipeline_stage(model)
         self.submod, self.place = model, place
         self.stage_index, self.num_stages = place.pp_rank, place.pp_size
         self.is_first, self.is_last = place.pp_is_first_stage, place.pp_is_last_stage
@@ -202,7 +203,7 @@ def _check_cache(kwargs: dict[str, Any]) -> None:
     """ValueError for a forward that continues from a cache where later stages would compute other
     positions or another mask: transformers asks the cache about layer 0, which they don't have.
     """
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    cache, mask = cache_of(kwargs), kwargs.get("attention_mask")
     if cache is None or not cache.get_seq_length():
         return
     inputs = kwargs.get("inputs_embeds")

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.stage import _RecvInfo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
-from flex_model.integrations import cut
+from flex_model.integrations import cut, torch_pipelining
+from flex_model.integrations.torch_pipelining import to_meta
 from flex_model.pipelining.own_tensor import OwnTensor
 from flex_model.pipelining.row_proofs import StageRecording
-from flex_model.pipelining.stages import accepted_kwargs, is_traced
+from flex_model.pipelining.stages import accepted_kwargs
 from flex_model.runs.step import MicrobatchState
 from flex_model.runs.until import Site, Until
 
@@ -32,8 +32,7 @@ _REPLACED = (
     "scale_grads",
     "get_local_bwd_output",
     "set_local_bwd_input",
-    "_get_init_p2p_neighbors_ops",
-    "_validate_fwd_input",
+    "_validate_fwd_input",  # torch 2.11 has it
 )
 
 
@@ -49,7 +48,12 @@ class InstrumentedStage:
         self._recording: StageRecording | None = None
         self._failed: set[int] = set()  # micro-batches that continue with zeros
         self._num_backwards = 0
-        self._shapes_are_inferred = False
+        #: The inputs and outputs that the user made the stage for, on meta; None: it takes any.
+        self.stated_shapes = torch_pipelining.stated_shapes(stage)
+        self._inputs, self._outputs = self.stated_shapes or ((), ())
+        self._before = {
+            name: vars(stage)[name] for name in torch_pipelining.STATE if name in vars(stage)
+        }
         # DDP and FSDP reduce gradients after a whole backward only: where a zero-bubble schedule
         # splits it, torch leaves some gradients out of the reduction.
         self._may_split_backward = not any(
@@ -63,8 +67,7 @@ class InstrumentedStage:
         """Leave the stage as it was."""
         for name in _REPLACED:
             vars(self.stage).pop(name, None)
-        if self._shapes_are_inferred:
-            vars(self.stage).update(inputs_meta=None, _outputs_meta=None)
+        vars(self.stage).update(self._before)
 
     def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
         """Begin a step.
@@ -88,29 +91,14 @@ class InstrumentedStage:
         self, number: int, has_backward: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Make the buffers of torch's stage for a step of ``number`` micro-batches."""
-        stage = self.stage
-        stage.has_backward = has_backward
-        stage.args_recv_info.clear()
-        stage.grad_recv_info.clear()
-        # Torch prepares a stage once, and has no method that undoes it.
-        vars(stage).update(act_send_info={}, grad_send_info=None, chunks=number)
-        if is_traced(stage):
-            vars(stage).update(_outputs_meta=None)
-        stage._prepare_forward_infra(number, args if stage.is_first else (), kwargs)
-        if is_traced(stage):  # contiguous, as `sendable` makes them
-            vars(stage).update(_outputs_meta=tuple(map(to_meta, stage._outputs_meta)))
-        if has_backward:
-            stage._prepare_backward_infra(number)
-
-    @property
-    def fixed_inputs(self) -> tuple[Tensor, ...] | None:
-        """The inputs that the user made the stage for; None: it takes any."""
-        return None if self._shapes_are_inferred else self.stage.inputs_meta
+        shapes = self._inputs, self._outputs
+        torch_pipelining.prepare(self.stage, number, has_backward, *shapes, args, kwargs)
+        if torch_pipelining.is_traced(self.stage):
+            self._outputs = torch_pipelining.outputs_of_graph(self.stage)
 
     def set_shapes(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         """Set the shapes of its inputs and outputs, in place of torch's own inference."""
-        vars(self.stage).update(inputs_meta=inputs, _outputs_meta=outputs)
-        self._shapes_are_inferred = True
+        self._inputs, self._outputs = inputs, outputs
 
     def accepted(self, kwargs: dict[str, Any] | None) -> dict[str, Any]:
         """Return those of the step's keyword arguments that this stage takes."""
@@ -152,6 +140,7 @@ class InstrumentedStage:
                         return output
             except BaseException as error:
                 self._fail(fwd_chunk_id, error)
+            torch_pipelining.drop_received(self.stage.args_recv_info, fwd_chunk_id)
             return self._make_zero_output(fwd_chunk_id, save_forward_output)
 
     def _keep_tensors(self, microbatch: int, of_step: Sequence[Any]) -> None:
@@ -159,11 +148,13 @@ class InstrumentedStage:
         After a backward torch sets their gradients to None, which those of the step's own inputs
         (``of_step``) are to keep.
         """
-        cache, own = self.stage.fwd_cache, set(map(id, of_step))
-        outputs, inputs = cache[microbatch]
-        tensors = [value for value in inputs if isinstance(value, Tensor)]
-        kept = [value.detach() if id(value) in own else value for value in tensors]
-        cache[microbatch] = outputs, kept
+        own = set(map(id, of_step))
+
+        def keep(inputs: list[Any]) -> list[Tensor]:
+            tensors = [value for value in inputs if isinstance(value, Tensor)]
+            return [value.detach() if id(value) in own else value for value in tensors]
+
+        torch_pipelining.keep_inputs(self.stage, microbatch, keep)
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         core = self._core
@@ -204,11 +195,9 @@ class InstrumentedStage:
             full_backward=full_backward,
             last_backward=last_backward,
         ):
-            stage.fwd_cache.pop(bwd_chunk_id, None)
-            stage.bwd_cache[bwd_chunk_id] = tuple(
-                torch.zeros_like(info.buffer) if isinstance(info, _RecvInfo) else None
-                for info in stage.args_recv_info[bwd_chunk_id]
-            )
+            torch_pipelining.drop_forward(stage, bwd_chunk_id)
+            torch_pipelining.drop_received(stage.grad_recv_info, bwd_chunk_id)
+            stage.bwd_cache[bwd_chunk_id] = torch_pipelining.zero_gradients(stage, bwd_chunk_id)
             stage.dw_runner[bwd_chunk_id] = lambda: None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -243,11 +232,6 @@ class InstrumentedStage:
         there before the step.
         """
 
-    def get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Leave out transfers of a rank to itself (V schedules), which gloo can't do."""
-        operations = self._of_torch("_get_init_p2p_neighbors_ops")
-        return [op for op in operations if op.group_peer != self.stage.group_rank]
-
     def validate_fwd_input(self, args: Any, kwargs: Any) -> None:
         """Do nothing: all ranks agreed on the inputs before the step."""
 
@@ -269,10 +253,10 @@ class InstrumentedStage:
                 device=stage.device,
                 requires_grad=stage.has_backward and meta.dtype.is_floating_point,
             )
-            for meta in stage.get_outputs_meta()
+            for meta in self._outputs
         )
         output = outputs[0] if len(outputs) == 1 else outputs
-        stage.fwd_cache[microbatch] = (outputs, [])
+        torch_pipelining.keep_outputs(stage, microbatch, outputs)
         if stage.is_last and save_forward_output:
             stage.output_chunks.append(output)
         return output
@@ -310,11 +294,6 @@ def one_forward(until: Until | None, root: nn.Module) -> Iterator[None]:
     cut.clean_up(root)
     if not until.is_reached:
         raise RuntimeError(cut.not_reached(None))
-
-
-def to_meta(tensor: Tensor) -> Tensor:
-    """Return a contiguous meta tensor of the same shape and dtype."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def sendable(output: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import nn
+
+from flex_model.integrations.transformers_private import stand_ins
 
 
 class PassThrough(nn.Module):
@@ -27,6 +28,4 @@ class PassThrough(nn.Module):
 
 def is_stand_in(module: nn.Module) -> bool:
     """Return whether the module stands in for one that another stage has: ours or transformers'."""
-    of_transformers = sys.modules.get("transformers.distributed.pipeline_parallel")
-    kinds = (of_transformers.PipelineIdentityLayer,) if of_transformers else ()
-    return isinstance(module, (PassThrough, *kinds))
+    return isinstance(module, (PassThrough, *stand_ins()))

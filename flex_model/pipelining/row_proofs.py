@@ -1,6 +1,5 @@
 """Proves which rows of the batch the tensors of a step's micro-batches have: their operations are
-recorded while the step runs, and tensors are placed over micro-batches as over data-parallel ranks
-whose batches differ in length.
+recorded while the step runs, and each micro-batch is followed alone, as a data-parallel rank is.
 
 Sizes and values prove nothing: a tensor may be as long as a micro-batch and have no rows, have the
 rows in another order, or be the same in micro-batches that are alike.
@@ -14,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
@@ -23,11 +21,9 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import ModuleSite
 from flex_model.integrations import compiled
 from flex_model.layouts import follow
-from flex_model.layouts.alignment import align
-from flex_model.layouts.expressions import Expression, leaves
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.module_buffers import Buffers
-from flex_model.layouts.operation_log import Chunk, Entry, Value
+from flex_model.layouts.operation_log import Chunk, Value
 from flex_model.layouts.placement_encoding import encode
 from flex_model.layouts.proofs import AxisProofs
 from flex_model.selection import Select
@@ -87,8 +83,6 @@ class StageRecording:
         registrations: The hooks at modules of this rank: those that record, and those that edit.
         dims: How the step's inputs are split into micro-batches.
         is_first: Whether the stage gets the step's positional inputs, not another stage's outputs.
-        is_always: Whether every step is recorded, since the model's path depends on values: one
-            that the rows of a micro-batch select is none that the whole batch would take.
     """
 
     def __init__(
@@ -100,17 +94,15 @@ class StageRecording:
         dims: InputDims,
         is_first: bool,
         number: int,
-        is_always: bool = False,
     ) -> None:
         self._core = core
         modules = set(root.modules())
-        self._has_fsdp = any(isinstance(module, FSDPModule) for module in modules)
         self._sites = {  # of this stage, by hook
             registration: [site for site in registration.places if site.module in modules]
             for registration in registrations
         }
         self._dims, self._is_first, self._number = dims, is_first, number
-        self._buffers, self._trusts_conditions = buffers, not is_always
+        self._buffers = buffers
         self._microbatches: dict[int, _Microbatch] = {}
 
     def run(
@@ -180,10 +172,7 @@ class StageRecording:
         done = [one for one in recorded if one is not None]
         if len(done) < self._number:  # it failed, or the step ended before this stage
             return {}, []
-        if any(_answers(one.chunk) != _answers(done[0].chunk) for one in done):
-            branched = BatchRows(None, "a branch on values, which not all micro-batches take")
-            return dict.fromkeys((one.index for one in self._sites), branched), []
-        proofs = self._prove(done, received)
+        proofs = [self._follow(_with_received(one, received)) for one in done]
         found = {
             registration.index: _rows_in_calls(
                 proofs, [one.of_hooks[registration.index] for one in done], registration.select
@@ -194,29 +183,9 @@ class StageRecording:
         sent = [_rows(proofs, values).placement for values in zip(*(one.sent for one in done))]
         return found, list(map(encode, sent))
 
-    def _prove(
-        self, microbatches: Sequence[_Microbatch], received: Sequence[Any]
-    ) -> list[AxisProofs]:
-        """Infer placements, by micro-batch: from what all of them ran, so that a number, a path or
-        a tensor that is one micro-batch's own proves nothing.
-
-        There are two exceptions: a micro-batch whose rows have no padding may have no masks, and
-        FSDP gathers parameters in some micro-batches only. Then it is as if all micro-batches ran
-        what this one ran, of its sizes.
-        """
-        chunks = [_with_received(one, received) for one in microbatches]
-        masks = [_answers_of_masks(one) for one in chunks]
-        may_differ = self._has_fsdp or any(one != masks[0] for one in masks)
-        if may_differ and not any(map(_reads_elements, chunks)):
-            own = _without_own_numbers(chunks)
-            return [self._follow([one] * self._number) for one in own]
-        return [self._follow(chunks)] * self._number
-
-    def _follow(self, chunks: Sequence[Chunk]) -> AxisProofs:
-        tp_size = self._core.mesh.tp_size
-        proofs = AxisProofs(_AXIS, self._number, tp_size, self._trusts_conditions)
-        proofs.ignore_collectives()
-        proofs.follow(chunks)
+    def _follow(self, chunk: Chunk) -> AxisProofs:
+        proofs = AxisProofs(_AXIS, self._number, self._core.mesh.tp_size)
+        proofs.follow([chunk] * self._number)
         return proofs
 
 
@@ -228,79 +197,6 @@ def _with_received(microbatch: _Microbatch, received: Sequence[Any]) -> Chunk:
             name, _, *rest = chunk.sources[value]
             chunk.sources[value] = (name, (placement, None), *rest)
     return chunk
-
-
-def _without_own_numbers(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return the chunks, where nothing is known of the results of operations to which micro-batches
-    passed the same tensors and different numbers.
-    """
-    found: list[list[Any]] = [[] for _ in chunks]
-    places = [{id(entry): i for i, entry in enumerate(one.entries)} for one in chunks]
-    ends = [0] * len(chunks)
-    for entries in align([one.entries for one in chunks]):
-        passed = [_passed(entry) for entry in entries if entry[0] == "op"]
-        differ = len(set(passed)) > 1 and len({_values(one) for one in passed}) == 1
-        for i, entry in enumerate(entries if differ else ()):
-            end = places[i][id(entry)] + 1
-            lost = ("invalidated", tuple(output[0] for output in entry[4]))
-            found[i] += [*chunks[i].entries[ends[i] : end], lost]
-            ends[i] = end
-    return [
-        Chunk([*kept, *one.entries[end:]], one.sources)
-        for kept, one, end in zip(found, chunks, ends)
-    ]
-
-
-def _passed(operation: Entry) -> Any:
-    """Return the arguments of an operation, without the sizes of tensors."""
-    return _plain(operation[2]), _plain(operation[3])
-
-
-def _plain(arguments: Any) -> Any:
-    if not isinstance(arguments, tuple):
-        return arguments
-    if arguments and arguments[0] == "t":
-        return "t", arguments[1]
-    return tuple(map(_plain, arguments))
-
-
-def _values(arguments: Any) -> tuple[Value, ...]:
-    """Return the values of the tensors in what ``_passed`` returns."""
-    if not isinstance(arguments, tuple):
-        return ()
-    if arguments and arguments[0] == "t":
-        return (arguments[1],)
-    return tuple(value for one in arguments for value in _values(one))
-
-
-def _answers_of_masks(chunk: Chunk) -> list[Any]:
-    """Return the answers to conditions on values on which the making of masks branches."""
-    return [entry[2] for entry in chunk.entries if entry[0] == "condition" and entry[3]]
-
-
-def _reads_elements(chunk: Chunk) -> bool:
-    """Return whether elements became plain numbers, on which the model may branch unseen."""
-    return any(
-        entry[0] == "read"
-        or (entry[0] == "number" and any(leaf[0] == "read" for leaf in leaves(entry[2])))
-        for entry in chunk.entries
-    )
-
-
-def _answers(chunk: Chunk) -> list[Any]:
-    """Return the answers to conditions on values, on which the model may branch."""
-    found = []
-    for kind, *entry in chunk.entries:
-        if kind == "condition" and not entry[2]:
-            found.append(entry[1])
-        elif kind == "compared" and any(leaf[0] == "read" for leaf in _leaves_of(entry)):
-            found.append(entry[3])
-    return found
-
-
-def _leaves_of(comparison: Sequence[Any]) -> set[Expression]:
-    _, own, other, *_ = comparison
-    return {*leaves(own), *leaves(other)}
 
 
 def _note_at(

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import schedules
 from torch.utils import _pytree as pytree
 
 from flex_model.hooks.core import HookCore
+from flex_model.integrations import torch_pipelining
 from flex_model.pipelining.instrumented_stage import InstrumentedStage
 from flex_model.runs.step import MicrobatchState
 
@@ -62,15 +63,20 @@ class LocalSchedule:
         vars(self._schedule).update(self._before)
 
     def check_inputs(self, kwargs: dict[str, Any]) -> None:
-        """Do nothing: ``step_plan`` checks what a schedule's steps need."""
+        """ValueError for an argument of torch's own ``step`` that steps with hooks don't have."""
+        other = set(torch_pipelining.own_arguments(self._schedule)) & set(kwargs)
+        if other:
+            raise ValueError(
+                f"step() got {', '.join(sorted(other))}, which steps with hooks don't take; give "
+                "the whole batch, target=, losses= and return_outputs=, or restore() the FlexModel"
+            )
 
     def connect(self, number: int, has_backward: bool, args: Any, kwargs: Any) -> None:
         """Make the buffers for a step of ``number`` micro-batches; the stages' shapes are known.
         Collective over the pipeline the first time.
         """
         if not self._is_connected:
-            operations = [op for s in self.instrumented for op in s.get_init_p2p_neighbors_ops()]
-            schedules._wait_batch_p2p(schedules._batch_p2p(operations))
+            torch_pipelining.connect(self._schedule, self.stages)
             self._is_connected = True
         for stage in self.instrumented:
             stage.prepare(number, has_backward, args, kwargs)

@@ -22,9 +22,9 @@ from flex_model.distributed.tensor_dicts import (
     describe,
     exchange_json,
 )
-from flex_model.pipelining.instrumented_stage import InstrumentedStage, sendable, to_meta
+from flex_model.integrations.torch_pipelining import is_traced, to_meta
+from flex_model.pipelining.instrumented_stage import InstrumentedStage, sendable
 from flex_model.pipelining.local_pipeline import LocalPipeline
-from flex_model.pipelining.stages import is_traced
 
 
 def infer_shapes(
@@ -129,9 +129,10 @@ def _output_shapes(
     if is_traced(stage.stage):
         return _output_shapes_of_traced(stage.stage, tensors)
     metas = tuple(map(to_meta, tensors))
-    if stage.fixed_inputs is not None:
-        _check_equal("input_args", stage.fixed_inputs, metas)
-        return describe(stage.stage.get_outputs_meta())
+    if stage.stated_shapes is not None:
+        stated_inputs, stated_outputs = stage.stated_shapes
+        _check_equal("input_args", stated_inputs, metas)
+        return describe(stated_outputs)
     inputs = pytree.tree_map_only(Tensor, torch.zeros_like, inputs)
     outputs = _run(stage.stage.submod, inputs, kwargs)
     if isinstance(outputs, Tensor):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import describe, from_rank
-from flex_model.layouts.resolve import ParameterSources
 from flex_model.layouts.statements import Statements
+from flex_model.layouts.tensor_site import ParameterSources
 from flex_model.names import find_parameter, shapes_by_name
 from flex_model.parameters.full import ExpectedShape, Parameters
 from flex_model.pipelining.agreement import gather_checked
@@ -45,8 +45,10 @@ class StageParameters:
         """Return a full parameter that was kept for this step, on a device. Local."""
         return self._full[name].to(device)
 
-    def sources_of(self, name: str) -> ParameterSources:
-        """Return the placements stated for a parameter, by the first stage that has it. Local."""
+    def sources_of(self, name: str) -> tuple[ParameterSources, str]:
+        """Return the placements stated for a parameter, by the first stage that has it, and its
+        first name there. Local.
+        """
         for index, module in self._modules.items():
             with contextlib.suppress(ValueError):
                 find_parameter(module, name)
@@ -101,7 +103,7 @@ class PipelineParameters:
         """Keep the full parameters that hooks of the next step named, whichever stage has them."""
         self._local.keep({name: self.get(name) for name in dict.fromkeys(names)})
 
-    def set(self, name: str, full: Tensor) -> None:
+    def set(self, name: str, full: Tensor, expected_shape: ExpectedShape = None) -> None:
         """Write the full parameter on all stages that have it, under whatever name."""
         held = [
             (stage, other)
@@ -112,7 +114,7 @@ class PipelineParameters:
         def write() -> None:
             for stage, other in held:
                 if stage in self._local.by_stage:
-                    self._local.by_stage[stage].set(other, full)
+                    self._local.by_stage[stage].set(other, full, expected_shape)
 
         gather_checked(self._world, f"a new value of parameter {name!r}", write)
 

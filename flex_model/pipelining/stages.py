@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from flex_model.integrations.torch_pipelining import is_traced
 from flex_model.names import clean, find_module
 from flex_model.pipelining.pass_through import is_stand_in
 
@@ -74,11 +75,6 @@ def _add_stage_prefix(root: LocalStages, state_dict: dict[str, Any], prefix: str
     for old in found.values():
         state_dict.pop(old, None)
     state_dict.update(values)
-
-
-def is_traced(stage: Any) -> bool:
-    """Return whether torch's tracer made the stage, so that its shapes are fixed."""
-    return hasattr(stage, "pipe_info")
 
 
 def describe_stage(stage: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.placement import Placement
 from flex_model.distributed.tensor_dicts import describe, from_rank, gather_to_first
-from flex_model.layouts.resolve import ExpectedShape
+from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.row_proofs import BatchRows
 

@@ -56,7 +56,6 @@ class StepRows:
                 plan.input_dims,
                 of_torch.is_first,
                 plan.number,
-                self._is_always,
             )
             self._recordings[stage.index] = recording
             stage.record(recording)

@@ -17,7 +17,7 @@ from flex_model.distributed.placement import Replicate, Shard
 from flex_model.errors import HookError
 from flex_model.hooks import save_ctx
 from flex_model.hooks.registration import Registration
-from flex_model.layouts.resolve import ExpectedShape
+from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.pipelining import microbatches, step_records
 from flex_model.pipelining.agreement import gather_checked
 from flex_model.pipelining.gradients import Gradients

@@ -54,6 +54,7 @@ def owned_copy(tensor: Tensor) -> Tensor:
 
 
 Resolve = Callable[..., TensorSpec]  # see `Records.join`
+OnFailure = Callable[["Registration", Exception], None]
 
 
 class Records:
@@ -63,6 +64,10 @@ class Records:
     record is a ``RecordShard``. In a pipeline it is the stages' own, on rank 0 of each stage; its
     keys name the stage and micro-batch of a list, and ``flex_model.pipelining`` merges the lists
     into the user's.
+
+    Args:
+        on_failure: Called with the hook of a record whose layout is not known, and the error,
+            instead of raising that; such a record is not delivered.
 
     Attributes:
         keeps_parts: Whether records are for a store, each rank's own shard.
@@ -76,8 +81,10 @@ class Records:
         communicator: Communicator,
         output_ranks: str,
         step: MicrobatchState | None = None,
+        on_failure: OnFailure | None = None,
     ) -> None:
         self.output_ptr = output_ptr
+        self._on_failure = on_failure
         self._ranks = output_ranks
         self._communicator = communicator
         self.keep_parts(False)
@@ -230,13 +237,13 @@ class Records:
             replicas.compare(self._communicator, compared)
             if pending:
                 key = (header.site, *(size for other in headers for size in other.shape))
-                specs = self._check_specs(pending, self._tensors_of_all(key, local), resolve)
+                found = self._check_specs(pending, self._tensors_of_all(key, local), resolve)
                 self._communicator.meter.turn_to(header.site)
                 deliver = self._deliver_to_all if self.on_all_ranks else self._deliver_to_first
                 if self.keeps_parts:
                     deliver = self._keep_parts
                 with torch.inference_mode(False), torch.no_grad():  # records are plain tensors
-                    deliver(pending, specs)
+                    deliver(*found)
             self._fill_whole(context.pending_fulls)
         except BaseException:
             self.forget(context)
@@ -268,8 +275,9 @@ class Records:
         pending: list[PendingRecord],
         per_rank: list[list[tuple[torch.dtype, Shape]]],
         resolve,
-    ) -> list[TensorSpec]:
-        specs = []
+    ) -> tuple[list[PendingRecord], list[TensorSpec]]:
+        """Return the records to deliver, and how each is gathered."""
+        known, specs = [], []
         for record, *tensors in zip(pending, *per_rank):
             if len({(dtype, len(shape)) for dtype, shape in tensors}) > 1:
                 own = tensors[self._communicator.mesh.group_rank]
@@ -281,7 +289,13 @@ class Records:
             snapshot = record.snapshot
             snapshot.wait()
             shard = snapshot.tensor
-            spec = resolve(record.call, shapes, shard.dtype, record.known, shard)
+            try:
+                spec = resolve(record.call, shapes, shard.dtype, record.known, shard)
+            except ValueError as error:
+                if self._on_failure is None:
+                    raise
+                self._on_failure(record.call.registration, error)
+                continue
             self._communicator.meter.turn_to(record.call.registration.site)
             self.note_lengths(record.call, spec)
             if spec.padding is not None:
@@ -291,9 +305,10 @@ class Records:
             if spec.layout.partial_axes:  # reducing needs the same device type on all ranks
                 self._snapshots.to_cpu([snapshot])
                 snapshot.change(lambda shard, spec=spec: spec.cast(spec.summed(shard)))
+            known.append(record)
             specs.append(spec)
-        self._compare_replicas(pending, specs)
-        return specs
+        self._compare_replicas(known, specs)
+        return known, specs
 
     def _compare_replicas(self, pending: list[PendingRecord], specs: list[TensorSpec]) -> None:
         """Check that ranks hold equal values where the layout is Replicate, by proof, statement or

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.errors import HookError, agreed
+from flex_model.errors import HookError, agreed, is_agreed
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.tracking import Tracking
 from flex_model.records.records import Records
@@ -104,6 +104,8 @@ class BackwardPasses:
                     session.end_backward(run.entry)
             except BaseException as error:
                 self._tracking.forget()
+                if isinstance(error, HookError) or is_agreed(error):
+                    self._runs.drop_gradients(run)
                 self._runs.interrupted(error)
                 raise
 

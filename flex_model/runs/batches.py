@@ -11,6 +11,7 @@ import contextlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.evidence import Forward
 from flex_model.hooks.random_state import renew_seed, seed_of_state
 from flex_model.hooks.table import EVERYTHING, Choice
-from flex_model.runs.lifecycle import OutermostRun
+from flex_model.runs.outermost import OutermostRun
 from flex_model.runs.run import Run, Turns
 
 T = TypeVar("T")
@@ -136,7 +137,8 @@ class BatchRuns:
         """Run ``call`` as this batch. Use it once, after ``resume``. Collective where hooks are
         active.
         """
-        with OutermostRun(self._core.runs, self._choice) as run:
+        runs = self._core.runs
+        with OutermostRun(partial(runs.begin, self._choice), runs.end) as run:
             run.serve_batch(batch.index, batch.save_ctx, batch.seed, self._turns)
             result = call()
             before = torch.default_generator.get_state()

@@ -10,6 +10,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,32 +33,13 @@ from flex_model.records.records import Records, Resolve
 from flex_model.records.store.activation_store import ActivationStore
 from flex_model.records.store.session import Session
 from flex_model.runs.backward_watch import BackwardWatch
+from flex_model.runs.outermost import OutermostRun
 from flex_model.runs.remembered_runs import RememberedRuns, in_backward
 from flex_model.runs.run import Run, next_sequence
 from flex_model.runs.step import MicrobatchState
 from flex_model.runs.stop_request import STOP_REQUEST
 
 _GRADIENTS = ("full_backward", "full_backward_pre", "tensor")
-
-
-class OutermostRun:
-    """A context manager for one outermost run. Not a generator's: a Ctrl-C between its entry and
-    the body would leave the run open.
-    """
-
-    __slots__ = ("_choice", "_run", "_runs")
-
-    def __init__(self, runs: Runs, choice: Choice) -> None:
-        self._runs, self._choice = runs, choice
-
-    @outside_graphs
-    def __enter__(self) -> Run:
-        self._run = self._runs.begin(self._choice)
-        return self._run
-
-    @outside_graphs
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._runs.end(self._run, error)
 
 
 class Runs:
@@ -300,7 +282,11 @@ class Runs:
         """Return a context in which all calls of the model are one run with these hooks, or a part
         of the run that goes on.
         """
-        return self._chosen(choice) if self.is_inside else OutermostRun(self, choice)
+        return (
+            self._chosen(choice)
+            if self.is_inside
+            else OutermostRun(partial(self.begin, choice), self.end)
+        )
 
     @contextlib.contextmanager
     @between_graphs
@@ -373,8 +359,9 @@ class Runs:
             elif run.hooks_seen:
                 self.deliver(run, "end of the run")
                 self._batch_ended()
-        except BaseException:
+        except BaseException as raised:
             self._batch_failed()
+            self._drop_records(run, raised)
             raise
         finally:
             self._close(run)
@@ -433,9 +420,22 @@ class Runs:
         self._table.set_in_run(False)
         self._table.choose(self.default_choice, self._table.choices[1])
 
+    def _drop_records(self, run: Run, error: BaseException) -> None:
+        """Drop the records of a run in which a hook failed. The model's own failure leaves those
+        that are complete.
+        """
+        if isinstance(error, HookError) or is_agreed(error):
+            self._table.clear_records(frozenset(run.hooks_seen))
+
+    def drop_gradients(self, run: Run) -> None:
+        """Drop the records of a run's gradients, where a hook failed in its backward. Local."""
+        gradients = {r.index for r in self._table.registrations if r.kind in _GRADIENTS}
+        self._table.clear_records(run.active & gradients)
+
     def _fail(self, run: Run, error: BaseException) -> None:
         self._batch_failed()
         self._records.forget(run)
+        self._drop_records(run, error)
         self._table.forget_calls()
         if self._sent_to_all is not None:
             self._sent_to_all.forget()

@@ -1,4 +1,6 @@
-"""Torch's hooks of the wrapped module itself: begin and end of its forwards."""
+"""Torch's hooks of the wrapped module itself: begin and end of its forwards. Where it is a wrapper
+(DDP, FSDP1), the module inside has them, too: its own methods, such as ``generate``, call that.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from torch import nn
 from flex_model.hooks.own_batch import OwnBatch
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Tracking
-from flex_model.integrations import compiled
+from flex_model.integrations import compiled, continuous_batching
+from flex_model.names import wrapped_chain
 from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.graphs import Graphs
 from flex_model.runs.lifecycle import Runs
@@ -38,10 +41,10 @@ class RootHooks:
         watch: BackwardWatch,
         watches: bool,
     ) -> None:
-        self._module, self.runs, self._table, self._tracking = module, runs, table, tracking
+        self._root, self.runs, self._table, self._tracking = module, runs, table, tracking
         self._own_batch = own_batch
         self._graphs, self._watch, self._watches = graphs, watch, watches
-        self._handles: list[Any] = []
+        self._hooked: dict[nn.Module, tuple[Any, Any]] = {}
 
     def install(self) -> None:
         """Register the hooks, outside of all others on the module; do nothing if they are there."""
@@ -50,30 +53,35 @@ class RootHooks:
         self.remove()
         # `begin` runs before all other hooks of the root, `end` after them: hooks on the root
         # itself run inside
-        self._handles = [
-            self._module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True),
-            self._module.register_forward_hook(self.end, always_call=True),
-        ]
+        for module in wrapped_chain(self._root):
+            self._hooked[module] = (
+                module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.end, always_call=True),
+            )
 
     def _are_outermost(self) -> bool:
-        if not self._handles:
-            return False
-        first, last = self._module._forward_pre_hooks, self._module._forward_hooks
-        begin, end = self._handles
-        return next(iter(first), None) == begin.id and next(reversed(last), None) == end.id
+        return bool(self._hooked) and all(
+            next(iter(module._forward_pre_hooks), None) == begin.id
+            and next(reversed(module._forward_hooks), None) == end.id
+            for module, (begin, end) in self._hooked.items()
+        )
 
     def remove(self) -> None:
         """Remove the hooks; do nothing if there are none."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for begin, end in self._hooked.values():
+            begin.remove()
+            end.remove()
+        self._hooked.clear()
 
     @compiled.outside_graphs
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Begin a forward: torch's hook."""
-        if module is not self._module:  # a copy, which was copied with its hooks
+        if module not in self._hooked:  # a copy, which was copied with its hooks
+            return
+        if kwargs is None:  # removed since torch has listed the hooks of this call
             return
         self.runs.check_entry()
+        continuous_batching.check_arguments(kwargs, bool(self._table.active))
         if not in_backward():
             self.runs.begin_direct()
             hooks = self._table.active_hooks
@@ -83,7 +91,7 @@ class RootHooks:
     @compiled.outside_graphs
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """End a forward, also one that failed: torch's hook."""
-        if module is not self._module:
+        if module not in self._hooked:
             return
         run = self.runs.current
         if run is None or in_backward() or self.runs.refusal():
@@ -104,6 +112,6 @@ class RootHooks:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            f"a {type(self._module).__name__} with hooks of a FlexModel can't be pickled; save its "
+            f"a {type(self._root).__name__} with hooks of a FlexModel can't be pickled; save its "
             "state_dict(), or the model after flex.restore()"
         )

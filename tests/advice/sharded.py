@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import models
@@ -80,14 +80,31 @@ def of_a_parameter(is_stated):
     flex.restore()
 
 
-def unknown_layout(is_stated):
+def unknown_layout():
     flex = by_hand(HookFunction("fc1"))
-    if is_stated:
-        flex.annotate_layout("fc1", kind="forward", tp=Shard(1))
     flex(BATCH)
-    if dist.get_rank() == 0:
-        assert flex.output_ptr["fc1"][0].shape == (4, 8)
-    flex.restore()
+
+
+def each_line():
+    """Every line of the message can be executed; the right one, which is the first, gives the
+    record of the whole model.
+    """
+    with by_hand(HookFunction("fc1")) as flex:
+        try:
+            flex(BATCH)
+        except ValueError as error:
+            lines = [line.strip() for line in str(error).splitlines()[1:-1]]
+    assert len(lines) == 4 and "tp=Shard(1)" in lines[0]
+    shapes = []
+    for line in lines:
+        names = {"Partial": Partial, "Replicate": Replicate, "Shard": Shard}
+        with by_hand(HookFunction("fc1")) as flex:
+            exec(line, {"flex": flex, **names})
+            if "Replicate" in line:
+                continue  # whose values differ
+            flex(BATCH)
+            shapes += [tuple(one.shape) for one in flex.output_ptr.get("fc1", [])]
+    assert shapes == ([(4, 8), (8, 4), (4, 4)] if dist.get_rank() == 0 else [])
 
 
 class Unknown(nn.Module):
@@ -303,8 +320,8 @@ TWO_RANKS = [
     ),
     Row(
         "; state it before the run with",
-        lambda: unknown_layout(is_stated=False),
-        lambda: unknown_layout(is_stated=True),
+        unknown_layout,
+        each_line,
     ),
     Row(
         "or that the mean is right with",

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flex_model._C import GatherPlan
-from flex_model.compat import expected_sizes
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shard, ShardLayout
 
@@ -275,32 +274,3 @@ def test_mesh_order_is_pp_dp_tp_with_tp_fastest():
     assert mesh.coordinates == {"pp": 1, "dp": 0, "tp": 1}
     assert mesh.stage_ranks == (4, 5, 6, 7)
     assert mesh.ranks_along(("dp",)) == [1, 3]
-
-
-@pytest.mark.parametrize(
-    ("shapes", "mesh", "expected", "layout"),
-    [
-        ([(4, 3), (4, 3)], TP2, (None, 6), ShardLayout(tp=Shard(1))),
-        ([(4, 4), (4, 3)], TP2, (None, 7), ShardLayout(tp=Shard(1))),
-        ([(4, 3), (4, 3)], TP2, (8, None), ShardLayout(tp=Shard(0))),
-        ([(4, 3), (4, 3)], TP2, None, ShardLayout()),
-        ([(3, 3), (1, 3)], DP2, (None, 3), ShardLayout(dp=Shard(0))),
-        ([(4, 3), (4, 3)], DP2, (4, 3), ShardLayout()),
-        ([(4, 3)] * 4, GRID, (8, 6), ShardLayout(dp=Shard(0), tp=Shard(1))),
-        ([(4, 3)] * 4, GRID, (16, 3), ShardLayout(dp=Shard(0), tp=Shard(0))),
-    ],
-)
-def test_sizes_that_0_1_0_states_are_its_layout(shapes, mesh, expected, layout):
-    assert expected_sizes.layout_of("'fc'", shapes, mesh, expected, batch_on_dp=True) == layout
-
-
-@pytest.mark.parametrize(
-    ("expected", "message"),
-    [
-        ((None, 7), r"'fc'.* says 7 along dim 1, but the ranks hold \[3\] there"),
-        ((None, 6, 1), "has 3 dims, the tensor has 2"),
-    ],
-)
-def test_sizes_that_no_split_has_are_refused(expected, message):
-    with pytest.raises(ValueError, match=message):
-        expected_sizes.layout_of("'fc'", [(4, 3), (4, 3)], TP2, expected, batch_on_dp=True)

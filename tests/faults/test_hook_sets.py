@@ -158,6 +158,26 @@ def test_groups_that_differ_are_found_though_a_rank_waits_for_another_inside_the
 
 
 @pytest.mark.ranks(2)
+def test_data_parallel_ranks_of_different_numbers_of_calls_are_advised():
+    """Generation ends earlier where all rows of a rank have ended."""
+    batch = models.random(2, 6)
+
+    def generate(flex):
+        with flex.active():
+            for _ in range(2 + dist.get_rank()):
+                flex(batch)
+
+    for axis, is_advised in ("data", True), ("tensor", False):
+        with FlexModel(models.mlp(), {}, timeout=20, **{f"{axis}_parallel_size": 2}) as flex:
+            models.replicas(flex)
+            flex.register_forward_hook(HookFunction("fc1"))
+            with pytest.raises(HookMismatchError, match="end of the run") as error:
+                generate(flex)
+            assert ("synced_gpus=True" in str(error.value)) == is_advised
+            assert ('FlexModel(dp_batch="local")' in str(error.value)) == is_advised
+
+
+@pytest.mark.ranks(2)
 def test_a_run_without_hooks_on_one_rank_is_not_taken_for_the_next_one():
     """Rank 0 chooses a hook that rank 1 does not: what rank 1 runs next does not answer for it."""
     records = {}

@@ -9,6 +9,7 @@ import steps_calls
 import steps_data
 import steps_layers
 import steps_rare
+import steps_rows
 import steps_shapes
 import steps_start
 from program import (
@@ -29,6 +30,7 @@ MODULES = (
     steps_data,
     steps_layers,
     steps_rare,
+    steps_rows,
     steps_shapes,
 )  # they register operations
 LISTS = ("arguments", "init", "forward", "outer")

@@ -11,6 +11,8 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 
+from flex_model.layouts import register_function
+
 tp, tp_rank, tp_group = 1, 0, None
 dp, dp_rank, dp_group = 1, 0, None
 states = True  # whether layers by hand say how wide they are in all
@@ -169,6 +171,26 @@ class ReduceAndScatter(torch.autograd.Function):
         return all_gather(grad, ctx.dim), None
 
 
+class GatherRows(torch.autograd.Function):
+    """The rows of all data-parallel ranks; the gradient of this rank's is a sum over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dp)]
+        dist.all_gather(rows, x.contiguous(), group=dp_group)
+        return torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=dp_group)
+        return grad.chunk(dp)[dp_rank]
+
+
+register_function(CopyToRanks, gradient="whole")
+register_function(TakePart, gradient="whole")
+
+
 def all_reduce(x):
     x = x.contiguous().clone()
     dist.all_reduce(x, group=tp_group)
@@ -261,6 +283,10 @@ def gather_tensor(x, dim):
 
 def gather_and_reduce(x, dim):
     return GatherAndReduce.apply(x, dim) if tp > 1 else x
+
+
+def gather_rows(x):
+    return GatherRows.apply(x) if dp > 1 else x
 
 
 def take_part(x, dim):

@@ -521,6 +521,33 @@ def test_calls_inside_a_method_of_the_model_append():
         assert lengths(records) == {"fc1": 3}
 
 
+class Repeating(models.MLP):
+    def three_times(self, x):
+        return [self(x * (i + 1)) for i in range(3)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "dtensor"])
+def test_a_method_of_the_model_inside_a_wrapper_is_one_run(name):
+    parallelism = models.TWO_RANKS[name]
+    twin = models.seeded(Repeating, 6, 8).double()
+    flex = FlexModel(parallelism.shard(twin), records := {}, **parallelism.sizes)
+    flex.register_forward_hook(HookFunction("fc1"))
+    edit = HookFunction("act", editing_function=lambda module, x, save_ctx, modules: x.flip(-1))
+    flex.register_forward_hook(edit)
+    seen = {"fc1": [], "act": []}
+    twin.fc1.register_forward_hook(lambda m, a, output: seen["fc1"].append(output))
+    twin.act.register_forward_hook(
+        lambda m, a, output: seen["act"].append(output) or output.flip(-1)
+    )
+    with torch.no_grad():
+        outputs = flex.three_times(parallelism.my_rows(BATCH))
+        expected = twin.three_times(BATCH)
+    assert_close(outputs, [parallelism.my_rows(full) for full in expected])
+    assert_close(records, seen if dist.get_rank() == 0 else {})
+    flex.restore()
+
+
 def test_hooks_of_inactive_groups_keep_their_records():
     flex, records = wrap("fc1", "act")
     flex.update_hook_groups("fc1", "ours")

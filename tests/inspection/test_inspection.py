@@ -15,6 +15,7 @@ import frameworks
 import models
 from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError
+from flex_model.inspection import verify
 
 
 def double(module, full, save_ctx, modules):
@@ -282,6 +283,31 @@ def test_verify_compares_gradients_and_leaves_the_model_s_own():
         "full_backward_pre",
     }
     assert wrong.first_difference.kind == "full_backward", wrong  # backward runs from the end
+
+
+class Columns(nn.Module):
+    """This rank's half of a Linear's outputs; it states no sizes."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.weight = nn.Parameter(whole.weight.detach().chunk(2)[dist.get_rank()].clone())
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+@pytest.mark.ranks(2)
+def test_verify_lists_sites_whose_layout_is_not_known():
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Tanh(), nn.Linear(6, 16, bias=False).double(), nn.GELU())
+    model = nn.Sequential(nn.Tanh(), Columns(whole[1]), nn.GELU())
+    flex = FlexModel(model, {}, tensor_parallel_size=2)
+    report = flex.verify(whole, models.random(2, 6))
+    results = {row.name: row.result for row in report.rows}
+    assert results.pop("0") == verify.EQUAL
+    assert results == dict.fromkeys(["1", "2", ""], verify.NOT_RESOLVED)
+    assert "1 of 4 sites are equal" in str(report)
+    flex.restore()
 
 
 @pytest.mark.ranks(2)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import compiling
 import models
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookError, HookFunction
 
 BATCH = models.random(4, 6)
 SITES = ("inp", "fc1", "act", "fc2", "out")
@@ -226,6 +226,21 @@ def test_a_graph_that_must_not_break(called_before):
         flex(BATCH)
     handle.remove()
     assert torch.equal(flex(BATCH), expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["dtensor", "ddp", "fsdp2"])
+def test_a_graph_that_must_not_break_on_ranks(name):
+    parallelism = models.TWO_RANKS[name]
+    model = parallelism.shard(models.mlp())
+    flex = FlexModel(model, **parallelism.sizes)
+    model.compile(backend="eager", fullgraph=True)
+    flex.register_forward_hook(HookFunction("fc1"))
+    message = "hooks of a FlexModel .* compile without fullgraph=True, or remove the hooks"
+    for _ in range(2):
+        with pytest.raises((HookError, torch._dynamo.exc.Unsupported), match=message):
+            flex(parallelism.my_rows(BATCH))
+    flex.restore()
 
 
 @pytest.mark.parametrize("in_place", [False, True])

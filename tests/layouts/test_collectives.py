@@ -1,7 +1,7 @@
 """What collectives make of shards, of partial sums and of replicas, written into a model by hand.
-What is known is compared with the unsharded model, forward and backward, through an edit that mixes
-shards; all else is refused. All of it was taken for replicated before, since all ranks have the
-same after a collective: a sum of replicas, or of local means, was wrong without a word.
+What is a part of the unsharded program is compared with it, forward and backward, through an edit
+that mixes shards. After a sum, a gather or a broadcast all ranks have the same tensor, whatever it
+was made of.
 """
 
 import pytest
@@ -153,13 +153,14 @@ KNOWN = {
     "gathered rows": (lambda p, h: one_tensor(p.t()).t(), lambda h: h),
     "broadcast of replicas": (lambda p, h: broadcast(h), lambda h: h),
     "in its place": (lambda p, h: total(in_its_place(p)), lambda h: h),
+    "replicas, scattered": (lambda p, h: scattered(h), lambda h: 2 * h),
     "a partial sum, scattered": (lambda p, h: scattered(p @ p.t()), lambda h: h @ h.t()),
     "partial sums, added to zeros": (
         lambda p, h: total(by_row(zeros(), p @ p.t())),
         lambda h: by_row(zeros(), h @ h.t()),
     ),
 }
-REFUSED = {
+ALIKE = {
     "sum of replicas": lambda p, h: total(h),
     "half the sum of replicas": lambda p, h: total(h) / 2,
     "largest of shards": lambda p, h: total(p, ReduceOp.MAX),
@@ -170,8 +171,11 @@ REFUSED = {
     "mean of sums": lambda p, h: total(p.mean(1)),
     "joined along another dim": lambda p, h: torch.cat(parts(p), 0),
     "joined in another order": lambda p, h: torch.cat(parts(p)[::-1], 1),
-    "two rows, viewed as if joined": lambda p, h: one_tensor(p[:2]).view(2, 6),
     "one of the parts": lambda p, h: parts(p)[1],
+    "partial sums, added to ones": lambda p, h: total(by_row(zeros() + 1, p @ p.t())),
+    "broadcast of a shard": lambda p, h: broadcast(p),
+}
+REFUSED = {
     # c10d does not say what it writes to: other views kept what they were, and what was received.
     "reduced in two halves": lambda p, h: in_halves(p.sum(1)),
     "shown before it is reduced": lambda p, h: shown_before(p.sum(1)),
@@ -179,9 +183,6 @@ REFUSED = {
     "from the other rank": lambda p, h: from_the_other(p),
     "all to all": lambda p, h: to_all(p),
     "own columns, written": lambda p, h: own_columns_written(p, h),
-    "partial sums, added to ones": lambda p, h: total(by_row(zeros() + 1, p @ p.t())),
-    "broadcast of a shard": lambda p, h: broadcast(p),
-    "scattered replicas": lambda p, h: scattered(h),
     "each minus the mean of its shard": lambda p, h: p - p.mean(1, keepdim=True),
 }
 
@@ -202,6 +203,15 @@ def test_what_ranks_have_after_a_collective(name):
     found = proven(mine)
     assert found is not None
     assert_close(found, unsharded(Whole(whole), [X])["made"][0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ALIKE)
+def test_what_all_ranks_have_alike(name):
+    own = Sharded(ALIKE[name])(X).detach()
+    assert_close(proven(ALIKE[name]), own)
+    dist.all_gather(of_ranks := [torch.empty_like(own), torch.empty_like(own)], own.contiguous())
+    assert_close(*of_ranks)
 
 
 @pytest.mark.ranks(2)

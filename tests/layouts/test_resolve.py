@@ -1,9 +1,13 @@
 """Which layout a tensor has, from what is proven and stated of it; no ranks are needed."""
 
+import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import tensor as dtensor
 
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Partial, Replicate, Shard, ShardLayout
@@ -11,6 +15,7 @@ from flex_model.distributed.values import Fingerprints
 from flex_model.errors import LayoutMismatchError
 from flex_model.layouts.placement_encoding import decode, encode
 from flex_model.layouts.resolve import Site, differing_axes, resolve
+from flex_model.layouts.statements import Statement, Statements, placement_of
 
 TP2 = Mesh((0, 1), 0, tp_size=2)
 DP2 = Mesh((0, 1), 0, dp_size=2)
@@ -88,31 +93,96 @@ def test_of_parameters_what_a_layer_holds_is_split_once_more():
     assert layout == ShardLayout(Shard(0), Shard(0), tp_first=True)
 
 
+def lines_of(*args, **kwargs):
+    """The refusal, and the lines that it lists."""
+    with pytest.raises(ValueError, match="is not known") as raised:
+        layout_of(*args, **kwargs)
+    text = str(raised.value)
+    return text, [line.split("  #")[0].strip() for line in text.splitlines()[1:-1]]
+
+
+def prints(mesh, *hashes):
+    return Fingerprints(mesh, hashes)
+
+
 @pytest.mark.parametrize(
-    ("expected", "line"),
+    ("values", "order"),
     [
-        (None, "Shard(1)"),
-        ((2, 16), "Shard(1)"),
-        ((4, 8), "Shard(0)"),
-        ((2, 8), "Replicate()"),
-        ((None, 16), "Shard(1)"),
-        ((3, 3), "Shard(1)"),
+        (None, ["Shard(1)", "Shard(0)", "Partial()", "Replicate()"]),
+        ((1, 2), ["Shard(1)", "Shard(0)", "Partial()", "Replicate()"]),
+        ((1, 1), ["Replicate()", "Shard(1)", "Shard(0)", "Partial()"]),
     ],
 )
-def test_sizes_alone_are_refused(expected, line):
-    """(2, 16) may be [g0 u0 g1 u1] of a fused projection as well as consecutive parts."""
-    with pytest.raises(ValueError, match="is not known") as raised:
-        layout_of(TWO, TP2, expected=expected)
-    text = str(raised.value)
+def test_a_refusal_lists_all_that_the_sizes_allow(values, order):
+    """It prints no guess: (2, 16) may be [g0 u0 g1 u1] of a fused projection as well as shards."""
+    hashes = None if values is None else prints(TP2, *values)
+    text, lines = lines_of(TWO, TP2, prints=hashes)
+    assert lines == [f"flex.annotate_layout('fc', kind='forward', tp={one})" for one in order]
     assert "forward hook on 'fc'" in text
-    assert "split along dim 1, in full (2, 16)" in text
-    assert "a partial sum, in full (2, 8)" in text
-    assert f"flex.annotate_layout('fc', kind='forward', tp={line})" in text
+    assert "in full (2, 16): a part on each rank" in text
+    assert "in full (2, 8): a sum over the ranks" in text
+    assert ("whose values differ" in text) == (values == (1, 2))
+    assert "expected_shape" not in text
+
+
+def test_each_line_can_be_used():
+    for line in lines_of(TWO, TP2)[1]:
+        flex = SimpleNamespace(annotate_layout=lambda name, **stated: stated)
+        stated = eval(line, {"flex": flex, **vars(dtensor)})
+        placed = {"tp": placement_of(stated["tp"], "tp")}
+        assert layout_of(TWO, TP2, (R, None), placed).tp == placed["tp"]
+
+
+def test_along_dp_each_rank_may_see_its_own_rows():
+    _, lines = lines_of(TWO, DP2, prints=prints(DP2, 1, 2))
+    stated = "flex.annotate_layout('fc', kind='forward', dp="
+    assert lines == [
+        "HookFunction('fc', dp_batch=\"local\")",
+        *(f"{stated}{one})" for one in ("Shard(0)", "Shard(1)", "Partial()", "Replicate()")),
+    ]
+    _, lines = lines_of(TWO, DP2, rows_dim=1)
+    assert lines[1] == f"{stated}Shard(1))"
+    stages = Mesh((0, 1, 2, 3), 0, dp_size=2, pp_size=2)
+    _, lines = lines_of(TWO, stages)  # whose hooks have no dp_batch
+    assert lines[0] == f"{stated}Shard(0))"
 
 
 def test_rows_of_other_lengths_are_to_be_padded():
-    with pytest.raises(ValueError, match="pad the inputs of the data-parallel ranks"):
-        layout_of([(2, 4, 8), (2, 6, 8)], DP2)
+    """A Shard(1) that fits their sizes joined them end to end."""
+    text, lines = lines_of([(2, 4, 8), (2, 6, 8)], DP2)
+    assert "pad the inputs of the data-parallel ranks" in text
+    assert lines == ["HookFunction('fc', dp_batch=\"local\")"]
+    _, lines = lines_of([(2, 4, 8), (3, 4, 8)], DP2)
+    assert lines[1:] == ["flex.annotate_layout('fc', kind='forward', dp=Shard(0))"]
+
+
+def test_a_gradient_is_stated_by_its_hook():
+    gradient = replace(SITE, is_gradient=True, index=1)
+    with pytest.raises(ValueError, match="is not known") as raised:
+        resolve(gradient, TWO, TP2, (None, None), {})
+    line = "HookFunction('fc', unpack_idx=1, placements={\"tp\": Shard(1)})"
+    assert line in str(raised.value)
+    assert "annotate_layout" not in str(raised.value)
+
+
+def test_a_parameter_is_no_sum():
+    parameter = replace(SITE, kind="parameter", module="fc.weight")
+    with pytest.raises(ValueError, match="is not known") as raised:
+        resolve(parameter, TWO, TP2, (R, None), {})
+    assert "annotate_layout('fc.weight', kind='parameter', tp=Shard(1))" in str(raised.value)
+    assert "tp=Partial()" not in str(raised.value)
+
+
+def test_a_line_states_its_own_module_alone():
+    """'1' is a part of '10', too: such a line stated both."""
+    model = nn.Sequential(*(nn.Identity() for _ in range(11)))
+    statements = Statements(model)
+    for name, text in (("10", "'10'"), ("1", "re.compile('^1$')"), ("", "re.compile('^$')")):
+        site = Site(f"forward hook on {name!r}", name, "forward")
+        with pytest.raises(ValueError, match="is not known") as raised:
+            resolve(site, TWO, TP2, (None, None), {}, statements=statements)
+        assert f"flex.annotate_layout({text}, kind='forward', tp=Shard(1))" in str(raised.value)
+        assert statements.names(Statement(eval(text, {"re": re}), "forward")) == [name]
 
 
 def test_what_is_not_known_names_each_axis_and_where_it_was_lost():

@@ -43,14 +43,3 @@ def test_a_bound_that_is_the_same_on_all_ranks(size):
         output = flex(x[rows], sizes)
     assert_close(output, double(None, expected, None, None)[rows])
     assert_close(found.get("act", []), [expected] if dist.get_rank() == 0 else [])
-
-
-@pytest.mark.ranks(2)
-def test_a_bound_that_counts_the_rows_of_a_rank():
-    """One process would slice at 4, each rank slices at 2."""
-    model, x = Sliced(True), models.random(4, 6)
-    rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-    with FlexModel(model, {}, data_parallel_size=2, batch_dim=SHARED) as flex, torch.no_grad():
-        flex.register_forward_hook(HookFunction("act", editing_function=double))
-        with pytest.raises(ValueError, match=r"'act'.*not known"):
-            flex(x[rows], torch.tensor([3, 3]))

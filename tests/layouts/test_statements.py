@@ -48,7 +48,7 @@ def check_every_site(flex, model, sites=("inp", "fc1", "act", "fc2", "out")):
 def test_weights_that_are_stated_settle_all_that_is_made_of_them():
     sharded, model = by_hand()
     with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:
-        flex.register_forward_hook(HookFunction("act", (None, 8)))
+        flex.register_forward_hook(HookFunction("act"))
         with pytest.raises(ValueError, match=r"'act'.*not known.*lost at fc1\.bias") as error:
             flex(BATCH)
         assert "flex.annotate_layout('act', kind='forward', tp=Shard(1))" in str(error.value)
@@ -62,6 +62,32 @@ def test_the_printed_line_settles_its_site():
     with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:
         flex.annotate_layout("act", kind="forward", tp=Shard(1))
         check_every_site(flex, model, ["act"])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["annotate_layout", "placements", "expected_shape", "parameter"])
+def test_stated_shards_that_are_equal_on_all_ranks_warn_once(how):
+    """A replicated tensor that was stated to be shards gave a record twice as wide."""
+    with FlexModel(models.mlp(), {}, tensor_parallel_size=2) as flex:
+        if how == "annotate_layout":
+            flex.annotate_layout("act", tp=Shard(1))
+        placements = {"tp": Shard(1)} if how == "placements" else None
+        shape = (None, 16) if how == "expected_shape" else None
+        if how != "parameter":
+            flex.register_forward_hook(HookFunction("act", shape, placements=placements))
+
+        def use():
+            if how == "parameter":
+                flex.get_module_parameter("fc1.weight", (16, None))
+            else:
+                flex(BATCH)
+
+        with pytest.warns(UserWarning, match=r"split along dim \d along tp, but the parts of all"):
+            use()
+        use()  # warnings are errors
+        flex.annotate_layout("out.bias", kind="parameter", tp=Shard(0))
+        flex.module.out.bias.data.zero_()
+        flex.get_module_parameter("out.bias")  # equal parts of zeros show nothing
 
 
 @pytest.mark.ranks(2)

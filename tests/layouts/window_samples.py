@@ -193,16 +193,6 @@ def grid_backward(n):
     ]
 
 
-def distances_backward(op, grad, a, b, of_pairs):
-    if grad.shape != of_pairs.shape or grad.shape[-2:] != (a.shape[-2], b.shape[-2]):
-        raise ValueError("shapes that don't fit")
-    if a.shape[-1] != b.shape[-1]:
-        raise ValueError("shapes that don't fit")
-    if a.shape[:-2] != grad.shape[:-2] or b.shape[:-2] != grad.shape[:-2]:
-        raise ValueError("shapes that don't fit")
-    return op(grad, a, b, 2.0, of_pairs)
-
-
 def weight_norm(name, *tensors, dim, together=()):
     def program(op, *own):
         sizes = {t.shape[dim] for t in own}
@@ -236,7 +226,6 @@ OTHERS = [
     ),
     sample("cdist", A, B),
     sample("_cdist_forward", A, B, program=lambda op, a, b: op(a, b, 2.0, None)),
-    sample("_cdist_backward", floats(2, 4, 5), A, B, torch.cdist(A, B), program=distances_backward),
     sample("cosine_similarity", A, floats(1, 4, 6)),
     on("cosine_similarity", A, floats(4, 6), args=(-1,)),
     sample("pairwise_distance", A, floats(4, 6)),

@@ -288,6 +288,6 @@ def test_shares_that_do_not_make_up_the_stated_sizes_tell_nothing():
     linear = models.seeded(nn.Linear, 6, 12).double()
     with (
         FlexModel(Heads(linear, [7, 3, 2]), tensor_parallel_size=2) as flex,
-        pytest.raises(ValueError, match="may be split along dim 0, in full \\(10, 6\\)"),
+        pytest.raises(ValueError, match=r"tp=Shard\(0\)\)  # in full \(10, 6\)"),
     ):
         flex.get_module_parameter("weight")

@@ -725,11 +725,19 @@ def test_a_wrong_trace_is_an_error():
         pipeline(Counting(), (torch.randn(2, 4),), split_spec={"second": BEGINNING}, method="trace")
 
 
-def test_rotary_models_do_not_trace():
+def test_rotary_models_trace_rightly_or_not_at_all():
+    """Torch 2.11 can't trace them."""
     model, blocks = family("llama")
     before = snapshot(model)
-    with pytest.raises(TraceError, match='method="modules"'):
-        pipeline(model, (tokens(),), split_spec={f"{blocks}.2": BEGINNING}, method="trace")
+    try:
+        pipe = pipeline(model, (tokens(),), split_spec={f"{blocks}.2": BEGINNING}, method="trace")
+    except TraceError as raised:
+        pipe, error = None, str(raised)
+    if pipe is None:
+        assert 'method="modules"' in error
+    else:
+        with torch.no_grad():
+            assert_equal(pipe(tokens()), model(tokens(), use_cache=False).logits)
     assert_untouched(model, before)
     assert model.config.use_cache
 
@@ -848,9 +856,10 @@ def test_pass_through():
 def test_torchs_names_are_torchs_objects():
     from torch.distributed import pipelining as theirs
 
-    for name in theirs.__all__:
-        if name != "pipeline":
-            assert getattr(pipelining, name) is getattr(theirs, name)
+    of_torch = set(theirs.__all__) & set(pipelining.__all__) - {"pipeline"}
+    assert {"Pipe", "PipelineStage", "SplitPoint", "pipe_split"} < of_torch
+    for name in of_torch:
+        assert getattr(pipelining, name) is getattr(theirs, name)
 
 
 # ---- Under schedules, on two ranks -----------------------------------------------------------

@@ -1,6 +1,7 @@
 """Hooks over transformers' own pipeline (``pp_size``): the numbers of the unsplit model."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ SITES = (
     "lm_head",
 )
 EDITED = ("model.layers.1.mlp.up_proj", "model.layers.2.self_attn.v_proj", "model.layers.3")
+
+
+CACHES = ("past_key_values", "cache")
 
 
 def mix(module, full, save_ctx, modules):
@@ -244,17 +248,20 @@ def test_caches_of_which_later_stages_know_nothing(tmp_path):
         check_generated(split, whole, padding=2)
     flex = FlexModel(split, {})
 
-    def steps(model, size, positions=True):
+    def steps(model, size, name, positions=True):
         """The logits of the last ``size`` tokens, continued from the cache of the others."""
-        cache = model(TOKENS[:, :-size], use_cache=True).past_key_values
+        past = model(TOKENS[:, :-size], use_cache=True)
+        cache = past["cache"] if "cache" in past else past["past_key_values"]
         places = torch.arange(5)[-size:].expand(2, -1) if positions else None
-        return model(TOKENS[:, -size:], past_key_values=cache, position_ids=places).logits
+        return model(TOKENS[:, -size:], position_ids=places, **{name: cache}).logits
 
-    check({"": [steps(flex, 1)]}, {"": [steps(whole, 1)]})
-    with pytest.raises(ValueError, match=unknown + "they would see no mask for several"):
-        steps(flex, 2)
-    with pytest.raises(ValueError, match=unknown + "without position_ids, they would count"):
-        steps(flex, 1, positions=False)
+    own = next(name for name in inspect.signature(whole.forward).parameters if name in CACHES)
+    for name in dict.fromkeys(("past_key_values", own)):  # since transformers 5.24 "cache", too
+        check({"": [steps(flex, 1, name)]}, {"": [steps(whole, 1, own)]})
+        with pytest.raises(ValueError, match=unknown + "they would see no mask for several"):
+            steps(flex, 2, name)
+        with pytest.raises(ValueError, match=unknown + "without position_ids, they would count"):
+            steps(flex, 1, name, positions=False)
 
 
 @pytest.mark.ranks(2)

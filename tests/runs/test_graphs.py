@@ -320,6 +320,33 @@ def test_model_and_wrapper_may_be_gone():
     assert [tensor.shape for tensor in records["fc2"]] == [tensor.shape for tensor in expected]
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("site", ["", "fc1"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_wrapper_is_collected_while_torch_calls_the_hooks_of_its_module(kind, site, is_before):
+    """Torch lists the hooks of a call, and passes those removed since no keyword arguments."""
+    model, kept = models.mlp(), []
+
+    def hooked():
+        flex = FlexModel(model, records := {})
+        getattr(flex, f"register_{kind}_hook")(HookFunction(site))
+        return flex, records
+
+    kept.append(hooked()[0])
+
+    def drop(module, *arguments):
+        kept.clear()
+        gc.collect()
+
+    module = model.get_submodule(site)
+    register = module.register_forward_pre_hook if is_before else module.register_forward_hook
+    register(drop, prepend=True)
+    flex, records = hooked()
+    flex(BATCH.clone().requires_grad_()).sum().backward()
+    assert not kept
+    assert [len(tensors) for tensors in records.values()] == [1]
+
+
 @pytest.mark.ranks(2, alone=True)  # with a wrapper that another test left it would share a group
 def test_a_wrapper_that_is_gone_gives_its_groups_back_with_its_last_graph():
     from flex_model.distributed import process_groups

@@ -163,6 +163,58 @@ def test_a_failed_run_leaves_no_empty_places_and_the_next_may_be_inside_except()
     assert len(records.get("inp", [])) == (dist.get_rank() == 0)
 
 
+def records_of_failed_runs(parallelism):
+    """What is left of a run whose hook fails in its third call, and of a backward whose hook does:
+    by name, the number of records.
+    """
+    calls = []
+
+    def fail_third(module, x, save_ctx, modules):
+        calls.append(x)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+
+    records, left, model = {}, [], parallelism.shard(models.mlp())
+    flex = FlexModel(model, records, **parallelism.sizes)
+    flex.register_forward_hook(HookFunction("inp"))
+    flex.register_forward_hook(HookFunction("out", editing_function=fail_third))
+    rows = parallelism.my_rows(BATCH)
+
+    def run():
+        with flex.active():
+            for _ in range(4):
+                flex(rows)
+
+    with pytest.raises(HookError, match="ZeroDivisionError"):
+        run()
+    left.append({name: len(found) for name, found in records.items()})
+    flex.restore()
+
+    calls.clear()
+    flex = FlexModel(model, records, **parallelism.sizes)
+    flex.register_forward_hook(HookFunction("inp"))
+    for name in ("out", "act", "inp"):
+        hook = HookFunction(name, editing_function=fail_third, output_name=f"{name}.grad")
+        flex.register_full_backward_pre_hook(hook)
+    loss = flex(rows).sum()
+    with pytest.raises(HookError, match="ZeroDivisionError"):
+        loss.backward()
+    left.append({name: len(found) for name, found in records.items()})
+    flex.restore()
+    return left
+
+
+def test_records_of_a_failed_run_are_dropped():
+    assert records_of_failed_runs(models.ONE_RANK) == [{}, {"inp": 1}]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["dtensor", "ddp"])
+def test_records_of_a_failed_run_are_dropped_on_two_ranks(name):
+    left = records_of_failed_runs(models.TWO_RANKS[name])
+    assert left == ([{}, {"inp": 1}] if dist.get_rank() == 0 else [{}, {}])
+
+
 @pytest.mark.ranks(2)
 def test_arguments_that_differ_between_ranks_are_a_mismatch_on_both():
     mine = dist.get_rank() == 1

@@ -108,7 +108,7 @@ def _sharded_parameters(core: HookCore) -> dict[int, tuple[str, bool]]:
                     local = dtensor.to_local(parameter)
                 found[id(parameter)] = found[id(local)] = (name, not by_tp)
         elif core.mesh.tp_size > 1:
-            _, tp = core.parameters.sources_of(name).placements
+            _, tp = core.parameters.sources_of(name)[0].placements
             if tp is None or isinstance(tp, Shard):
                 found[id(parameter)] = (name, False)
     return found

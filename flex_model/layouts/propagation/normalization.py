@@ -156,19 +156,18 @@ def batch_norm_backward(operation: Operation) -> Placements:
     return resolve(operation, outputs)
 
 
+BATCH_NORMS = words(
+    "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
+    "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update "
+    "cudnn_batch_norm miopen_batch_norm"
+)
+
 RULES = {
     **dict.fromkeys(words("layer_norm native_layer_norm rms_norm _fused_rms_norm"), layer_norm),
     "native_layer_norm_backward": layer_norm_backward,
     "_fused_rms_norm_backward": layer_norm_backward,
     "group_norm": group_norm,
-    **dict.fromkeys(
-        words(
-            "batch_norm native_batch_norm _native_batch_norm_legit "
-            "_native_batch_norm_legit_functional _native_batch_norm_legit_no_training "
-            "_batch_norm_with_update _batch_norm_no_update cudnn_batch_norm miopen_batch_norm"
-        ),
-        batch_norm,
-    ),
+    **dict.fromkeys(BATCH_NORMS, batch_norm),
     **dict.fromkeys(
         words("native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward"),
         batch_norm_backward,

@@ -287,9 +287,6 @@ RULES = {
     "grid_sampler_3d_backward": grid_sampler_backward,
     "cdist": form("x1:~...p* x2:~...r* -> ...pr"),
     "_cdist_forward": form("x1:~...p* x2:~...r* -> ...pr"),
-    "_cdist_backward": form(
-        "grad:...pr x1:...p* x2:...r* cdist:...pr -> ...p* = grad*!x1*!x2*!cdist"
-    ),
     "cosine_similarity": similarity,
     "pairwise_distance": similarity,
     **dict.fromkeys(

@@ -20,7 +20,8 @@ from torch.distributed.pipelining import Pipe, SplitPoint
 from torch.distributed.pipelining import pipeline as torch_pipeline
 
 from flex_model.errors import TraceError
-from flex_model.integrations.torch_pipelining import GraphStage, RecvInfo, modify_graph_op_device
+from flex_model.integrations import torch_pipelining
+from flex_model.integrations.torch_pipelining import GraphStage, RecvInfo, has_gradient
 from flex_model.pipelining.splitting.clones import clone_tree
 from flex_model.pipelining.splitting.observe import find_difference, tensors_in, unchanged
 from flex_model.pipelining.stages import note_tied
@@ -150,8 +151,9 @@ class TracedPipe(Pipe):
         self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> GraphStage:
         module = self.get_stage_module(stage_index)
-        modify_graph_op_device(cast(fx.GraphModule, module), device)
-        return TracedStage(module, stage_index, self.info(), device, group)
+        torch_pipelining.modify_graph_op_device(cast(fx.GraphModule, module), device)
+        kind = _TracedStageOf211 if torch_pipelining.IS_2_11 else TracedStage
+        return kind(module, stage_index, self.info(), device, group)
 
 
 class TracedStage(GraphStage):
@@ -161,26 +163,26 @@ class TracedStage(GraphStage):
     asked for, sent or received.
     """
 
-    def _create_act_recv_info(self):
+    def _prepare_forward_infra(self, *args, **kwargs):
         has_backward, self.has_backward = self.has_backward, False
         try:
-            infos = super()._create_act_recv_info()
+            described = super()._prepare_forward_infra(*args, **kwargs)
         finally:
             self.has_backward = has_backward
-        for info in infos:
-            if isinstance(info, RecvInfo):
-                info.buffer.requires_grad_(has_backward and _has_grad(info.buffer))
-        return infos
+        torch_pipelining.describe_graph(self)
+        return described
 
     def _create_grad_send_info(self, args_recv_info):
         return [
-            info.source if isinstance(info, RecvInfo) and _has_grad(info.buffer) else None
+            None if torch_pipelining.received_like(info) is None else info.source
             for info in args_recv_info
         ]
 
+
+class _TracedStageOf211(TracedStage):
     def _create_grad_recv_info(self, act_send_info):
         infos = super()._create_grad_recv_info(act_send_info)
-        return tuple(info if _has_grad(info.buffer) else None for info in infos)
+        return tuple(info if has_gradient(info.buffer) else None for info in infos)
 
     def _map_tensor_from_recv_info(self, recv_infos):
         return tuple(None if info is None else info.buffer for info in recv_infos)
@@ -190,13 +192,9 @@ class TracedStage(GraphStage):
         values = prev_stage_outputs if is_tuple else (prev_stage_outputs,)
         for info, tensor in zip(self.args_recv_info[mb_index], values):
             assert isinstance(info, RecvInfo)
-            info.buffer = tensor.detach().requires_grad_(_has_grad(tensor))
+            info.buffer = tensor.detach().requires_grad_(has_gradient(tensor))
 
     def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index):
         for info, tensor in zip(self.grad_recv_info[mb_index], next_stage_bwd_outputs):
             if info is not None:
                 info.buffer = tensor
-
-
-def _has_grad(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()

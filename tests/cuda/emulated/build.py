@@ -105,7 +105,8 @@ def _package() -> Path:
     objects = compile_all([*KERNELS, *RUNTIME], folder, flags)
     with_torch = [*flags, *includes]
     objects += compile_all(TORCH[:2], folder, [*with_torch, *STABLE_ABI])
-    objects += compile_all(TORCH[2:], folder, with_torch)
+    # Torch's own headers are in C++20 since 2.15; those of the stable ABI are not.
+    objects += compile_all(TORCH[2:], folder, [*with_torch, "-std=c++20"])
     libraries = ["-shared", "-Wl,-Bsymbolic", f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     binary = link(folder / "_cuda.abi3.so", objects, [*flags, *libraries])
     site = FOLDER / "site" / "flex_model"

@@ -1,8 +1,5 @@
-"""Tracks nodes of autograd's graph whose backward no rule infers from the forward:
-``autograd.Function``s, custom operations, and all that is not one of ATen's own operations.
-
-Such a node is found at the first use of its outputs. Its backward is recorded when it runs,
-operation by operation, in the log of the forward that it belongs to.
+"""Finds nodes of autograd's graph that are not ATen's operations: ``autograd.Function``s, and
+operations of other libraries. Such a node is found at the first use of its outputs.
 """
 
 from __future__ import annotations
@@ -15,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flex_model.layouts import memory_map
+from flex_model.layouts.contracts import functions
 from flex_model.layouts.operation_log import Log, Value
 
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder
 
-# Its backward recomputes a part of the model, with a nested backward: the operations of that pass
-# gradients to its inputs.
-RECOMPUTES = "CheckpointFunctionBackward"
 # Their hooks gather weights, reduce gradients of weights, or are FlexModel's: they return the
 # gradient that they receive.
 _FRAMEWORKS = ("torch.distributed.", "fairscale.", "flex_model.")
@@ -32,7 +26,7 @@ _OF_CPP = "torch::autograd::CppNode<"
 _OF_MODULE = "BackwardHookFunctionBackward"  # where torch runs a module's backward hooks
 
 
-class BackwardNodes:
+class GraphNodes:
     """Tracks the nodes of one recorded forward.
 
     Attributes:
@@ -78,7 +72,8 @@ class BackwardNodes:
         if value in self.linked:
             return value
         self.linked.add(value)
-        if self._recorder.is_received(value) and not (_is_function(node) or _is_cpp_function(node)):
+        is_cpp = node.name().startswith(_OF_CPP)
+        if self._recorder.is_received(value) and not (_is_function(node) or is_cpp):
             return value  # a collective wrote to the node's output
         if tensor.numel() == 0:
             return value
@@ -94,8 +89,8 @@ class BackwardNodes:
         if number is None:
             number = self._numbers[key] = self._recorder.log.new_value()
             inputs = tuple(self._source(*edge) for edge in node.next_functions)
-            self._follow(node, number)
-        self._recorder.log.add("node", number, node.name(), inputs, place, value)
+        name, contract = functions.gradient_of(node)
+        self._recorder.log.add("node", number, name, contract, inputs, place, value)
 
     def _named(self, tensor: Tensor, values: Any, source: Any) -> Value:
         """Give a tensor that has one of these values a value of its own; ``source``: the value that
@@ -141,63 +136,15 @@ class BackwardNodes:
         value = self._values.get(key, self._unread.get(key))
         return None if value is None else self._recorder.values.latest(value)
 
-    def _follow(self, node: Any, number: Value) -> None:
-        recorder, paths = self._recorder, []
-
-        def begin(gradients: Any) -> None:
-            if recorder.pauses:
-                return
-            paths.append(recorder.log.enter(node_name))
-            received = []
-            for place, gradient in enumerate(gradients):
-                if isinstance(gradient, Tensor):
-                    value = recorder.log.new_value()
-                    recorder.values.note(gradient, value)
-                    shape, stated = memory_map.shape_of(gradient), recorder.stated(gradient)
-                    received.append((place, value, shape, stated))
-            recorder.log.add("backward", number, tuple(received))
-            recorder.__enter__()
-
-        def end(made: Any, gradients: Any) -> None:
-            if not paths:
-                return
-            recorder.__exit__(None, None, None)
-            values = tuple(
-                recorder.value(tensor) if isinstance(tensor, Tensor) else () for tensor in made
-            )
-            stated = tuple(
-                recorder.stated(tensor) if isinstance(tensor, Tensor) else None for tensor in made
-            )
-            recorder.log.add("gradients", number, values, stated)
-            recorder.log.exit(paths.pop())
-
-        node_name = f"backward of {node.name()}"
-        node.register_prehook(begin)
-        node.register_hook(end)
-
     # Hooks of the model's own on gradients.
 
-    def wrap_hook(self, tensor: Tensor, hook: Any) -> Any:
-        """Wrap a hook that the model registers on a tensor's gradient: it may change the gradient
-        unrecorded, unless it has run and left it unchanged. (Hooks that torch calls after a
-        gradient was accumulated run after those of FlexModel.)
+    def note_hook_on(self, tensor: Tensor, hook: Any) -> None:
+        """Note a hook that the model registers on a tensor's gradient. (Hooks that torch calls
+        after a gradient was accumulated run after those of FlexModel.)
         """
         value = None if is_framework_hook(hook) else self._recorder.value(tensor)
-        if value is None:
-            return hook
-        number = self.note_hook(value)
-
-        @functools.wraps(hook)
-        def wrapped(grad: Tensor) -> Any:
-            version = grad._version
-            made = hook(grad)
-            if (made is None or made is grad) and grad._version == version:
-                self._recorder.log.add("unchanged", number)
-            else:  # also where an earlier backward left it unchanged
-                self.note_hook(value, number)
-            return made
-
-        return wrapped
+        if value is not None:
+            self.note_hook(value)
 
     def note_module_hook(self, value: Any) -> None:
         """Note that torch runs a module's backward hooks before it passes this value its
@@ -206,20 +153,13 @@ class BackwardNodes:
         if self._has_module_hooks:
             self.note_hook(value)
 
-    def note_hook(self, value: Any, number: Value | None = None) -> Value:
-        """Note that a hook may change the gradient of a value; return the hook's number."""
-        number = self._recorder.log.new_value() if number is None else number
-        self._recorder.log.add("hooked", value, "a hook of the model's own on gradients", number)
-        return number
+    def note_hook(self, value: Any) -> None:
+        """Note that a hook may change the gradient of a value."""
+        self._recorder.log.add("hooked", value)
 
 
 def _is_function(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def _is_cpp_function(node: Any) -> bool:
-    """Whether C++ code outside of ATen defines its backward, such as a collective's."""
-    return bool(node.name().startswith(_OF_CPP))
 
 
 def _number_of(node: Any) -> int:

@@ -1,0 +1,107 @@
+"""The names of transformers that its documentation does not promise, each named once.
+
+Those of transformers 5.17 to 5.24. A comment says what happens where one is gone. Nothing is
+imported here: transformers is used where it is there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+# ---- Caches --------------------------------------------------------------------------------------
+
+# The argument of models and `generate` until 5.23, since 5.24, and of state-space models before it.
+# Under another name `cache_of` finds it by its class.
+_CACHE_ARGUMENTS = ("past_key_values", "cache", "cache_params")
+# What continuous batching passes to models and to attention functions; of one, each is None.
+_PAGED_ARGUMENTS = ("read_index", "write_index", "block_table")
+
+
+def cache_of(kwargs: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a model; None: it has none."""
+    for name, value in kwargs.items():
+        if value is not None and (name in _CACHE_ARGUMENTS or is_cache(value)):
+            return value
+    return None
+
+
+def with_cache_of(parameters: Iterable[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a forward's arguments with the cache under the name that the forward has: the stages
+    of 5.24 leave out one that is passed by the name before.
+    """
+    own = [name for name in _CACHE_ARGUMENTS if name in parameters]
+    given = [name for name in _CACHE_ARGUMENTS if kwargs.get(name) is not None]
+    if len(own) != 1 or len(given) != 1:
+        return dict(kwargs)
+    others = {name: value for name, value in kwargs.items() if name not in _CACHE_ARGUMENTS}
+    return {**others, own[0]: kwargs[given[0]]}
+
+
+def is_cache(value: Any) -> bool:
+    """Whether it is a cache of transformers."""
+    module = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(value, module.Cache)
+
+
+def is_paged(arguments: Mapping[str, Any]) -> bool:
+    """Whether arguments of a model or an attention function are those of continuous batching."""
+    if any(arguments.get(name) is not None for name in _PAGED_ARGUMENTS):
+        return True
+    return "Paged" in type(cache_of(arguments)).__name__
+
+
+# The methods of a model that run it in a thread; without them, `is_paged` refuses in the thread.
+_CONTINUOUS = ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager")
+
+
+def runs_in_a_thread(method: str) -> bool:
+    """Whether this method of a model runs it in a thread, which catches all exceptions."""
+    return method in _CONTINUOUS
+
+
+# ---- Pipelines (pp_size). Without them FlexModel refuses the model: its ranks are on no mesh -----
+
+
+def pipeline_stage(model: Any) -> Any:
+    """Return what transformers keeps of the stage into which it split a model, or None. It has
+    ``pp_rank``, ``pp_size``, ``pp_group``, ``pp_is_first_stage``, ``pp_is_last_stage``, and the
+    methods ``communicate`` and ``broadcast_from_last``.
+    """
+    return getattr(model, "__dict__", {}).get("_pp_stage")
+
+
+def stand_ins() -> tuple[type[nn.Module], ...]:
+    """Return the classes of what stands in for the modules of other stages."""
+    module: Any = sys.modules.get("transformers.distributed.pipeline_parallel")
+    return () if module is None else (module.PipelineIdentityLayer,)
+
+
+# ---- Sharded models ------------------------------------------------------------------------------
+
+
+def device_mesh(module: nn.Module) -> dist.DeviceMesh | None:
+    """Return the mesh that ``from_pretrained(distributed_config=...)`` keeps on a model. Without
+    it, the DTensor parameters provide the mesh.
+    """
+    mesh = vars(module).get("_device_mesh")
+    return mesh if isinstance(mesh, dist.DeviceMesh) else None
+
+
+# ---- Attention -----------------------------------------------------------------------------------
+
+
+def attention_implementation(config: Any) -> str | None:
+    """Return the name of the attention function that layers with this configuration look up.
+    Without it the layers are refused.
+    """
+    return getattr(config, "_attn_implementation", None)
+
+
+def set_attention_implementation(config: Any, name: str) -> None:
+    """Make layers with this configuration look up another attention function, of any name."""
+    config._attn_implementation = name

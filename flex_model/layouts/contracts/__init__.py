@@ -1,0 +1,9 @@
+"""What communicates, or is opaque: how it places its results, and gradients, by its contract.
+
+Nothing inside a contract is followed, so each is a declaration that can be compared with the code
+that it is about.
+
+- `collectives`: the operations of c10d and functional collectives.
+- `calls`: conversions of DTensors, and functions registered by the user.
+- `functions`: how ``autograd.Function``s hold the gradient of an input that is replicated along tp.
+"""

@@ -1,0 +1,118 @@
+"""Calls that are followed as one operation, with nothing inside.
+
+While a forward is followed, these methods are replaced by ones that log the call: the conversions
+of DTensors, which state their placements along the axes of their mesh and keep those along other
+axes, and ``apply`` of an ``autograd.Function`` whose forward has a contract of the user's.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from flex_model.distributed.placement import Placement
+from flex_model.layouts.active import active_recorders, all_paused
+from flex_model.layouts.contracts import functions
+from flex_model.layouts.operation_log import Entry
+from flex_model.layouts.placement_encoding import decode
+
+if TYPE_CHECKING:
+    from flex_model.layouts.proofs import AxisProofs
+
+_OF_DTENSORS = ("from_local", "to_local", "redistribute", "full_tensor")
+_DTENSOR = "DTensor."
+
+_num_followers = 0
+_replaced = ExitStack()
+
+
+@contextmanager
+def logged() -> Iterator[None]:
+    """Log such calls inside."""
+    global _num_followers
+    if _num_followers == 0:
+        _replace_all()
+    _num_followers += 1
+    try:
+        yield
+    finally:
+        _num_followers -= 1
+        if _num_followers == 0:
+            _replaced.close()
+
+
+def _replace_all() -> None:
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None:
+        for name in _OF_DTENSORS:
+            _replace(module.DTensor, name, _DTENSOR + name)
+    for function in functions.with_forward():
+        _replace(function, "apply", functions.name_of(function))
+
+
+def _replace(owner: Any, name: str, text: str) -> None:
+    before, call = vars(owner).get(name), _logged(getattr(owner, name), text)
+    is_method = before is not None and not isinstance(before, (staticmethod, classmethod))
+    made = call if is_method else staticmethod(call)
+    _replaced.enter_context(mock.patch.object(owner, name, made))
+
+
+def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorders = [one for one in active_recorders if not one.is_paused]
+        if not recorders:
+            return function(*args, **kwargs)
+        inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        values = [[recorder.value(tensor) for tensor in inputs] for recorder in recorders]
+        with all_paused():
+            result = function(*args, **kwargs)
+        outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        for recorder, of_inputs in zip(recorders, values):
+            stated = recorder.stated(inputs[0]) if inputs and text.startswith(_DTENSOR) else None
+            recorder.add_call(text, of_inputs, outputs, stated)
+        return result
+
+    return call
+
+
+def follow_call(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
+    """Note the placements of the results of such a call."""
+    _, name, _, outputs, _ = entries[0]
+    inputs = [_same(values) for values in zip(*(entry[2] for entry in entries))]
+    placements = [None if one is None else proofs.placement(one) for one in inputs]
+    if name.startswith(_DTENSOR):
+        found = [
+            _of_dtensor(proofs.index, name, placements, entries[0], output) for output in outputs
+        ]
+    else:
+        found = functions.infer_forward(name, placements, len(outputs))
+    for i, (output, placement) in enumerate(zip(outputs, found)):
+        value = output[0]
+        proofs.shapes[value] = tuple(tuple(entry[3][i][4]) for entry in entries)
+        proofs.note_step(value, name, tuple(one for one in inputs if isinstance(one, int)))
+        proofs.set_placement(value, placement)
+
+
+def _of_dtensor(
+    index: int, name: str, placements: Sequence[Placement | None], entry: Entry, output: Any
+) -> Placement | None:
+    """Return the placement of a conversion's result: the one that the DTensor states, before it or
+    after it; along other axes than its mesh's the input's.
+    """
+    stated = output[3] if output[3] is not None else entry[4]
+    own = stated and stated[index]
+    if own is not None and name == "DTensor.full_tensor":
+        own = ("R",)
+    return decode(own) if own is not None else (placements[0] if placements else None)
+
+
+def _same(values: Sequence[Any]) -> Any:
+    return values[0] if all(value == values[0] for value in values) else None

@@ -1,0 +1,160 @@
+"""The contracts of ``autograd.Function``s.
+
+Along tp the gradient of a split tensor is split alike, and that of a partial sum is replicated.
+That of a replicated tensor is replicated, or a partial sum, and only the Function's own backward
+decides which. Each line says it for the Functions of one name:
+
+- ``"whole"``: the backward completes the gradient, as by an all-reduce or an all-gather.
+- ``"partial"``: each rank has a summand.
+- ``"local"``: the backward communicates nothing, so it is as for an operation of torch.
+- ``"recomputes"``: the backward runs the forward's operations again, and their backward; it is not
+  known.
+
+Along dp no contract is needed: the gradient of a tensor in rows is in the same rows, and that of a
+shared one a sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
+from flex_model.integrations.torch_private import function_of
+
+GRADIENTS = ("whole", "partial", "local", "recomputes")
+Forward = Callable[..., "Placement | Sequence[Placement | None] | None"]
+
+
+def _by_flag(name: str) -> Callable[[Any], str]:
+    """Return the contract of a Function that keeps in this attribute whether it all-reduces."""
+    return lambda node: "whole" if getattr(node, name) else "local"
+
+
+def _from_local(node: Any) -> str:
+    """A DTensor's gradient gets the forward's placement, or the one that the caller states."""
+    stated = getattr(node, "grad_placements", None)
+    return "partial" if stated is not None and any(p.is_partial() for p in stated) else "whole"
+
+
+_TORCH = "torch.distributed."
+_MAPPINGS = ("megatron.core.tensor_parallel.mappings.", "fairscale.nn.model_parallel.mappings.")
+_LAYERS = "megatron.core.tensor_parallel.layers."
+_HUGGING_FACE = (
+    "transformers.distributed.parallel_utils.",
+    "transformers.integrations.tensor_parallel.",
+)
+_BY_NAME: dict[str, str | Callable[[Any], str]] = {
+    f"{_TORCH}tensor._api._FromTorchTensor": _from_local,
+    f"{_TORCH}tensor._api._ToTorchTensor": "local",
+    f"{_TORCH}tensor._redistribute.Redistribute": "local",
+    f"{_TORCH}nn.functional._AllReduce": "whole",
+    f"{_TORCH}nn.functional._Broadcast": "whole",
+    **{f"{module}_CopyToModelParallelRegion": "whole" for module in _MAPPINGS},
+    **{f"{module}_ScatterToModelParallelRegion": "whole" for module in _MAPPINGS},
+    **{f"{module}_ReduceFromModelParallelRegion": "local" for module in _MAPPINGS},
+    **{f"{module}_GatherFromModelParallelRegion": "local" for module in _MAPPINGS},
+    f"{_MAPPINGS[0]}_ScatterToSequenceParallelRegion": "whole",
+    f"{_LAYERS}LinearWithGradAccumulationAndAsyncCommunication": _by_flag("allreduce_dgrad"),
+    f"{_LAYERS}LinearWithFrozenWeight": _by_flag("allreduce_dgrad"),
+    **{f"{module}_AllReduceBackward": "whole" for module in _HUGGING_FACE},
+    **{f"{module}AllReduceBackward": "whole" for module in _HUGGING_FACE},
+    **{f"{module}Split": "whole" for module in _HUGGING_FACE},
+    "torch.utils.checkpoint.CheckpointFunction": "recomputes",
+    "megatron.core.tensor_parallel.random.CheckpointFunction": "recomputes",
+    "megatron.core.tensor_parallel.random.CheckpointWithoutOutputFunction": "recomputes",
+    "fairscale.nn.model_parallel.random.CheckpointFunction": "recomputes",
+    "fairscale.nn.checkpoint.checkpoint_activations.CheckpointFunction": "recomputes",
+}
+#: Modules all of whose other Functions communicate nothing in their backward.
+_LOCAL = (
+    "torch.nn.", "torch.distributed.fsdp.", "torch.distributed._composable.", "flex_model.",
+    "megatron.core.fusions.", "megatron.core.transformer.moe.moe_utils.", "megatron.core.utils.",
+    "megatron.core.tensor_parallel.cross_entropy.", "fairscale.nn.model_parallel.cross_entropy.",
+    *_HUGGING_FACE, "transformers.models.", "transformers.integrations.",
+)  # fmt: skip
+_own: dict[str, tuple[Any, Forward | None, str | None]] = {}  # of the user, by name
+
+
+def register_function(
+    function: type[torch.autograd.Function],
+    *,
+    forward: Forward | None = None,
+    gradient: str | None = None,
+) -> None:
+    """State the contract of an ``autograd.Function``.
+
+    Example::
+
+        class CopyToRanks(torch.autograd.Function):  # identity; the backward all-reduces
+            ...
+
+        register_function(CopyToRanks, gradient="whole")
+
+    Args:
+        forward: Receives the placement along one mesh axis of each tensor that ``apply`` is passed
+            (None where it is not known), and returns that of its result, or a list for several.
+            The operations inside are not followed then. Without it they are.
+        gradient: How the ranks along tp hold the gradient of an input that is the same on all of
+            them: ``"whole"`` (the backward completes it, as by an all-reduce), ``"partial"`` (each
+            has a summand), or ``"local"`` (the backward communicates nothing). Those of split
+            inputs and of partial sums need no statement.
+
+    Raises:
+        TypeError: ``function`` is not such a class, or ``forward`` is not callable.
+        ValueError: another ``gradient``, or nothing is stated.
+    """
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+        raise TypeError(
+            "register_function: expected a subclass of torch.autograd.Function, got "
+            f"{function!r}; example: register_function(CopyToRanks, gradient='whole')"
+        )
+    if forward is not None and not callable(forward):
+        raise TypeError(
+            "register_function: forward must be a function of placements, got "
+            f"{type(forward).__name__}"
+        )
+    if gradient not in (None, *GRADIENTS[:3]) or (forward is None and gradient is None):
+        raise ValueError(
+            f"register_function: state forward=, or gradient= as one of {GRADIENTS[:3]}, got "
+            f"{gradient!r}"
+        )
+    _own[name_of(function)] = function, forward, gradient
+
+
+def name_of(function: Any) -> str:
+    """Return the qualified name of a Function's class."""
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def with_forward() -> Iterator[Any]:
+    """Yield the Functions whose forward has a contract of the user's."""
+    return (function for function, forward, _ in _own.values() if forward is not None)
+
+
+def infer_forward(
+    name: str, placements: Sequence[Placement | None], num_outputs: int
+) -> list[Placement | None]:
+    """Return the placements of a Function's results, by the user's contract."""
+    _, forward, _ = _own[name]
+    assert forward is not None
+    found = forward(*placements)
+    if found is None or isinstance(found, (Replicate, Shard, Partial)):
+        return [found] * num_outputs
+    return list(found)
+
+
+def gradient_of(node: Any) -> tuple[str, str | None]:
+    """Return the name of a node of the graph, and its contract; None where none is stated."""
+    function = function_of(node)
+    if function is None:
+        return node.name(), None
+    name = name_of(function)
+    if name in _own and _own[name][2] is not None:
+        return name, _own[name][2]
+    contract = _BY_NAME.get(name)
+    if contract is None and name.startswith(_LOCAL):
+        contract = "local"
+    return name, contract(node) if callable(contract) else contract

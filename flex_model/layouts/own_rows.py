@@ -1,0 +1,76 @@
+"""Tracks some of a rank's own rows: ``for row in x``, ``x.split(1)``, ``x[i]``.
+
+A row has the place in the batch that it has on its rank, so a tensor of some rows is no part of
+one that the unsharded program has. What is computed of them and of what all rows share belongs to
+the same rows; all of them joined in their order, ``torch.stack([f(row) for row in x])``, are rows
+of the batch again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from flex_model.distributed.placement import Shard
+from flex_model.layouts.propagation.operation import REPLICATED, Operation
+from flex_model.layouts.propagation.slicing import RULES_OF_SPLITS, slice_ranges
+
+
+class OwnRows(NamedTuple):
+    """Some rows of a rank, of which it has ``total``."""
+
+    start: int
+    stop: int
+    total: int
+
+
+def infer(
+    operation: Operation, output: int, values: Sequence[Any], known: Mapping[Any, OwnRows]
+) -> OwnRows | None:
+    """Return which rows an output belongs to; None if it belongs to no such rows."""
+    taken = _taken(operation, output)
+    if taken is not None:
+        return taken
+    found = {known[value] for value in values if value in known}
+    others = [one for one, value in zip(operation.operands, values) if value not in known]
+    is_of_rows = len(found) == 1 and all(one.placement == REPLICATED for one in others)
+    return found.pop() if is_of_rows else None
+
+
+def _taken(operation: Operation, output: int) -> OwnRows | None:
+    """Return the rows that an operation takes of a tensor in rows."""
+    name, operands = operation.name, operation.operands
+    if name not in (*RULES_OF_SPLITS, "unbind", "select", "slice") or len(operands) != 1:
+        return None
+    operand, dim = operands[0], operation.get("dim", 0) % max(operands[0].ndim, 1)
+    if operand.placement != Shard(dim):
+        return None
+    total = operand.shapes[0][dim]
+    if name == "unbind":
+        return OwnRows(output, output + 1, total)
+    if name == "select":
+        index = operation["index"] % total
+        return OwnRows(index, index + 1, total)
+    if name == "slice":
+        if operation["step"] != 1:
+            return None
+        ((start, stop),) = slice_ranges([operation["start"]], [operation["end"]], [total])
+        return OwnRows(start, stop, total)
+    sizes = [made.shapes[0][dim] for made in operation.outputs]
+    return OwnRows(sum(sizes[:output]), sum(sizes[: output + 1]), total)
+
+
+def infer_joined(
+    operation: Operation, values: Sequence[Any], known: Mapping[Any, OwnRows]
+) -> Shard | None:
+    """Return the split of a tensor that joins all rows in their order; None for all else."""
+    if operation.name not in ("stack", "cat") or not all(value in known for value in values):
+        return None
+    rows, end = [known[value] for value in values], 0
+    for start, stop, _ in rows:
+        if start != end or (operation.name == "stack" and stop != start + 1):
+            return None
+        end = stop
+    if end != rows[0].total or len({one.total for one in rows}) > 1:
+        return None
+    return Shard(operation.get("dim", 0) % operation.outputs[0].ndim)

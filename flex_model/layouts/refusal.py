@@ -1,0 +1,133 @@
+"""The message for a tensor whose placement is not known: what it may be, as lines to use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.placement import (
+    Partial,
+    Placement,
+    Replicate,
+    Shape,
+    Shard,
+    ShardLayout,
+)
+from flex_model.distributed.values import Fingerprints
+from flex_model.layouts.expected_shape import unique
+from flex_model.layouts.statements import KINDS, Statements, text_of
+from flex_model.layouts.tensor_site import Site
+
+PAD = (
+    "pad the inputs of the data-parallel ranks to one length, or choose how hooks see different "
+    'ones: FlexModel(dp_batch="global") pads them, "local" passes each rank its own'
+)
+
+AXIS_NAMES = {"dp": "data-parallel", "tp": "tensor-parallel"}
+
+
+def refusal(
+    site: Site,
+    shapes: Sequence[Shape],
+    mesh: Mesh,
+    unknown: Sequence[str],
+    obstacles: Mapping[str, str],
+    rows_dim: int | None,
+    prints: Fingerprints | None,
+    statements: Statements | None,
+) -> str:
+    """Return the message for a tensor with unknown axes. It lists what the ranks' shapes allow, the
+    most likely first: which one is right, only the user knows.
+
+    Args:
+        prints: The ranks' values, where they were compared.
+    """
+    parts, lines, advice = [], [], ""
+    pattern = repr(site.module)
+    if statements is not None and site.kind in KINDS:
+        pattern = statements.text_of_name(site.kind, site.module)
+    for axis in unknown:
+        lost = f" (lost at {obstacles[axis]})" if obstacles.get(axis) else ""
+        parts.append(
+            f"how the tensor is placed over the {AXIS_NAMES[axis]} ranks is not known{lost}"
+        )
+        if lost.startswith(" (lost at input "):
+            advice += (
+                "; where ranks are given shards as inputs, state these: kind='forward_pre' of "
+                "re.compile('^$'), with the input's index="
+            )
+        if axis == "dp" and site.kind != "parameter" and mesh.pp_size == 1:
+            lines.append(
+                f'HookFunction({site.module!r}{_unpack_idx(site)}, dp_batch="local")  '
+                "# each data-parallel rank its own rows"
+            )
+        is_equal = None if prints is None else prints.equal_along(axis)
+        own = [shapes[place] for place in mesh.ranks_along((axis,), 0)]
+        ndim = len(own[0])
+        if axis == "tp":
+            dims = [*reversed(range(ndim))]
+        else:
+            dims = sorted(range(ndim), key=lambda dim: dim != rows_dim)
+            if any(len({shape[dim] for shape in own}) > 1 for dim in dims if dim != rows_dim):
+                dims = []  # rows of other lengths, which don't lie end to end
+                advice += f"; {PAD}"
+        for placement, full in _candidates(own, dims, site.kind != "parameter", is_equal):
+            note = _NOTES[type(placement)]
+            if isinstance(placement, Replicate) and is_equal is False:
+                note += ", whose values differ: right only if by the order of sums"
+            lines.append(f"{_line(site, pattern, axis, placement)}  # in full {full}: {note}")
+    listed = "".join(f"\n    {line}" for line in lines)
+    both = ""
+    if len(unknown) > 1:
+        both = ", both axes in one dict" if _is_of_hook(site) else ", one line for each axis"
+    return (
+        f"{site.name}: {'; '.join(parts)} (local shapes {unique(shapes)}, {mesh.describe()})"
+        f"{advice}; state it before the run with the line that is right{both}, and from "
+        f"torch.distributed.tensor import Partial, Replicate, Shard:{listed}\n"
+        "flex.layouts(why=True) says what could not be followed"
+    )
+
+
+_NOTES: dict[type, str] = {
+    Replicate: "the same on all ranks",
+    Shard: "a part on each rank",
+    Partial: "a sum over the ranks",
+}
+
+
+def _candidates(
+    own: Sequence[Shape], dims: Sequence[int], may_be_partial: bool, is_equal: bool | None
+) -> list[tuple[Placement, Shape]]:
+    """Return the placements along an axis that the shapes along it allow, and the full shape of
+    each.
+    """
+    placements: list[Placement] = [*map(Shard, dims)]
+    if len(set(own)) == 1:
+        placements += [Partial()] * may_be_partial
+        placements.insert(0 if is_equal else len(placements), Replicate())
+    found = []
+    for placement in placements:
+        try:
+            full = ShardLayout(tp=placement).full_shape(own, 1, len(own))
+        except ValueError:
+            continue
+        found.append((placement, full))
+    return found
+
+
+def _is_of_hook(site: Site) -> bool:
+    """Whether only the hook itself can state its tensor: ``annotate_layout`` knows no gradients."""
+    return site.is_gradient or not site.kind
+
+
+def _unpack_idx(site: Site) -> str:
+    return f", unpack_idx={site.index}" if site.index else ""
+
+
+def _line(site: Site, pattern: str, axis: str, placement: Placement) -> str:
+    text = text_of(placement)
+    if _is_of_hook(site):
+        which = f"{site.module!r}{_unpack_idx(site)}"
+        return f'HookFunction({which}, placements={{"{axis}": {text}}})'
+    which = f", index={site.index}" if site.index else ""
+    return f"flex.annotate_layout({pattern}, kind={site.kind!r}{which}, {axis}={text})"

@@ -1,0 +1,495 @@
+"""What models do with rows every day, under data parallelism: rows picked by an index, loops over
+them, tables that all rows share, numbers and branches of a rank's own. Edits before and behind mix
+rows and features; forward and backward equal the unsharded twin's.
+"""
+
+import contextlib
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed.nn.functional
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookError, HookFunction
+from ordinary import (
+    LENGTH,
+    SITES,
+    WIDTH,
+    around,
+    check,
+    mean,
+    mixing_all,
+    mixing_features,
+    on_ranks,
+    twin,
+)
+
+ROWS = (1, 2, 3, LENGTH, WIDTH, 7)  # of a rank
+BOTH = dict.fromkeys(SITES, mixing_all)
+
+
+def batch(rows, seed=2):
+    return models.random(2 * rows, LENGTH, WIDTH, seed=seed)
+
+
+def kinds(h):
+    """A number for each token, which depends on its values."""
+    return (h.detach()[..., :3] > 0).sum(-1)
+
+
+def last_tokens(model, h):
+    last = kinds(h).sum(1) % LENGTH
+    return h[torch.arange(h.shape[0]), last]
+
+
+def last_tokens_on_a_device(model, h):
+    last = kinds(h).sum(1) % LENGTH
+    return h[torch.arange(h.size(0), device=h.device), last.to(torch.int32)]
+
+
+def one_hot(model, h):
+    return h + F.one_hot(kinds(h), 4).to(h.dtype) @ model.table
+
+
+def counted(model, h):
+    return h * F.one_hot(kinds(h), 4).sum(1).to(h.dtype)[:, None, :1]
+
+
+def index_add(model, h):
+    return h.new_zeros(h.shape[0], 3, WIDTH).index_add(1, model.groups, h)
+
+
+def scatter_add(model, h):
+    places = model.groups[None, :, None].expand(len(h), -1, WIDTH)
+    return torch.zeros(len(h), 3, WIDTH, dtype=h.dtype).scatter_add_(1, places, h)
+
+
+def looked_up(model, h):
+    return h + model.table[kinds(h)]
+
+
+def loop(model, h):
+    return torch.stack([row.cumsum(0) * 2 for row in h])
+
+
+def unbound(model, h):
+    return torch.stack([row.softmax(0) for row in h.unbind(0)], dim=0)
+
+
+def split_and_stacked(model, h):
+    return torch.stack([row.squeeze(0).sort(-1).values for row in h.split(1)])
+
+
+def split_and_joined(model, h):
+    return torch.cat([row - row.mean() for row in torch.split(h, 1, dim=0)])
+
+
+def chunks(model, h):
+    return torch.cat([row * row.norm() for row in h.chunk(h.shape[0])])
+
+
+def func_grad(model, h):
+    return torch.func.grad(lambda t: (t.sin() * t).sum())(h)
+
+
+def vmapped_grad(model, h):
+    return torch.func.vmap(torch.func.grad(lambda row: row.logsumexp(0).sum()))(h)
+
+
+def inner_grad(model, h):
+    """As score networks and physics-informed losses do."""
+    inner = h.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(inner.pow(3).sum(), inner)
+    return h * slope
+
+
+def rotary(model, h):
+    """Half a head is as wide as a rank has rows, where it has three."""
+    angles = torch.arange(LENGTH).double()[:, None] * model.table[0, : WIDTH // 2]
+    angles = torch.cat([angles, angles], -1)
+    turned = torch.cat([-h[..., h.shape[-1] // 2 :], h[..., : h.shape[-1] // 2]], -1)
+    return h * angles.cos() + turned * angles.sin()
+
+
+def literal_slices(model, h):
+    """By numbers in variables that are as large as some ranks' rows."""
+    one, two, three = 1, 2, 3
+    joined = torch.cat([h[..., three:], h[..., :three]], -1)
+    return joined[:, one:] * h[:, :-one].repeat_interleave(two, 1)[:, ::two]
+
+
+def shared_mask(model, h):
+    """A triangle as long as the rows, where a rank has as many as positions."""
+    size = h.shape[1]
+    mask = torch.full((size, size), -torch.inf, dtype=h.dtype).triu(1)
+    return (h @ h.mT + mask).softmax(-1) @ h
+
+
+def windows(model, h):
+    return h.unfold(1, 2, 1).mean(-1)
+
+
+def written(model, h):
+    """A factory of the rows' number that is written in all places."""
+    out = torch.empty(h.shape[0], h.shape[1], WIDTH, dtype=h.dtype)
+    out[:, :2], out[:, 2:] = h[:, :2] * 2, h[:, 2:]
+    return out
+
+
+def zeros_of_rows(model, h):
+    state = torch.zeros(h.shape[0], WIDTH, dtype=h.dtype)
+    for token in h.unbind(1):
+        state = (state + token).tanh()
+    return state
+
+
+def checked(model, h):
+    """Numbers that are read, compared and printed say nothing of rows."""
+    assert h.detach().mean().item() < 1e6
+    size = f"{len(h)} rows, {float(h.detach().max()):.3f} at most"
+    return h * (2 if size else 1)
+
+
+def view_of_all_sizes(model, h):
+    rows, length, width = h.shape
+    return h.reshape(rows * length, width).view(rows, length, 2, -1).transpose(1, 2).flatten(-2)
+
+
+LINES = [
+    last_tokens,
+    last_tokens_on_a_device,
+    one_hot,
+    counted,
+    index_add,
+    scatter_add,
+    looked_up,
+    loop,
+    unbound,
+    split_and_stacked,
+    split_and_joined,
+    chunks,
+    func_grad,
+    vmapped_grad,
+    inner_grad,
+    rotary,
+    literal_slices,
+    shared_mask,
+    windows,
+    written,
+    zeros_of_rows,
+    checked,
+]
+NAMES = [lines.__name__ for lines in LINES]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_ordinary_lines(name):
+    """With every number of rows that some other size equals."""
+    # Inside vmap a single row does not show which dim it is.
+    lines = globals()[name]
+    for rows in ROWS[lines is vmapped_grad :]:
+        try:
+            check(lambda: around(lines), batch(rows), BOTH)
+        except Exception as error:
+            error.add_note(f"with {rows} rows a rank") if hasattr(error, "add_note") else None
+            raise
+
+
+@pytest.mark.ranks(2)
+def test_sizes_are_spelled_out():
+    for rows in ROWS:
+        check(lambda: around(view_of_all_sizes, LENGTH * WIDTH // 2), batch(rows), BOTH)
+
+
+# ---- What a rank's rows decide -------------------------------------------------------------------
+
+
+def scaled(model, h):
+    return h / h.shape[0] ** 0.5
+
+
+def scaled_by_a_tensor(model, h):
+    return h * torch.tensor(1.0 / len(h), dtype=h.dtype)
+
+
+def centred(model, h):
+    """By the mean of this rank's rows, as BatchNorm has it."""
+    return h - h.detach().mean().item()
+
+
+def branching(model, h):
+    """Ranks take different ways: their rows have other signs."""
+    if h.detach().sum() > 0:
+        return h.flip(-1) * 2
+    return (h + 1).cumsum(1)
+
+
+def repeated(model, h):
+    """One rank takes more steps than the other."""
+    for _ in range(1 + 2 * int(h.detach().sum() > 0)):
+        h = (h * 1.5).tanh()
+    return h
+
+
+def skipping(model, h):
+    """A layer that one rank leaves out, with a call of a module in it."""
+    return h + model.fc(h) if h.detach().sum() > 0 else h * 2
+
+
+OWN = ["scaled", "scaled_by_a_tensor", "centred", "branching", "repeated", "skipping"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", OWN)
+def test_numbers_and_branches_of_a_ranks_own(name):
+    """The placement is right whatever the numbers are: hooks see what the ranks hold together."""
+    lines, edits = globals()[name], dict.fromkeys(SITES, mixing_features)
+    for rows in (1, 2, 3):
+        check(lambda: around(lines), signed(rows), edits, is_own=True)
+
+
+def signed(rows):
+    """Rows of which the first rank's have a large sum and the other's a small one."""
+    x, model = batch(rows), around(scaled)
+    direction = model.fc.weight.detach().sum(0)
+    return x + torch.tensor([3.0, -3.0]).repeat_interleave(rows)[:, None, None] * direction
+
+
+# ---- Rows that meet rows of other ranks ----------------------------------------------------------
+
+
+class Gather(torch.autograd.Function):
+    """All ranks' rows; the gradient of this rank's is the sum of what all ranks have of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, x.contiguous())
+        return torch.cat(rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def by_a_function(x):
+    return Gather.apply(x)
+
+
+def by_torch(x):
+    with old_names():
+        return torch.cat(torch.distributed.nn.functional.all_gather(x.contiguous()))
+
+
+def functional(x):
+    with old_names():
+        return funcol.all_gather_tensor_autograd(x.contiguous(), 0, dist.group.WORLD)
+
+
+@contextlib.contextmanager
+def old_names():
+    """Which every supported torch has; newer ones warn of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+GATHERS = {"a Function": by_a_function, "torch.distributed.nn": by_torch, "functional": functional}
+
+
+class Contrastive(nn.Module):
+    """Two views of each row, told from all other rows'. ``gather``: None on one rank.
+
+    ``is_local``: a rank's loss is of its own rows against all; else of all against all.
+    """
+
+    def __init__(self, gather, is_local):
+        super().__init__()
+        self.fc, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.before, self.gathered = nn.Identity(), nn.Identity()
+        self.gather, self.is_local = gather, is_local
+
+    def forward(self, x):
+        one = self.before(self.fc(x).mean(1))
+        other = self.other(x).mean(1)
+        all_others = self.gathered(other if self.gather is None else self.gather(other))
+        start = 0
+        if self.gather is not None and self.is_local:
+            start = dist.get_rank() * len(one)
+        elif self.gather is not None:
+            one = self.gather(one)
+        return F.cross_entropy(one @ all_others.T, start + torch.arange(len(one)))[None]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("gather", GATHERS)
+def test_a_contrastive_loss_over_all_ranks(gather, is_local):
+    """What is gathered is one tensor that all ranks have; its gradient is the ranks' mean."""
+    for rows in (1, 3, WIDTH):
+        x = batch(rows)
+        edits = dict.fromkeys(("before", "gathered"), mixing_all)
+        alone = models.seeded(Contrastive, None, is_local).double()
+        ours = models.seeded(Contrastive, GATHERS[gather], is_local).double()
+        expected_loss, expected = twin(alone, [x], edits, torch.sum)
+        loss, found = on_ranks(ours, x.chunk(2)[dist.get_rank()], edits, torch.sum)
+        dist.all_reduce(loss)
+        assert_close(loss / 2, expected_loss)
+        for name, tensor in expected.items():
+            assert_close(found[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Normed(nn.Module):
+    """A norm over all ranks' rows between two layers."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.fc, self.norm, self.head = nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 4)
+        self.before, self.behind = nn.Identity(), nn.Identity()
+
+    def forward(self, x):
+        h = self.before(self.fc(x))
+        return self.head(self.behind(self.norm(h.mT).mT))
+
+
+class SyncedNorm(nn.Module):
+    """What SyncBatchNorm computes in training, which is on GPUs only in torch."""
+
+    def forward(self, h):
+        all_reduce = torch.distributed.nn.functional.all_reduce
+        number = h.shape[0] * h.shape[2] * dist.get_world_size()
+        with old_names():
+            mean = all_reduce(h.sum((0, 2))) / number
+            squares = all_reduce((h - mean[:, None]).square().sum((0, 2))) / number
+        return (h - mean[:, None]) / (squares[:, None] + 1e-5).sqrt()
+
+
+def in_eval_mode(norm):
+    model = models.seeded(Normed, norm(WIDTH)).double().eval()
+    model.norm.running_mean.copy_(models.random(WIDTH))
+    return model
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_batch_norm_in_eval_mode(rows):
+    check(lambda: in_eval_mode(nn.BatchNorm1d), batch(rows), BOTH)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_synced_batch_norm_in_eval_mode(rows):
+    """Without DDP, which asks for a GPU there."""
+    x, records = batch(rows), {}
+    whole, expected = twin(in_eval_mode(nn.BatchNorm1d), [x], BOTH)
+    model, mine = in_eval_mode(nn.SyncBatchNorm), x.chunk(2)[dist.get_rank()]
+    with FlexModel(model, records, data_parallel_size=2, output_ranks="all", timeout=20) as flex:
+        for site, edit in BOTH.items():
+            flex.register_forward_hook(HookFunction(site, None, edit))
+            flex.register_full_backward_pre_hook(HookFunction(site, output_name=f"{site}.grad"))
+        output = flex(mine)
+        mean(output).backward()
+    assert_close(output, whole.chunk(2)[dist.get_rank()])
+    for name, (tensor,) in records.items():
+        assert_close(tensor, expected[name])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_norm_over_all_ranks_rows_in_training(rows):
+    """Its statistics are sums over the ranks: rows stay rows, forward and backward."""
+    norm = nn.BatchNorm1d(WIDTH, affine=False, track_running_stats=False)
+    x = batch(rows)
+    whole, expected = twin(models.seeded(Normed, norm).double(), [x], BOTH)
+    model = models.seeded(Normed, SyncedNorm()).double()
+    output, found = on_ranks(model, x.chunk(2)[dist.get_rank()], BOTH)
+    assert_close(output, whole.chunk(2)[dist.get_rank()])
+    for name, tensor in expected.items():
+        assert_close(found[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [2, 3])
+def test_batch_norm_in_training_is_each_ranks_own(rows):
+    edits = dict.fromkeys(SITES, mixing_features)
+
+    def make():
+        norm = nn.BatchNorm1d(WIDTH, track_running_stats=False)
+        return models.seeded(Normed, norm).double()
+
+    check(make, batch(rows), edits, is_own=True)
+
+
+# ---- What stays refused --------------------------------------------------------------------------
+
+REFUSED = {
+    "sorted": lambda model, h: h.sort(0).values,
+    "argsorted": lambda model, h: h[h.detach()[:, 0, 0].argsort()],
+    "turned round": lambda model, h: h.flip(0),
+    "rolled": lambda model, h: h.roll(1, 0),
+    "shuffled": lambda model, h: h[torch.randperm(h.shape[0])],
+    "the best": lambda model, h: h.topk(2, 0).values,
+    "masked": lambda model, h: h[h.detach()[:, 0, 0] > h.detach()[:, 0, 0].min()],
+    "unique": lambda model, h: h.detach().unique(dim=0),
+    "the first": lambda model, h: h[:2],
+    "all but the first": lambda model, h: h[1:],
+    "rows times rows": lambda model, h: (h.flatten(1) @ h.flatten(1).T)[..., None] * h[0, 0],
+    "distances": lambda model, h: torch.cdist(h.flatten(1), h.flatten(1))[..., None] * h[0, 0],
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_in_another_order_or_number_are_refused(name):
+    """With what to do first: each data-parallel rank may have its own."""
+    x = batch(3).chunk(2)[dist.get_rank()]
+    with FlexModel(around(REFUSED[name]), {}, data_parallel_size=2, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("behind", None, mixing_features))
+        with pytest.raises((ValueError, HookError), match=re.escape('dp_batch="local"')) as error:
+            flex(x)
+    text = str(error.value)
+    assert "forward hook on 'behind'" in text
+    assert text.index("dp_batch=") < (text + "annotate_layout").index("annotate_layout")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_advice_for_rows_in_another_order_or_number(name):
+    make, x = lambda: around(REFUSED[name]), batch(3).chunk(2)[dist.get_rank()]
+    model, seen, records = make(), [], {}
+
+    def see(module, args, output):
+        seen.append(output.detach())
+
+    model.behind.register_forward_hook(see)
+    torch.manual_seed(0)
+    expected = model(x)
+    torch.manual_seed(0)
+    settings = {"data_parallel_size": 2, "dp_batch": "local", "output_ranks": "all"}
+    with FlexModel(make(), records, timeout=20, **settings) as flex:
+        flex.register_forward_hook(HookFunction("behind"))
+        assert_close(flex(x), expected)
+    (of_each_rank,) = records["behind"]
+    assert_close(of_each_rank[dist.get_rank()], seen[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", [name for name in REFUSED if name not in ("unique", "shuffled")])
+def test_rows_before_they_are_put_in_another_order(name):
+    """What comes behind, and how the loss is made of it, does not matter."""
+    check_before = dict.fromkeys(("before",), mixing_features)
+    make, x = lambda: around(REFUSED[name]), batch(3)
+    _, expected = twin(make(), list(x.chunk(2)), check_before)
+    _, found = on_ranks(make(), x.chunk(2)[dist.get_rank()], check_before)
+    for one, tensor in expected.items():
+        assert_close(found[one], tensor, msg=lambda text, one=one: f"{one}: {text}")
