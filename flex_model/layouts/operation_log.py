@@ -13,8 +13,8 @@ An entry is a tuple of plain values (numbers, strings, None, and tuples of them)
 - ``("collective", name, reduction, axes, args, kwargs, outputs, writes)``: along ``axes``, which
   are None for a group that is no axis of the mesh; ``reduction``: "sum" and the like, "" where
   there is none or it is not known.
-- ``("call", name, inputs, outputs, stated)``: a call with a contract (`contracts.calls`); the
-  values of its tensors, and what the first states, a DTensor.
+- ``("call", name, inputs, outputs, stated)``: a call with a contract, see
+  `contracts.logged_calls`: the values of its tensors, and what the first states, a DTensor.
 - ``("invalidated", values)``: nothing is known of these values from here on.
 - ``("joint", value, before)``: every rank has a tensor here, such as that of a hook; ``value`` has
   a placement only where all have the same tensor of the program, or each its piece of one.

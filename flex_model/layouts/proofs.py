@@ -12,8 +12,8 @@ from typing import Any
 from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts import chunks, positions
 from flex_model.layouts.alignment import align
-from flex_model.layouts.contracts.calls import follow_call
 from flex_model.layouts.contracts.collectives import follow_collective
+from flex_model.layouts.contracts.logged_calls import follow_call
 from flex_model.layouts.expressions import Expression
 from flex_model.layouts.gradient_placements import Gradients
 from flex_model.layouts.operation_log import Chunk, Entry, Value

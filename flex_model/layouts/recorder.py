@@ -28,7 +28,7 @@ from flex_model.layouts import memory_map
 from flex_model.layouts.active import active_recorders, all_paused
 from flex_model.layouts.argument_encoder import ArgumentEncoder, Encoded
 from flex_model.layouts.call_sizes import CallSizes
-from flex_model.layouts.contracts import calls
+from flex_model.layouts.contracts import logged_calls
 from flex_model.layouts.function_recorder import FunctionRecorder
 from flex_model.layouts.graph_nodes import GraphNodes, PendingResults, is_framework_hook
 from flex_model.layouts.operation_log import Log, Value
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         self.owner, self.log, self.key = weakref.ref(owner), log, next(_keys)
         self._source, self._kept = source, kept
         self._axes_of, self.stated = axes_of, stated
-        self._functions, self._calls = FunctionRecorder(self), calls.logged()
+        self._functions, self._calls = FunctionRecorder(self), logged_calls.logged()
         self.values = TensorValues()
         self.pauses = 0
         self._received: set[Value] = set()  # results of collectives
@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
         self._functions.__enter__()
         active_recorders.append(self)
         on_comparison.append(self._note_comparison)
-        self._calls = calls.logged()
+        self._calls = logged_calls.logged()
         self._calls.__enter__()
         return self
 

@@ -4,6 +4,6 @@ Nothing inside a contract is followed, so each is a declaration that can be comp
 that it is about.
 
 - `collectives`: the operations of c10d and functional collectives.
-- `calls`: conversions of DTensors, and functions registered by the user.
+- `logged_calls`: conversions of DTensors, and functions registered by the user.
 - `functions`: how ``autograd.Function``s hold the gradient of an input that is replicated along tp.
 """
