@@ -119,29 +119,6 @@ class Unknown(nn.Module):
         return self.made(x * (x.sum().item() * 0 + 2))
 
 
-def mean_of_ranks(placements=None, is_stated=False):
-    with FlexModel(Unknown(), {}, data_parallel_size=2) as flex:
-        if is_stated:
-            flex.annotate_layout("made", dp=Shard(0))
-        flex.register_hook(HookFunction("fc.weight", placements=placements))
-        flex(BATCH).sum().backward()
-
-
-def mixed_features(how):
-    model, plan = models.mlp(), PLAN
-    model.act = nn.Softmax(-1)
-    if how == "whole":
-        plan = {
-            "fc1": ColwiseParallel(output_layouts=Replicate()),
-            "fc2": RowwiseParallel(input_layouts=Replicate()),
-        }
-    with FlexModel(parallelize_module(model, mesh("tp"), plan), {}) as flex:
-        if how == "stated":
-            flex.annotate_layout("act", tp=Shard(1))
-        flex.register_hook(HookFunction("fc1.weight"))
-        flex(BATCH).sum().backward()
-
-
 def reads_a_weight(how):
     def edit(module, full, save_ctx, modules):
         if how == "transfer":
@@ -322,16 +299,6 @@ TWO_RANKS = [
         "; state it before the run with",
         unknown_layout,
         each_line,
-    ),
-    Row(
-        "or that the mean is right with",
-        mean_of_ranks,
-        lambda: (mean_of_ranks(is_stated=True), mean_of_ranks({"dp": Replicate()})),
-    ),
-    Row(
-        "pass that operation the whole tensor, or state the layout of its result",
-        lambda: mixed_features("not"),
-        lambda: (mixed_features("whole"), mixed_features("stated")),
     ),
     Row(
         "name the weights that it needs in",

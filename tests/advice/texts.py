@@ -11,6 +11,13 @@ VERBS = (
 
 # Texts that have no row: where their advice is followed, or why not here.
 ELSEWHERE = {
+    "in continuous batching, which packs the rows": "test_continuous_batching",
+    "flex_model was tested with": "integrations/test_versions",
+    "register_function: expected a subclass": "layouts/test_functions",
+    "register_function: state forward=": "layouts/test_functions",
+    "checkpoint(..., use_reentrant=False)": "layouts/test_gradients: recomputed blocks",
+    "an autograd.Function without a contract": "layouts/test_functions",
+    "which steps with hooks don't take": "test_pipelining: arguments of torch's own step",
     "make LoRA adapters before": "test_adapters: split with their layers, and by transformers",
     "load the model twice with": "needs from_pretrained on several ranks: test_other_loops",
     "run backward before restore()": "test_graphs: a backward after its store was closed",

@@ -1,0 +1,96 @@
+"""Contracts of ``autograd.Function``s that the user states, on 2 ranks, and their errors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+import models
+from flex_model import FlexModel, HookFunction
+from flex_model.distributed.placement import Shard
+from flex_model.layouts import register_function
+
+
+class Copied(models.CopyToRanks):
+    """Without a contract until one is stated."""
+
+
+class Chunk(torch.autograd.Function):
+    """The rank's columns, by a kernel that is not followed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.shape = x.shape
+        return torch.from_numpy(x.detach().numpy().copy()).chunk(2, 1)[dist.get_rank()].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        whole = grad.new_zeros(ctx.shape)
+        whole.chunk(2, 1)[dist.get_rank()].copy_(grad)
+        dist.all_reduce(whole)
+        return whole
+
+
+class Columns(nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        torch.manual_seed(0)
+        self.site, self.group = nn.Tanh(), group
+        self.full = nn.Linear(6, 8).double()
+        self.up = models.ColumnLinear(self.full, group)
+        self.up.in_features, self.up.out_features = 6, 8
+        del self.full
+
+    def forward(self, x):
+        h = nn.functional.linear(Copied.apply(self.site(x), self.group), self.up.weight)
+        return models.SumOverRanks.apply(h.square().sum(-1), self.group)
+
+
+@pytest.mark.ranks(2)
+def test_a_function_in_front_of_shards_is_refused_until_it_is_stated():
+    x, model = models.random(4, 6).requires_grad_(), Columns(dist.group.WORLD)
+    with FlexModel(model, {}, tensor_parallel_size=2, timeout=20) as flex:
+        flex.register_full_backward_hook(HookFunction("site"))
+        with pytest.raises(ValueError, match=r"'site'.*register_function\(Copied"):
+            flex(x).sum().backward()
+    register_function(Copied, gradient="whole")
+    with FlexModel(model, records := {}, tensor_parallel_size=2, timeout=20) as flex:
+        flex.register_full_backward_hook(HookFunction("site"))
+        flex(x).sum().backward()
+    if dist.get_rank() == 0:
+        whole, h = (
+            x.detach().requires_grad_(),
+            models.seeded(nn.Linear, 6, 8, seed=0).double().weight,
+        )
+        nn.functional.linear(whole.tanh(), h).square().sum().backward()
+        assert_close(records["site"][0], whole.grad)
+
+
+@pytest.mark.ranks(2)
+def test_a_forward_with_a_contract_is_not_followed():
+    class Taken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.site = nn.Identity()
+
+        def forward(self, x):
+            return self.site(Chunk.apply(x))
+
+    x = models.random(4, 6)
+    register_function(Chunk, forward=lambda placement: Shard(1), gradient="whole")
+    with FlexModel(Taken(), records := {}, tensor_parallel_size=2, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("site"))
+        flex(x)
+    if dist.get_rank() == 0:
+        assert_close(records["site"][0], x)
+
+
+def test_what_is_no_contract():
+    with pytest.raises(TypeError, match=r"expected a subclass of torch\.autograd\.Function"):
+        register_function(nn.Linear, gradient="whole")
+    with pytest.raises(TypeError, match="must be a function of placements"):
+        register_function(Chunk, forward=Shard(1))
+    for contract in (None, "half"):
+        with pytest.raises(ValueError, match="state forward=, or gradient="):
+            register_function(Chunk, gradient=contract)
