@@ -208,9 +208,11 @@ class LayoutCache:
         return None if layouts is None else layouts.rows
 
     def remember(self, key: Key, layouts: ForwardLayouts) -> None:
-        """Cache the layouts of a followed forward."""
+        """Cache the layouts of a followed forward, unless the cache was cleared since it began."""
+        growing = self._growing.get(key.form)
+        if growing is None:
+            return
         _put(self._forwards, key.forward, layouts)
-        growing = self._growing[key.form]
         last, latest = growing.layouts, layouts
         growth = None if last is None or not growing.step else _growth(last, layouts)
         compared = list(zip(() if last is None else last.comparisons, layouts.comparisons))
