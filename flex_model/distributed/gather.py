@@ -241,8 +241,7 @@ class GatherContext:
     Attributes:
         check_consistency: Exchanges headers before a gradient moves; collective.
         of_replicas: Returns the placement of the gradient on tp ranks that hold the same tensor,
-            from this rank's gradient if it has one, and whether it holds for later calls too;
-            raises where it is unknown; collective.
+            from this rank's gradient if it has one; raises where it is unknown; collective.
         num_records: The number of further full tensors to keep as records: 0 or 1.
         is_read: Whether the full tensor itself is expected to be read only.
         record: The record, after the gather.
@@ -252,7 +251,7 @@ class GatherContext:
 
     spec: TensorSpec
     check_consistency: CheckConsistency
-    of_replicas: Callable[[Tensor | None], tuple[Placement, bool]] = lambda _: (Replicate(), True)
+    of_replicas: Callable[[Tensor | None], Placement] = lambda _: Replicate()
     num_records: int = 0
     is_read: bool = False
     record: Tensor | None = None
@@ -297,9 +296,8 @@ class GatherContext:
         if self._gradient is None:
             tp = self.spec.gradient_of_replicas
             if tp is None:
-                tp, holds = self.of_replicas(grad)
-                if holds:
-                    self.spec.note_gradient(tp)
+                tp = self.of_replicas(grad)
+                self.spec.note_gradient(tp)
             self._gradient = self.spec.of_gradient(tp)
         return self._gradient
 

@@ -167,8 +167,8 @@ class _ShardedPath(ABC):
         def check_gradient(grad: Tensor) -> None:
             check_call(communicator, call, grad, "gradient of an edit")
 
-        def of_replicas(grad: Tensor | None) -> tuple[Placement, bool]:
-            return layouts.of_edit_gradient(call, grad, spec.layout), True
+        def of_replicas(grad: Tensor | None) -> Placement:
+            return layouts.of_edit_gradient(call, grad, spec.layout)
 
         num_records = int(call.records and self._keeps_record(leaf))
         # As in earlier calls; not known of the first one.

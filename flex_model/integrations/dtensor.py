@@ -219,14 +219,6 @@ def plain_and_stated(
     return to_local(tensor), stated, own if has_dp and has_tp else None
 
 
-def masks_of(tensor: Any) -> list[Tensor]:
-    """Return the masks that a DTensor keeps for a vocabulary-parallel embedding: the ids that were
-    not in this rank's shard. Local.
-    """
-    buffers: list[Any] = [getattr(one, "mask_buffer", None) for one in tensor.placements]
-    return [buffer.data for buffer in buffers if getattr(buffer, "data", None) is not None]
-
-
 def to_local(tensor: Any) -> Tensor:
     """Return this rank's shard as a plain tensor, in the graph."""
     return wait(tensor.to_local())

@@ -124,10 +124,6 @@ class Follower:
                 )
         return self.proofs.refuted_statement()
 
-    def follows(self, root: nn.Module) -> bool:
-        """Whether this is the model that it follows."""
-        return root is self._root
-
     # Modules.
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:

@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
         self.owner, self.log, self.key = weakref.ref(owner), log, next(_keys)
         self._source, self._kept = source, kept
         self._axes_of, self.stated = axes_of, stated
-        self._functions, self._calls = FunctionRecorder(self), logged_calls.logged()
+        self._functions = FunctionRecorder(self)
         self.values = TensorValues()
         self.pauses = 0
         self._received: set[Value] = set()  # results of collectives

@@ -22,6 +22,7 @@ from flex_model.layouts.active import active_recorders, all_paused
 from flex_model.layouts.contracts import functions
 from flex_model.layouts.operation_log import Entry
 from flex_model.layouts.placement_encoding import decode
+from flex_model.layouts.propagation.operation import REPLICATED
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
@@ -104,14 +105,17 @@ def follow_call(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
 def _of_dtensor(
     index: int, name: str, placements: Sequence[Placement | None], entry: Entry, output: Any
 ) -> Placement | None:
-    """Return the placement of a conversion's result: the one that the DTensor states, before it or
-    after it; along other axes than its mesh's the input's.
+    """Return the placement of a conversion's result: the one that the DTensor states, the result or
+    the input; along other axes than its mesh's the input's. None where it states one that is no
+    layout, such as a maximum that is due.
     """
-    stated = output[3] if output[3] is not None else entry[4]
-    own = stated and stated[index]
-    if own is not None and name == "DTensor.full_tensor":
-        own = ("R",)
-    return decode(own) if own is not None else (placements[0] if placements else None)
+    is_plain = name in ("DTensor.to_local", "DTensor.full_tensor")
+    stated = entry[4] if is_plain else output[3]
+    if stated is None:
+        return None
+    if stated[index] is None:
+        return placements[0] if placements else None
+    return REPLICATED if name == "DTensor.full_tensor" else decode(stated[index])
 
 
 def _same(values: Sequence[Any]) -> Any:

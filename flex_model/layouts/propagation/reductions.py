@@ -19,11 +19,10 @@ from flex_model.layouts.propagation.labels import (
     form,
     operand_of,
     resolve,
-    sizes_along,
     unary,
     words,
 )
-from flex_model.layouts.propagation.operation import Operation, differ
+from flex_model.layouts.propagation.operation import Operation
 from flex_model.layouts.propagation.pointwise import pointwise
 
 
@@ -48,32 +47,6 @@ def reduction(operation: Operation, sums: bool = False, linear: bool = False) ->
     after = _without(operand.ndim, dims, bool(operation.get("keepdim", False)))
     terms = (Term((x,)) if linear else Term((), (x,)),) if sums or linear else ()
     return resolve(operation, [Output(after, (x,), terms) for _ in operation.outputs])
-
-
-_EXTREMES = {"amax": "max", "amin": "min", "max": "max", "min": "min"}
-
-
-def of_shards(operation: Operation) -> str:
-    """Return "max", "min" or "mean" if each rank reduces its shard so, over the split dim, and all
-    ranks' results have the same weight in the reduction of the full tensor; else "".
-    """
-    if len(operation.operands) != 1 or len(operation.outputs) != 1:
-        return ""
-    operand = operation.operands[0]
-    shard, kind = operand.shard, _EXTREMES.get(operation.name, operation.name)
-    if shard is None or kind not in ("max", "min", "mean") or shard.dim not in _dims(operation):
-        return ""
-    is_even = len(set(sizes_along(operand, shard.dim))) == 1 and shard.pieces is None
-    return kind if kind != "mean" or is_even else ""
-
-
-def divides(operation: Operation, number: int) -> bool:
-    """Whether it divides its only tensor by the number."""
-    others = operation.by_rank("other") if "other" in operation.arguments[0] else [None]
-    if differ(others) or not isinstance(others[0], (int, float)):
-        return False
-    by = {"div": others[0], "mul": 1 / others[0] if others[0] else 0}.get(operation.name)
-    return by == number and operation.get("rounding_mode") is None
 
 
 def extreme(operation: Operation) -> Placements:
