@@ -29,12 +29,18 @@ class ArgumentEncoder:
         value: Returns the value or values of a tensor.
         sizes: The numbers of the call that runs the operation.
         stated_sizes: The sizes of last dims that the running module states.
+        is_recomputed: Whether all floating-point tensors carry gradients.
     """
 
     def __init__(
-        self, value: Callable[[Tensor], Any], sizes: CallSizes, stated_sizes: frozenset[int]
+        self,
+        value: Callable[[Tensor], Any],
+        sizes: CallSizes,
+        stated_sizes: frozenset[int],
+        is_recomputed: bool,
     ) -> None:
         self._value, self._sizes, self._stated_sizes = value, sizes, stated_sizes
+        self._is_recomputed = is_recomputed
         self._carriers: list[Any] = []
 
     def encode(self, schema: Any, args: Any, kwargs: Any) -> Encoded:
@@ -93,7 +99,8 @@ class ArgumentEncoder:
         """
         if isinstance(value, Tensor):
             known = self._value(value)
-            if value.requires_grad and torch.is_grad_enabled():
+            carries = value.requires_grad and torch.is_grad_enabled()
+            if carries or (self._is_recomputed and value.is_floating_point()):
                 self._carriers.append(known)
             return "t", known, memory_map.shape_of(value), str(value.dtype)
         if isinstance(value, bool) or value is None or isinstance(value, str):

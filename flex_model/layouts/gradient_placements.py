@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 Kind = Placement | str | None  # a string: why it is not known; None: there is no gradient
 
 WHOLE, PART = Replicate(), Partial()
-_RECOMPUTED = (
-    "a part that is recomputed in its own backward, so that its forward does not show what passes "
-    "gradients on; use checkpoint(..., use_reentrant=False)"
-)
 
 
 @dataclass
@@ -56,7 +52,6 @@ class Gradients:
     def __init__(self, proofs: AxisProofs) -> None:
         self._proofs = proofs
         self._made: dict[Value, list[Value]] = {}  # by value: the values made of it
-        self._read_aside: set[Value] = set()  # read by operations without gradients
         self._nodes_of: dict[Value, list[_Node]] = {}  # that return gradients to it
         self._unknown: dict[Value, str] = {}  # by value: what may pass gradients to it
         self._outputs: set[Value] = set()
@@ -68,7 +63,6 @@ class Gradients:
         # of it is written.
         self._in_place_of: dict[Value, Value] = {}
         self._nodes: dict[Value, _Node] = {}
-        self._recomputes = False
         self._found: dict[Value, Kind] = {}
 
     def forget(self) -> None:
@@ -113,12 +107,6 @@ class Gradients:
         """
         for value in _flat(inputs):
             self._made.setdefault(value, []).extend(outputs)
-
-    def note_read_aside(self, inputs: Sequence[Any]) -> None:
-        """Note that an operation without gradients read these values: a part of the model that is
-        recomputed in the backward runs so first.
-        """
-        self._read_aside.update(_flat(inputs))
 
     def note_replaced(self, before: Sequence[Any], value: Value) -> None:
         """Note that a statement of the user or a hook replaced a tensor."""
@@ -177,7 +165,6 @@ class Gradients:
         node = self._nodes.get(number)
         if node is None:
             node = self._nodes[number] = _Node(name, contract)
-            self._recomputes |= contract == "recomputes"
             for i, source in enumerate(inputs):
                 if isinstance(source, int) and all(entry[4][i] == source for entry in entries):
                     self._nodes_of.setdefault(source, []).append(node)
@@ -224,8 +211,6 @@ class Gradients:
         kinds: set[Kind] = {WHOLE} if value in self._outputs else set()
         if value in self._unknown:
             kinds.add(self._unknown[value])
-        if self._recomputes and value in self._read_aside:
-            kinds.add(_RECOMPUTED)
         kinds |= {self._local(one) for one in self._made.get(value, ()) if one in self._found}
         for node in self._nodes_of.get(value, ()):
             kinds |= self._of_node(node)
@@ -253,8 +238,6 @@ class Gradients:
 
     def _of_node(self, node: _Node) -> set[Kind]:
         """Return the kinds of the gradients that a node returns for a replicated input."""
-        if node.contract == "recomputes":
-            return {_RECOMPUTED}
         if node.contract in ("whole", "partial"):
             return {WHOLE if node.contract == "whole" else PART}
         kinds = {self._local(made) for made in node.outputs.values() if made in self._found}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter
 
 from flex_model.layouts.contracts import functions
 from flex_model.layouts.operation_log import Log, Value
@@ -91,6 +92,20 @@ class GraphNodes:
             inputs = tuple(self._source(*edge) for edge in node.next_functions)
         name, contract = functions.gradient_of(node)
         self._recorder.log.add("node", number, name, contract, inputs, place, value)
+
+    def add_function(self, name: str, arguments: Any, inputs: Sequence[Any], result: Any) -> None:
+        """Add a node that torch's graph does not show, since it runs in a part that is
+        recomputed.
+        """
+        number, contract = self._recorder.log.new_value(), functions.contract_of(name, arguments)
+        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        for place, tensor in enumerate(made):
+            value = self._recorder.value(tensor)
+            if value in inputs:
+                value = self._named(tensor, value, ())
+            self.linked.add(value)
+            self._recorder.log.add("node", number, name, contract, tuple(inputs), place, value)
+            inputs = ()
 
     def _named(self, tensor: Tensor, values: Any, source: Any) -> Value:
         """Give a tensor that has one of these values a value of its own; ``source``: the value that

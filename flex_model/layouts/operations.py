@@ -60,7 +60,7 @@ class _Call:
 
 def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     """Note the placements of the results of an operation that all ranks ran."""
-    _, name, _, _, outputs, _, carriers = entries[0]
+    _, name, _, _, outputs, _, _ = entries[0]
     call = _read(proofs, name, entries)
     operation, values = call.operation, call.read.values
     found: _Found = [None] * len(outputs)
@@ -83,10 +83,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     rule = "" if operation is None else operation.name
     if name.startswith("aten::") and _passes_gradients(rule):
         made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
-        if carriers:
-            proofs.gradients.note_made([entry[6] for entry in entries], made)
-        else:
-            proofs.gradients.note_read_aside(values)
+        proofs.gradients.note_made([entry[6] for entry in entries], made)
     follow_writes(proofs, outputs, [entry[5] for entry in entries], text)
 
 

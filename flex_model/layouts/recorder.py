@@ -91,6 +91,8 @@ class Recorder(TorchDispatchMode):
         self.sizes = CallSizes(self.key)
         self.reduction = ""  # of the running call of torch.distributed
         self.stated_sizes: frozenset[int] = frozenset()  # stated by the running module
+        #: Whether what runs passes gradients although torch records no graph: it is recomputed.
+        self.is_recomputed = False
 
     def __enter__(self) -> Recorder:
         """Begin to record."""
@@ -228,9 +230,10 @@ class Recorder(TorchDispatchMode):
 
     def _link(self, value: Value) -> None:
         """Note that the operation that made this value passes its gradient on. This does not hold
-        in the forward of an ``autograd.Function``, which runs without gradients.
+        in the forward of an ``autograd.Function``, which runs without gradients, unless it is
+        recomputed.
         """
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self.is_recomputed:
             self.nodes.linked.add(value)
 
     @without_function_mode
@@ -330,9 +333,8 @@ class Recorder(TorchDispatchMode):
 
     def encode(self, schema: Any, args: Any, kwargs: Any) -> Encoded:
         """Encode the arguments of an operation for the log; see `ArgumentEncoder`."""
-        return ArgumentEncoder(self.value, self.sizes, self.stated_sizes).encode(
-            schema, args, kwargs
-        )
+        encoder = ArgumentEncoder(self.value, self.sizes, self.stated_sizes, self.is_recomputed)
+        return encoder.encode(schema, args, kwargs)
 
     def record(self, name: str, args: Any, kwargs: Any, result: Any, schema: Any) -> None:
         """Record an operation that has run; ``schema``: its schema, if it has one."""
@@ -362,7 +364,7 @@ class Recorder(TorchDispatchMode):
         if carriers and name.startswith("aten::"):
             self.nodes.link(outputs, writes)
         self.log.add("op", full_name, *arguments, outputs, writes, carriers)
-        if carriers and schema is not None:
+        if carriers and schema is not None and not self.is_recomputed:
             self._pending_results.note(schema, tensors, [output[0] for output in outputs])
 
     @without_function_mode
@@ -372,6 +374,11 @@ class Recorder(TorchDispatchMode):
         """Log a call with a contract; ``stated``: what its first input states, a DTensor."""
         outputs, _ = self._outputs(made, False, name)
         self.log.add("call", name, tuple(inputs), outputs, stated)
+
+    @without_function_mode
+    def add_function(self, name: str, arguments: Any, inputs: Sequence[Any], result: Any) -> None:
+        """Log an ``autograd.Function`` that torch's graph does not show, since it is recomputed."""
+        self.nodes.add_function(name, arguments, inputs, result)
 
     def flush(self) -> None:
         """Log which results of the operation before were made for its backward alone."""
@@ -446,6 +453,8 @@ class Recorder(TorchDispatchMode):
         self._received.update(output[0] for output in outputs)
         reduction = self._reduction(func._schema, args)
         self.log.add("collective", name, reduction, axes, *encoded[:2], outputs, writes)
+        if self.is_recomputed and "autograd" in func.namespace:
+            self.add_function(name, None, [self.value(one) for one in inputs], result)
         return result
 
     def _reduction(self, schema: Any, args: Any) -> str:

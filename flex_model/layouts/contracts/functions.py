@@ -7,8 +7,7 @@ decides which. Each line says it for the Functions of one name:
 - ``"whole"``: the backward completes the gradient, as by an all-reduce or an all-gather.
 - ``"partial"``: each rank has a summand.
 - ``"local"``: the backward communicates nothing, so it is as for an operation of torch.
-- ``"recomputes"``: the backward runs the forward's operations again, and their backward; it is not
-  known.
+- ``"recomputes"``: the backward runs the forward's operations again, and their backward.
 
 Along dp no contract is needed: the gradient of a tensor in rows is in the same rows, and that of a
 shared one a sum over the ranks.
@@ -29,7 +28,7 @@ Forward = Callable[..., "Placement | Sequence[Placement | None] | None"]
 
 
 def _by_flag(name: str) -> Callable[[Any], str]:
-    """Return the contract of a Function that keeps in this attribute whether it all-reduces."""
+    """Return the contract of a Function that is passed, and keeps, whether it all-reduces."""
     return lambda node: "whole" if getattr(node, name) else "local"
 
 
@@ -48,6 +47,8 @@ _HUGGING_FACE = (
 )
 _BY_NAME: dict[str, str | Callable[[Any], str]] = {
     f"{_TORCH}tensor._api._FromTorchTensor": _from_local,
+    "DTensor.from_local": _from_local,
+    **{f"DTensor.{name}": "local" for name in ("to_local", "redistribute", "full_tensor")},
     f"{_TORCH}tensor._api._ToTorchTensor": "local",
     f"{_TORCH}tensor._redistribute.Redistribute": "local",
     f"{_TORCH}nn.functional._AllReduce": "whole",
@@ -151,10 +152,18 @@ def gradient_of(node: Any) -> tuple[str, str | None]:
     function = function_of(node)
     if function is None:
         return node.name(), None
-    name = name_of(function)
+    return name_of(function), contract_of(name_of(function), node)
+
+
+def contract_of(name: str, arguments: Any = None) -> str | None:
+    """Return the contract of the Functions of a name; ``arguments``: an object with those that a
+    Function was passed, as its node of the graph. Without them: None if they decide it.
+    """
     if name in _own and _own[name][2] is not None:
-        return name, _own[name][2]
+        return _own[name][2]
     contract = _BY_NAME.get(name)
     if contract is None and name.startswith(_LOCAL):
         contract = "local"
-    return name, contract(node) if callable(contract) else contract
+    if callable(contract):
+        return None if arguments is None else contract(arguments)
+    return contract

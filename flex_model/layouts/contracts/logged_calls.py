@@ -3,17 +3,24 @@
 While a forward is followed, these methods are replaced by ones that log the call: the conversions
 of DTensors, which state their placements along the axes of their mesh and keep those along other
 axes, and ``apply`` of an ``autograd.Function`` whose forward has a contract of the user's.
+
+A Function that recomputes its forward, such as a reentrant checkpoint's, is followed inside, where
+torch records no graph: there operations and calls pass gradients as they will when it is
+recomputed.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
@@ -56,6 +63,8 @@ def _replace_all() -> None:
             _replace(module.DTensor, name, _DTENSOR + name)
     for function in functions.with_forward():
         _replace(function, "apply", functions.name_of(function))
+    made = classmethod(_followed(vars(torch.autograd.Function)["apply"]))
+    _replaced.enter_context(mock.patch.object(torch.autograd.Function, "apply", made))
 
 
 def _replace(owner: Any, name: str, text: str) -> None:
@@ -63,6 +72,32 @@ def _replace(owner: Any, name: str, text: str) -> None:
     is_method = before is not None and not isinstance(before, (staticmethod, classmethod))
     made = call if is_method else staticmethod(call)
     _replaced.enter_context(mock.patch.object(owner, name, made))
+
+
+def _followed(apply: Any) -> Callable[..., Any]:
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        run = apply.__get__(None, function)
+        recomputes = functions.contract_of(functions.name_of(function)) == "recomputes"
+        recorders = [one for one in active_recorders if not one.is_paused]
+        inside = [one for one in recorders if one.is_recomputed]
+        if not recomputes and not inside:
+            return run(*args, **kwargs)
+        for recorder in recorders:
+            recorder.is_recomputed = recomputes
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            for recorder in recorders:
+                recorder.is_recomputed = recorder in inside
+        if not recomputes:
+            names = [one for one in inspect.signature(function.forward).parameters if one != "ctx"]
+            arguments = SimpleNamespace(**dict(zip(names, args)))
+            for recorder in inside:
+                values = [recorder.value(one) for one in args if isinstance(one, Tensor)]
+                recorder.add_function(functions.name_of(function), arguments, values, result)
+        return result
+
+    return call
 
 
 def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
@@ -79,6 +114,8 @@ def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
         for recorder, of_inputs in zip(recorders, values):
             stated = recorder.stated(inputs[0]) if inputs and text.startswith(_DTENSOR) else None
             recorder.add_call(text, of_inputs, outputs, stated)
+            if recorder.is_recomputed:
+                recorder.add_function(text, SimpleNamespace(**kwargs), of_inputs, result)
         return result
 
     return call
