@@ -93,6 +93,16 @@ class GraphNodes:
         name, contract = functions.gradient_of(node)
         self._recorder.log.add("node", number, name, contract, inputs, place, value)
 
+    def separate(self, inputs: Sequence[Any], result: Any) -> None:
+        """Give results that are aliases of a Function's inputs values of their own: their gradients
+        are others.
+        """
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor) and self._recorder.values.is_memory(leaf):
+                value = self._recorder.values.of(leaf)
+                if value in inputs:
+                    self._named(leaf, value, ())
+
     def add_function(self, name: str, arguments: Any, inputs: Sequence[Any], result: Any) -> None:
         """Add a node that torch's graph does not show, since it runs in a part that is
         recomputed.
@@ -101,8 +111,6 @@ class GraphNodes:
         made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         for place, tensor in enumerate(made):
             value = self._recorder.value(tensor)
-            if value in inputs:
-                value = self._named(tensor, value, ())
             self.linked.add(value)
             self._recorder.log.add("node", number, name, contract, tuple(inputs), place, value)
             inputs = ()

@@ -16,6 +16,15 @@ class Copied(models.CopyToRanks):
     """Without a contract until one is stated."""
 
 
+class Detached(Copied):
+    """Returns another tensor of the input's memory."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.detach()
+
+
 class Chunk(torch.autograd.Function):
     """The rank's columns, by a kernel that is not followed."""
 
@@ -33,9 +42,10 @@ class Chunk(torch.autograd.Function):
 
 
 class Columns(nn.Module):
-    def __init__(self, group):
+    def __init__(self, group, function):
         super().__init__()
         torch.manual_seed(0)
+        self.function = function
         self.site, self.group = nn.Tanh(), group
         self.full = nn.Linear(6, 8).double()
         self.up = models.ColumnLinear(self.full, group)
@@ -43,18 +53,19 @@ class Columns(nn.Module):
         del self.full
 
     def forward(self, x):
-        h = nn.functional.linear(Copied.apply(self.site(x), self.group), self.up.weight)
+        h = nn.functional.linear(self.function.apply(self.site(x), self.group), self.up.weight)
         return models.SumOverRanks.apply(h.square().sum(-1), self.group)
 
 
 @pytest.mark.ranks(2)
-def test_a_function_in_front_of_shards_is_refused_until_it_is_stated():
-    x, model = models.random(4, 6).requires_grad_(), Columns(dist.group.WORLD)
+@pytest.mark.parametrize("function", [Copied, Detached])
+def test_a_function_in_front_of_shards_is_refused_until_it_is_stated(function):
+    x, model = models.random(4, 6).requires_grad_(), Columns(dist.group.WORLD, function)
     with FlexModel(model, {}, tensor_parallel_size=2, timeout=20) as flex:
         flex.register_full_backward_hook(HookFunction("site"))
-        with pytest.raises(ValueError, match=r"'site'.*register_function\(Copied"):
+        with pytest.raises(ValueError, match=r"'site'.*register_function\("):
             flex(x).sum().backward()
-    register_function(Copied, gradient="whole")
+    register_function(function, gradient="whole")
     with FlexModel(model, records := {}, tensor_parallel_size=2, timeout=20) as flex:
         flex.register_full_backward_hook(HookFunction("site"))
         flex(x).sum().backward()

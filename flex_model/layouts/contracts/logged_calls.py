@@ -80,8 +80,8 @@ def _followed(apply: Any) -> Callable[..., Any]:
         recomputes = functions.contract_of(functions.name_of(function)) == "recomputes"
         recorders = [one for one in active_recorders if not one.is_paused]
         inside = [one for one in recorders if one.is_recomputed]
-        if not recomputes and not inside:
-            return run(*args, **kwargs)
+        inputs = [one for one in args if isinstance(one, Tensor)]
+        values = [[recorder.value(one) for one in inputs] for recorder in recorders]
         for recorder in recorders:
             recorder.is_recomputed = recomputes
         try:
@@ -89,12 +89,14 @@ def _followed(apply: Any) -> Callable[..., Any]:
         finally:
             for recorder in recorders:
                 recorder.is_recomputed = recorder in inside
-        if not recomputes:
-            names = [one for one in inspect.signature(function.forward).parameters if one != "ctx"]
-            arguments = SimpleNamespace(**dict(zip(names, args)))
-            for recorder in inside:
-                values = [recorder.value(one) for one in args if isinstance(one, Tensor)]
-                recorder.add_function(functions.name_of(function), arguments, values, result)
+        if recomputes:
+            return result
+        names = [one for one in inspect.signature(function.forward).parameters if one != "ctx"]
+        arguments = SimpleNamespace(**dict(zip(names, args)))
+        for recorder, of_inputs in zip(recorders, values):
+            recorder.nodes.separate(of_inputs, result)
+            if recorder in inside:
+                recorder.add_function(functions.name_of(function), arguments, of_inputs, result)
         return result
 
     return call
