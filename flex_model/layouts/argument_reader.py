@@ -150,6 +150,7 @@ class ArgumentReader:
         shards = [operand for operand in self.operands if operand.shard is not None]
         rule_decides = self._is_view or operation in _SPLITS
         kept = set(self._with_expression)
+        num_same = 0  # dims that a view keeps
         for name, place, number in self._plain:
             if number in unsettled and not shards:
                 continue
@@ -159,9 +160,12 @@ class ArgumentReader:
                 self.full_sizes[name][place] = self._expanded(shards[0], name, place, number)
             elif not rule_decides:
                 self.full_sizes[name][place] = number
-            elif self._is_view and self._proofs.axis == "dp" and not self._may_count_rows(number):
-                self.full_sizes[name][place] = number
-                kept.add(name)
+            elif self._is_view and self._proofs.axis == "dp":
+                is_same_dim = place == num_same and _is_in_front(shards[0], place, number)
+                num_same += is_same_dim
+                if is_same_dim or not self._may_count_rows(number):
+                    self.full_sizes[name][place] = number
+                    kept.add(name)
         if rule_decides or shards:
             self.full_sizes = {
                 name: sizes for name, sizes in self.full_sizes.items() if name in kept
@@ -190,6 +194,11 @@ class ArgumentReader:
         if shard is not None and shard.dim == dim and number == operand.shapes[0][dim]:
             return full_size(shard, operand.shapes) or number
         return number
+
+
+def _is_in_front(operand: Operand, dim: int, size: int) -> bool:
+    """Whether a dim in front of the split one has this size."""
+    return operand.shard is not None and dim < operand.shard.dim and size == operand.shapes[0][dim]
 
 
 def _kind(item: Any) -> str:

@@ -70,7 +70,7 @@ def test_random_programs_in_micro_batches():
                     verdicts["refused"] += 1
                     continue
             torch.testing.assert_close(
-                records["record"], expected, rtol=1e-9, atol=1e-9, msg=f"{seed} {name}"
+                records.get("record", []), expected, rtol=1e-9, atol=1e-9, msg=f"{seed} {name}"
             )
             verdicts["right"] += 1
     assert verdicts["right"] > 4 * verdicts["refused"], verdicts
