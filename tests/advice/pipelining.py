@@ -410,9 +410,9 @@ TWO_RANKS = [
     ),
     Row(
         "state the dim of the rows with microbatch_dim=",
-        lambda: shared_rows("as many shared rows as a micro-batch has"),
+        lambda: shared_rows("two shared rows"),
         lambda: (
-            shared_rows("as many shared rows as a micro-batch has", microbatch_dim={SUMMARY: None}),
+            shared_rows("two shared rows", microbatch_dim={SUMMARY: None}),
             shared_rows("rows in reverse order", microbatch_dim={SUMMARY: 0}),
             shared_rows("a sum over rows", batch_mode="full"),
         ),

@@ -15,7 +15,6 @@ ELSEWHERE = {
     "flex_model was tested with": "integrations/test_versions",
     "register_function: expected a subclass": "layouts/test_functions",
     "register_function: state forward=": "layouts/test_functions",
-    "checkpoint(..., use_reentrant=False)": "layouts/test_gradients: recomputed blocks",
     "an autograd.Function without a contract": "layouts/test_functions",
     "which steps with hooks don't take": "test_pipelining: arguments of torch's own step",
     "make LoRA adapters before": "test_adapters: split with their layers, and by transformers",

@@ -31,6 +31,7 @@ def test_only_plain_tensors_reach_the_engine():
     _C.split_into(plan, 0, torch.nn.Parameter(whole, requires_grad=False), SHARD)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_what_has_no_memory_is_refused_by_name():
     with pytest.raises(TypeError, match="class TwoTensor"):
         plain(TwoTensor(torch.zeros(2), torch.zeros(2)))

@@ -153,7 +153,8 @@ def test_shrinking_removes_all_that_the_verdict_does_not_need():
     hooks = ({"kind": "forward", "site": "", "doing": "mixing", "leaf": 0},)
     cell = {"hooks": hooks, "edit_on": "rank0", "output_ranks": "all", "is_stated": False}
     small, outcome = shrink(Pretended(), program, Outcome(cell, WRONG), 10)
-    assert [step.op for step in small.steps] == ["start", "transpose"]
+    ops = [step.op for step in small.steps]  # a transpose needs a second dim
+    assert ops in (["start", "transpose"], ["start", "unsqueeze", "transpose"])
     assert len(small.batches) == 1 and outcome.verdict == WRONG
     assert small.cells[0]["edit_on"] == "all"
 

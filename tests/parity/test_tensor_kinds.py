@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_tensor
+from torch.distributed import _functional_collectives as functional
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -197,7 +198,8 @@ def test_what_enters_a_transfer_is_plain():
     from flex_model.distributed.plain import plain
 
     group = dist.group.WORLD
-    coming = all_gather_tensor(torch.ones(2), 0, group)
+    gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
+    coming = gather(torch.ones(2), 0, group)
     assert isinstance(coming, AsyncCollectiveTensor)
     part = torch.ones(2, requires_grad=True)
     for tensor in (

@@ -196,7 +196,7 @@ class FakeCalls:
             words in text for words in ("inplace", "in-place", "a leaf Variable")
         ):
             problem = "in place"
-        elif isinstance(error, RuntimeError) and "different devices" in text:
+        elif isinstance(error, RuntimeError) and "tensors to be on the same device" in text:
             problem = "device"
         elif self._unfinished:
             level = NOT_CHECKED

@@ -79,6 +79,10 @@ class SampledProxy(torch.fx.Proxy):
             return value
         return self.tracer.create_proxy("call_function", getattr, (self, name), {})
 
+    def keys(self) -> Any:
+        """Return the sample's keys, as ``**`` asks for them."""
+        return self._ask(lambda value: tuple(value.keys()), "the keys of {}")
+
     def _ask(self, question: Callable[..., Any], text: str, *others: SampledProxy) -> Any:
         """Return the answer for the sample, and have the graph check that it is the same."""
         nodes = (self.node, *(other.node for other in others))
