@@ -167,7 +167,7 @@ def test_statistics_that_earlier_steps_wrote():
         flex.eval()
         flex(x, target=y)
         if dist.get_rank() == 0:
-            assert records[NAME][0].shape == (8, 8)
+            assert len(records[NAME][0]) == len(x)
 
 
 @pytest.mark.ranks(2)
