@@ -294,14 +294,6 @@ def masked(is_handed_on, **settings):
     step(cut=cut, call=call, **settings)
 
 
-def made_for(rows, has_inputs):
-    """Stages for micro-batches of two rows."""
-    index, model = dist.get_rank(), make_mlp()
-    example = {"input_args": (X[:2],)} if has_inputs else {}
-    stage = PipelineStage(part(model, index, 2), index, 2, torch.device("cpu"), **example)
-    step(x=X[:rows], target=Y[:rows], schedule=ScheduleGPipe(stage, 2, loss_fn=MSE))
-
-
 def both_have_it(number=1, group=None, **settings):
     """Both ranks have the first stage."""
     device, group = torch.device("cpu"), alone_group() if number == 1 else None
@@ -466,11 +458,6 @@ TWO_RANKS = [
         "give it to the stages as a keyword argument (a mask",
         lambda: masked(True),
         lambda: (masked(False), masked(True, target=None, grad=False), step()),
-    ),
-    Row(
-        "give batches of that size, or make the stage without input_args",
-        lambda: made_for(8, has_inputs=True),
-        lambda: (made_for(4, has_inputs=True), made_for(8, has_inputs=False)),
     ),
     Row(
         "stages are run by their schedule; call the FlexModel",

@@ -11,6 +11,8 @@ VERBS = (
 
 # Texts that have no row: where their advice is followed, or why not here.
 ELSEWHERE = {
+    "give batches of that size, or make the stage without input_args": "pipelining/"
+    "test_pipelining_models: GPT-2, traced",
     "in continuous batching, which packs the rows": "test_continuous_batching",
     "flex_model was tested with": "integrations/test_versions",
     "register_function: expected a subclass": "layouts/test_functions",
