@@ -71,6 +71,7 @@ class Weights:
         self._has_fsdp1 = any(fsdp.is_fsdp1(module) for module in root.modules())
         self._found: dict[int, _Weight] = {}
         self._known: dict[tuple[str, int], tuple[weakref.ref[Tensor], Placements, Sizes]] = {}
+        self._dtensors: dict[str, weakref.ref[Tensor]] = {}
         self._scan()
 
     def _scan(self) -> None:
@@ -89,15 +90,28 @@ class Weights:
                     continue
                 if table is tables[2] and not self._is_weight(tensor):
                     continue
-                of_weight = (prefix + leaf, module, leaf, weakref.ref(tensor))
+                weight = self._dtensor_of(prefix + leaf, tensor)
+                of_weight = (prefix + leaf, module, leaf, weakref.ref(weight))
                 self._found[id(tensor)] = (weakref.ref(tensor), *of_weight)
                 if dtensor.is_dtensor(tensor):  # frameworks compute with its shard itself
+                    self._dtensors[prefix + leaf] = weakref.ref(tensor)
                     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
                     self._found[id(local)] = (weakref.ref(local), *of_weight)
                 elif table is tables[0]:
                     for part_name, part in quantized.parts(module, leaf, tensor):
                         of_part = (f"{prefix}{leaf}.{part_name}", *of_weight[1:])
                         self._found[id(part)] = (weakref.ref(part), *of_part)
+
+    def _dtensor_of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the weight of this name whose shard a tensor is: transformers computes with the
+        shards of DTensors in their place.
+        """
+        weight = self._dtensors.get(name, lambda: None)()
+        if weight is None or dtensor.is_dtensor(tensor):
+            return tensor
+        local: Any = weight._local_tensor  # type: ignore[attr-defined]
+        storages = {one.untyped_storage()._cdata for one in (local, tensor)}
+        return weight if len(storages) == 1 else tensor
 
     def _weight(self, tensor: Tensor) -> _Weight | None:
         found = self._found.get(id(tensor))
