@@ -375,11 +375,6 @@ class Recorder(TorchDispatchMode):
         outputs, _ = self._outputs(made, False, name)
         self.log.add("call", name, tuple(inputs), outputs, stated)
 
-    @without_function_mode
-    def add_function(self, name: str, arguments: Any, inputs: Sequence[Any], result: Any) -> None:
-        """Log an ``autograd.Function`` that torch's graph does not show, since it is recomputed."""
-        self.nodes.add_function(name, arguments, inputs, result)
-
     def flush(self) -> None:
         """Log which results of the operation before were made for its backward alone."""
         self._pending_results.flush()
@@ -454,7 +449,7 @@ class Recorder(TorchDispatchMode):
         reduction = self._reduction(func._schema, args)
         self.log.add("collective", name, reduction, axes, *encoded[:2], outputs, writes)
         if self.is_recomputed and "autograd" in func.namespace:
-            self.add_function(name, None, [self.value(one) for one in inputs], result)
+            self.nodes.add_function(name, None, [self.value(one) for one in inputs], result)
         return result
 
     def _reduction(self, schema: Any, args: Any) -> str:

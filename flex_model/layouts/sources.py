@@ -18,6 +18,7 @@ from flex_model.layouts.memory_map import version_of
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.layouts.placement_encoding import decode, encode
 from flex_model.layouts.statements import Statement, Statements, describe
+from flex_model.layouts.tensor_values import TensorValues
 from flex_model.names import clean
 
 AXES = ("dp", "tp")
@@ -110,8 +111,7 @@ class Weights:
         if weight is None or dtensor.is_dtensor(tensor):
             return tensor
         local: Any = weight._local_tensor  # type: ignore[attr-defined]
-        storages = {one.untyped_storage()._cdata for one in (local, tensor)}
-        return weight if len(storages) == 1 else tensor
+        return weight if TensorValues.are_same(local, tensor) else tensor
 
     def _weight(self, tensor: Tensor) -> _Weight | None:
         found = self._found.get(id(tensor))

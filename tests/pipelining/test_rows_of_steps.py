@@ -81,6 +81,11 @@ def record(flex):
     flex.register_forward_hook(HookFunction(NAME))
 
 
+def record_both(flex):
+    record(flex)
+    flex.register_forward_hook(HookFunction("layers.6.fc1"))
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("change", ["an attribute", "a hook", "a forward"])
 def test_a_step_whose_modules_have_changed_is_followed_anew(change):
@@ -153,21 +158,32 @@ def test_branches_on_values_that_are_to_be_followed_always():
                 MSE,
             )
             check(records, expected["records"])
+        record(flex)
+        for _ in range(2):
+            flex(x, target=y)
+            both = unsplit(model, record_both, x, y, MSE)["records"]
+            check(records, both)
 
 
 @pytest.mark.ranks(2)
 def test_statistics_that_earlier_steps_wrote():
     model, (x, y) = with_path(Path("statistics")), data()
-    with FlexModel(make_schedule(GPIPE, model, loss_fn=MSE), records := {}) as flex:
+    schedule = make_schedule(GPIPE, model, loss_fn=MSE)
+    with FlexModel(schedule, records := {}) as flex:
         record(flex)
         flex(x, target=y)
         check(records, unsplit(model, record, x, y, MSE)["records"])
         flex.train()
         flex(x, target=y, groups=())
         flex.eval()
+        seen = []
+        if dist.get_rank() == 1:  # its stage has the statistics
+            path = stages_of(schedule)[0].submod.layers[6].act
+            path.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
         flex(x, target=y)
-        if dist.get_rank() == 0:
-            assert len(records[NAME][0]) == len(x)
+        of_ranks = [None, None]
+        dist.all_gather_object(of_ranks, seen)
+        check(records, {NAME: [torch.cat(of_ranks[1])]})
 
 
 @pytest.mark.ranks(2)

@@ -77,8 +77,11 @@ def _replace(owner: Any, name: str, text: str) -> None:
 def _followed(apply: Any) -> Callable[..., Any]:
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         run = apply.__get__(None, function)
-        recomputes = functions.contract_of(functions.name_of(function)) == "recomputes"
         recorders = [one for one in active_recorders if not one.is_paused]
+        if not recorders:
+            return run(*args, **kwargs)
+        name = functions.name_of(function)
+        recomputes = functions.contract_of(name) == "recomputes"
         inside = [one for one in recorders if one.is_recomputed]
         inputs = [one for one in args if isinstance(one, Tensor)]
         values = [[recorder.value(one) for one in inputs] for recorder in recorders]
@@ -91,15 +94,20 @@ def _followed(apply: Any) -> Callable[..., Any]:
                 recorder.is_recomputed = recorder in inside
         if recomputes:
             return result
-        names = [one for one in inspect.signature(function.forward).parameters if one != "ctx"]
-        arguments = SimpleNamespace(**dict(zip(names, args)))
         for recorder, of_inputs in zip(recorders, values):
             recorder.nodes.separate(of_inputs, result)
             if recorder in inside:
-                recorder.add_function(functions.name_of(function), arguments, of_inputs, result)
+                passed = _arguments(function, args)
+                recorder.nodes.add_function(name, passed, of_inputs, result)
         return result
 
     return call
+
+
+def _arguments(function: Any, args: Sequence[Any]) -> SimpleNamespace:
+    """Return what a Function is passed, by the names of its forward."""
+    names = [name for name in inspect.signature(function.forward).parameters if name != "ctx"]
+    return SimpleNamespace(**dict(zip(names, args)))
 
 
 def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
@@ -117,7 +125,7 @@ def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
             stated = recorder.stated(inputs[0]) if inputs and text.startswith(_DTENSOR) else None
             recorder.add_call(text, of_inputs, outputs, stated)
             if recorder.is_recomputed:
-                recorder.add_function(text, SimpleNamespace(**kwargs), of_inputs, result)
+                recorder.nodes.add_function(text, SimpleNamespace(**kwargs), of_inputs, result)
         return result
 
     return call
