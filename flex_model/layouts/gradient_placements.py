@@ -63,6 +63,7 @@ class Gradients:
         # of it is written.
         self._in_place_of: dict[Value, Value] = {}
         self._nodes: dict[Value, _Node] = {}
+        self._not_followed = ""  # a node inside which anything may be read
         self._found: dict[Value, Kind] = {}
 
     def forget(self) -> None:
@@ -165,6 +166,7 @@ class Gradients:
         node = self._nodes.get(number)
         if node is None:
             node = self._nodes[number] = _Node(name, contract)
+            self._not_followed = name if contract == "recomputes" else self._not_followed
             for i, source in enumerate(inputs):
                 if isinstance(source, int) and all(entry[4][i] == source for entry in entries):
                     self._nodes_of.setdefault(source, []).append(node)
@@ -211,6 +213,8 @@ class Gradients:
         kinds: set[Kind] = {WHOLE} if value in self._outputs else set()
         if value in self._unknown:
             kinds.add(self._unknown[value])
+        if self._not_followed:
+            kinds.add(_not_followed(self._not_followed))
         kinds |= {self._local(one) for one in self._made.get(value, ()) if one in self._found}
         for node in self._nodes_of.get(value, ()):
             kinds |= self._of_node(node)
@@ -238,6 +242,8 @@ class Gradients:
 
     def _of_node(self, node: _Node) -> set[Kind]:
         """Return the kinds of the gradients that a node returns for a replicated input."""
+        if node.contract == "recomputes":
+            return {_not_followed(node.name)}
         if node.contract in ("whole", "partial"):
             return {WHOLE if node.contract == "whole" else PART}
         kinds = {self._local(made) for made in node.outputs.values() if made in self._found}
@@ -254,6 +260,13 @@ class Gradients:
         """Return where the value's own placement was lost."""
         step = self._proofs.steps.get(value)
         return self._proofs.lost_at(value) or ("an operation" if step is None else step.text)
+
+
+def _not_followed(name: str) -> str:
+    return (
+        f"{name}, which was not seen to be called, in a part that is recomputed; call it as "
+        f"{name.rpartition('.')[2]}.apply there, or use checkpoint(..., use_reentrant=False)"
+    )
 
 
 def _expected(own: Placement) -> Placement | None:

@@ -103,11 +103,13 @@ class GraphNodes:
                 if value in inputs:
                     self._named(leaf, value, ())
 
-    def add_function(self, name: str, arguments: Any, inputs: Sequence[Any], result: Any) -> None:
+    def add_function(
+        self, name: str, contract: str | None, inputs: Sequence[Any], result: Any
+    ) -> None:
         """Add a node that torch's graph does not show, since it runs in a part that is
         recomputed.
         """
-        number, contract = self._recorder.log.new_value(), functions.contract_of(name, arguments)
+        number = self._recorder.log.new_value()
         made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         for place, tensor in enumerate(made):
             value = self._recorder.value(tensor)

@@ -13,6 +13,7 @@ VERBS = (
 ELSEWHERE = {
     "give batches of that size, or make the stage without input_args": "pipelining/"
     "test_pipelining_models: GPT-2, traced",
+    "checkpoint(..., use_reentrant=False)": "layouts/test_gradients: recomputed blocks",
     "in continuous batching, which packs the rows": "test_continuous_batching",
     "flex_model was tested with": "integrations/test_versions",
     "register_function: expected a subclass": "layouts/test_functions",

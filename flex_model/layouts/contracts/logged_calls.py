@@ -6,7 +6,8 @@ axes, and ``apply`` of an ``autograd.Function`` whose forward has a contract of 
 
 A Function that recomputes its forward, such as a reentrant checkpoint's, is followed inside, where
 torch records no graph: there operations and calls pass gradients as they will when it is
-recomputed.
+recomputed. A Function whose ``apply`` was taken before the forward (``copy = Copy.apply``) shows
+only that its forward runs; what gradients it returns there is not known.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -33,6 +34,7 @@ from flex_model.layouts.propagation.operation import REPLICATED
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
+    from flex_model.layouts.recorder import Recorder
 
 _OF_DTENSORS = ("from_local", "to_local", "redistribute", "full_tensor")
 _DTENSOR = "DTensor."
@@ -85,20 +87,61 @@ def _followed(apply: Any) -> Callable[..., Any]:
         inside = [one for one in recorders if one.is_recomputed]
         inputs = [one for one in args if isinstance(one, Tensor)]
         values = [[recorder.value(one) for one in inputs] for recorder in recorders]
-        for recorder in recorders:
-            recorder.is_recomputed = recomputes
-        try:
+        with _recomputed(recorders, recomputes), _watched() if recomputes else nullcontext():
             result = run(*args, **kwargs)
-        finally:
-            for recorder in recorders:
-                recorder.is_recomputed = recorder in inside
         if recomputes:
             return result
         for recorder, of_inputs in zip(recorders, values):
             recorder.nodes.separate(of_inputs, result)
             if recorder in inside:
-                passed = _arguments(function, args)
-                recorder.nodes.add_function(name, passed, of_inputs, result)
+                contract = functions.contract_of(name, _arguments(function, args))
+                recorder.nodes.add_function(name, contract, of_inputs, result)
+        return result
+
+    return call
+
+
+@contextmanager
+def _recomputed(recorders: Sequence[Recorder], is_recomputed: bool) -> Iterator[None]:
+    """Set whether what runs inside passes gradients although torch records no graph."""
+    before = [recorder.is_recomputed for recorder in recorders]
+    for recorder in recorders:
+        recorder.is_recomputed = is_recomputed
+    try:
+        yield
+    finally:
+        for recorder, was in zip(recorders, before):
+            recorder.is_recomputed = was
+
+
+@contextmanager
+def _watched() -> Iterator[None]:
+    """Notice also Functions that run inside through an ``apply`` that was taken before."""
+    with ExitStack() as stack:
+        for function in _subclasses(torch.autograd.Function):
+            forward, name = vars(function).get("forward"), functions.name_of(function)
+            if isinstance(forward, staticmethod) and functions.contract_of(name) != "recomputes":
+                made = staticmethod(_noticed(forward.__func__, name))
+                stack.enter_context(mock.patch.object(function, "forward", made))
+        yield
+
+
+def _subclasses(owner: Any) -> Iterator[Any]:
+    for one in owner.__subclasses__():
+        yield one
+        yield from _subclasses(one)
+
+
+def _noticed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorders = [one for one in active_recorders if not one.is_paused and one.is_recomputed]
+        inputs = [one for one in args if isinstance(one, Tensor)]
+        values = [[recorder.value(one) for one in inputs] for recorder in recorders]
+        with _recomputed(recorders, False):
+            result = forward(*args, **kwargs)
+        for recorder, of_inputs in zip(recorders, values):
+            recorder.nodes.add_function(name, "recomputes", of_inputs, result)
         return result
 
     return call
@@ -125,7 +168,8 @@ def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
             stated = recorder.stated(inputs[0]) if inputs and text.startswith(_DTENSOR) else None
             recorder.add_call(text, of_inputs, outputs, stated)
             if recorder.is_recomputed:
-                recorder.nodes.add_function(text, SimpleNamespace(**kwargs), of_inputs, result)
+                contract = functions.contract_of(text, SimpleNamespace(**kwargs))
+                recorder.nodes.add_function(text, contract, of_inputs, result)
         return result
 
     return call
