@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import models
 from flex_model import FlexModel, HookFunction
@@ -45,7 +46,7 @@ class Columns(nn.Module):
     def __init__(self, group, function):
         super().__init__()
         torch.manual_seed(0)
-        self.function = function
+        self.function, self.recomputes = function, False
         self.site, self.group = nn.Tanh(), group
         self.full = nn.Linear(6, 8).double()
         self.up = models.ColumnLinear(self.full, group)
@@ -53,6 +54,9 @@ class Columns(nn.Module):
         del self.full
 
     def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=True) if self.recomputes else self.run(x)
+
+    def run(self, x):
         h = nn.functional.linear(self.function.apply(self.site(x), self.group), self.up.weight)
         return models.SumOverRanks.apply(h.square().sum(-1), self.group)
 
@@ -62,20 +66,24 @@ class Columns(nn.Module):
 def test_a_function_in_front_of_shards_is_refused_until_it_is_stated(function):
     x, model = models.random(4, 6).requires_grad_(), Columns(dist.group.WORLD, function)
     with FlexModel(model, {}, tensor_parallel_size=2, timeout=20) as flex:
-        flex.register_full_backward_hook(HookFunction("site"))
+        flex.register_full_backward_pre_hook(HookFunction("site"))
         with pytest.raises(ValueError, match=r"'site'.*register_function\("):
             flex(x).sum().backward()
     register_function(function, gradient="whole")
-    with FlexModel(model, records := {}, tensor_parallel_size=2, timeout=20) as flex:
-        flex.register_full_backward_hook(HookFunction("site"))
-        flex(x).sum().backward()
+    records, found = {}, []
+    for model.recomputes in (False, True):
+        with FlexModel(model, records, tensor_parallel_size=2, timeout=20) as flex:
+            flex.register_forward_hook(HookFunction("site", output_name="forward"))
+            flex.register_full_backward_pre_hook(HookFunction("site"))
+            flex(x).sum().backward()
+        found += records.get("site", [])
     if dist.get_rank() == 0:
         whole, h = (
-            x.detach().requires_grad_(),
+            x.detach().tanh().requires_grad_(),
             models.seeded(nn.Linear, 6, 8, seed=0).double().weight,
         )
-        nn.functional.linear(whole.tanh(), h).square().sum().backward()
-        assert_close(records["site"][0], whole.grad)
+        nn.functional.linear(whole, h).square().sum().backward()
+        assert_close(found, [whole.grad, whole.grad])
 
 
 @pytest.mark.ranks(2)
