@@ -138,6 +138,15 @@ class Recorder(TorchDispatchMode):
             self.pauses -= 1
 
     @contextmanager
+    def recomputing(self, is_recomputed: bool) -> Iterator[None]:
+        """Set whether what runs inside passes gradients although torch records no graph."""
+        before, self.is_recomputed = self.is_recomputed, is_recomputed
+        try:
+            yield
+        finally:
+            self.is_recomputed = before
+
+    @contextmanager
     def in_call(self, sizes: CallSizes, reduction: str) -> Iterator[None]:
         """Attribute the operations inside to a call with these sizes and this reduction."""
         before = self.sizes, self.reduction

@@ -16,7 +16,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -34,7 +34,6 @@ from flex_model.layouts.propagation.operation import REPLICATED
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
-    from flex_model.layouts.recorder import Recorder
 
 _OF_DTENSORS = ("from_local", "to_local", "redistribute", "full_tensor")
 _DTENSOR = "DTensor."
@@ -87,7 +86,11 @@ def _followed(apply: Any) -> Callable[..., Any]:
         inside = [one for one in recorders if one.is_recomputed]
         inputs = [one for one in args if isinstance(one, Tensor)]
         values = [[recorder.value(one) for one in inputs] for recorder in recorders]
-        with _recomputed(recorders, recomputes), _watched() if recomputes else nullcontext():
+        with ExitStack() as stack:
+            for recorder in recorders:
+                stack.enter_context(recorder.recomputing(recomputes))
+            if recomputes:
+                stack.enter_context(_watched())
             result = run(*args, **kwargs)
         if recomputes:
             return result
@@ -99,19 +102,6 @@ def _followed(apply: Any) -> Callable[..., Any]:
         return result
 
     return call
-
-
-@contextmanager
-def _recomputed(recorders: Sequence[Recorder], is_recomputed: bool) -> Iterator[None]:
-    """Set whether what runs inside passes gradients although torch records no graph."""
-    before = [recorder.is_recomputed for recorder in recorders]
-    for recorder in recorders:
-        recorder.is_recomputed = is_recomputed
-    try:
-        yield
-    finally:
-        for recorder, was in zip(recorders, before):
-            recorder.is_recomputed = was
 
 
 @contextmanager
@@ -138,7 +128,9 @@ def _noticed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
         recorders = [one for one in active_recorders if not one.is_paused and one.is_recomputed]
         inputs = [one for one in args if isinstance(one, Tensor)]
         values = [[recorder.value(one) for one in inputs] for recorder in recorders]
-        with _recomputed(recorders, False):
+        with ExitStack() as stack:
+            for recorder in recorders:
+                stack.enter_context(recorder.recomputing(False))
             result = forward(*args, **kwargs)
         for recorder, of_inputs in zip(recorders, values):
             recorder.nodes.add_function(name, "recomputes", of_inputs, result)

@@ -330,9 +330,10 @@ class SequentialTracer(torch.fx.Tracer):
         if isinstance(a, Tensor) and not self._is_of_model(a):
             return self.create_node("call_function", _constant(a), (), {})
         if _is_model_output(a):
-            fields = {f.name: getattr(a, f.name) for f in dataclasses.fields(a)}
-            given = {name: self.create_arg(v) for name, v in fields.items() if v is not None}
-            return self.create_node("call_function", type(a), (), given)
+            names = [*a, *(f.name for f in dataclasses.fields(a) if f.name not in a)]
+            given = {one: getattr(a, one) for one in names if getattr(a, one) is not None}
+            fields = {name: self.create_arg(value) for name, value in given.items()}
+            return self.create_node("call_function", _model_output(type(a)), (), fields)
         if isinstance(a, torch.Size):
             return tuple(self.create_arg(size) for size in a)
         return super().create_arg(a)
@@ -434,6 +435,21 @@ def _is_leaf(value: Any) -> bool:
 def _is_model_output(value: Any) -> bool:
     """Whether a value is a ``ModelOutput`` of transformers, which torch's pytrees know."""
     return dataclasses.is_dataclass(value) and issubclass(type(value), dict)
+
+
+def _model_output(kind: type) -> Callable[..., Any]:
+    """Return a function that makes a ``ModelOutput`` whose fields are in the order they are given
+    in, not in the class's: that is the order of its tuple.
+    """
+
+    @functools.wraps(kind, updated=())
+    def made(**fields: Any) -> Any:
+        output = kind(**fields)
+        for name in fields:
+            output.move_to_end(name)
+        return output
+
+    return made
 
 
 def _constant(tensor: Tensor) -> Callable[[], Tensor]:
