@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from flex_model.distributed.placement import Shape, Shard
 from flex_model.distributed.tensor_dicts import exchange_json
@@ -13,6 +14,7 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
 from flex_model.inspection.edits.calls import FakeCalls, FakeInput
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, Finding, Source
+from flex_model.inspection.edits.watch import Sharded
 from flex_model.integrations import dtensor
 from flex_model.names import clean
 
@@ -93,11 +95,11 @@ def _full_parameters(
     return known, errors
 
 
-def _sharded_parameters(core: HookCore) -> dict[int, tuple[str, bool]]:
+def _sharded_parameters(core: HookCore) -> Sharded:
     """As of ``FakeArguments``."""
     if core.communicator.is_local:
         return {}
-    found: dict[int, tuple[str, bool]] = {}
+    found: dict[int, tuple[Tensor, str, bool]] = {}
     for full_name, parameter in core.module.named_parameters():
         name = clean(core.module, full_name)
         if dtensor.is_dtensor(parameter):
@@ -105,10 +107,10 @@ def _sharded_parameters(core: HookCore) -> dict[int, tuple[str, bool]]:
             by_tp = isinstance(layout.tp, Shard)
             if by_tp or isinstance(layout.dp, Shard):
                 with torch.no_grad():
-                    local = dtensor.to_local(parameter)
-                found[id(parameter)] = found[id(local)] = (name, not by_tp)
+                    tensors = (parameter, dtensor.to_local(parameter))
+                found |= {id(one): (one, name, not by_tp) for one in tensors}
         elif core.mesh.tp_size > 1:
             _, tp = core.parameters.sources_of(name)[0].placements
             if tp is None or isinstance(tp, Shard):
-                found[id(parameter)] = (name, False)
+                found[id(parameter)] = (parameter, name, False)
     return found

@@ -36,7 +36,8 @@ _READS_VALUES = {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose, Ten
 _READS_VALUES |= {Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
 _READS_VALUES |= {Tensor.__index__, Tensor.__complex__, *_READS_MEMORY}
 
-Sharded = Mapping[int, tuple[str, bool]]
+#: By the id of a tensor, which is kept alive, as another could have its id then.
+Sharded = Mapping[int, tuple[Tensor, str, bool]]
 
 
 class RefusedError(Exception):
@@ -54,7 +55,7 @@ class FakeArguments(TorchFunctionMode):
     to them, and whatever gradients arrive, the real ones stay as they were.
 
     Args:
-        sharded: Parameters of which this rank has a shard, by their id: name, and whether FSDP
+        sharded: Parameters of which this rank has a shard: itself, its name, and whether FSDP
             alone shards them. They are not replaced, so that ``Watch`` knows them.
     """
 
@@ -118,7 +119,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         for leaf in tree_leaves((args, kwargs)):
             if id(leaf) in self._sharded:
-                self._refuse_shard(*self._sharded[id(leaf)])
+                self._refuse_shard(*self._sharded[id(leaf)][1:])
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             self._refuse(
                 ERROR,
