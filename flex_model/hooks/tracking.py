@@ -20,15 +20,16 @@ from flex_model.hooks.evidence import Evidence, Forward
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import ActiveHooks
 from flex_model.integrations import compiled
-from flex_model.layouts import follow
+from flex_model.layouts import follow, replicas
 from flex_model.layouts.attributes import Attributes
 from flex_model.layouts.cache import Conditions, ForwardLayouts, LayoutCache, Place
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
-from flex_model.layouts.inputs import seed_inputs
+from flex_model.layouts.inputs import SharedInputs, seed_inputs
 from flex_model.layouts.kept import KeptTensors
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.layouts.placement_encoding import common, encode
+from flex_model.layouts.replicas import PendingReplica
 from flex_model.layouts.sources import (
     AXES,
     BatchDim,
@@ -108,12 +109,23 @@ class Tracking:
         self._recent.clear()
         self._conditions = None
 
-    def begin(self, args: Any, kwargs: Any, active: ActiveHooks, part: int = 0) -> None:
+    def begin(
+        self,
+        args: Any,
+        kwargs: Any,
+        active: ActiveHooks,
+        part: int = 0,
+        later: list[PendingReplica] | None = None,
+    ) -> None:
         """Begin a forward of the wrapped module. Collective over the grid where hooks on its
         activations are active.
 
         Args:
             part: Which of the wrapped modules runs, if they are several stages of a pipeline.
+            later: Where its inputs are compared along tp: gets the comparisons of those on GPUs.
+
+        Raises:
+            ValueError: ranks along tp were given different inputs. On every rank.
         """
         if self.forward.enter():
             return
@@ -135,8 +147,15 @@ class Tracking:
         known = sites_hash(site, self._buffers.digest, self.has_rows)
         form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
         numbers = self._memory.key_numbers(form, sizes)
-        header = Header("inputs", site=site, shape=numbers)
+        shared = None
+        if later is not None and self._communicator.mesh.tp_size > 1:
+            shared = SharedInputs(named_inputs(self._root, args, kwargs), self.statements)
+            later += shared.pending()
+        hashed = None if shared is None else shared.hash()
+        header = Header("inputs", site=site, shape=numbers, hash=hashed)
         headers = self._communicator.check_consistency(header, "the start of a forward")
+        if shared is not None and replicas.differ(self._communicator.mesh, headers, "tp"):
+            shared.compare(self._communicator)
         key, layouts = self._memory.begin(tuple([other.shape for other in headers]))
         if layouts is None or self._follow == "always":
             forward.begin(key, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +15,10 @@ from flex_model.distributed.padding import Rows
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.errors import agreed
 from flex_model.integrations import dtensor
+from flex_model.layouts import replicas
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.kept import KeptTensors
+from flex_model.layouts.replicas import PendingReplica
 from flex_model.layouts.sources import Inputs
 from flex_model.layouts.statements import Statements
 
@@ -106,6 +109,66 @@ def seed_inputs(
     return rows
 
 
+class SharedInputs:
+    """The inputs of a forward whose values the tensor-parallel ranks should share: all that are
+    passed, but for those that state how they are placed. Every run compares them.
+
+    Args:
+        inputs: As of ``seed_inputs``.
+    """
+
+    def __init__(self, inputs: Sequence[tuple[str, Tensor, bool]], statements: Statements) -> None:
+        stated = {index for index, one in statements.of_inputs().items() if one.tp is not None}
+        self._inputs = [
+            (f"input {name!r}, tensor {index}", index, tensor)
+            for index, (name, tensor, is_state) in enumerate(inputs)
+            if not (is_state or index in stated or dtensor.is_dtensor(tensor))
+            and _has_values(tensor)
+        ]
+
+    def hash(self) -> int:
+        """Return a hash of those on the CPU. Local."""
+        return site_hash(*(replicas.hash_of(one) for _, _, one in self._inputs if one.is_cpu))
+
+    def compare(self, communicator: Communicator) -> None:
+        """Compare each of those on the CPU, of which all ranks have the same number. Collective.
+
+        Raises:
+            ValueError: one of them differs along tp. On every rank.
+        """
+        on_host = [one for one in self._inputs if one[2].is_cpu]
+        header = Header("inputs", site=site_hash("shared", len(on_host)))
+        communicator.check_consistency(header, f"a forward with {len(on_host)} tensors as inputs")
+        rows = communicator.exchange(torch.stack([values.fingerprint(t) for _, _, t in on_host]))
+        for i, (text, index, _) in enumerate(on_host):
+            prints = values.Fingerprints.of(communicator.mesh, rows[:, i].tolist())
+            self._check(text, index, prints)
+
+    def pending(self) -> list[PendingReplica]:
+        """Return the comparisons of those on GPUs, for which the host does not wait. Local."""
+        return [
+            PendingReplica.of(text, tensor, functools.partial(self._check, text, index))
+            for text, index, tensor in self._inputs
+            if tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
+        ]
+
+    def _check(self, text: str, index: int, prints: values.Fingerprints) -> None:
+        if not prints.equal_along("tp"):
+            raise agreed(
+                ValueError(
+                    f"{text}: the tensor-parallel ranks were given different values, and they "
+                    "compute one model on one batch. Give all ranks of a tensor-parallel group the "
+                    "same inputs (a DistributedSampler's rank is the data-parallel one), or state "
+                    "how they are split, such as flex.annotate_layout(re.compile('^$'), "
+                    f"kind='forward_pre', index={index}, tp=Shard(1))"
+                )
+            )
+
+
+def _has_values(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_nested
+
+
 def refusal_of_stand_in(what: str) -> str:
     """Return the message for a hook that can't leave out the rows of a stand-in."""
     return (
@@ -143,7 +206,7 @@ def _sketch(tensor: Tensor, has_rows: bool) -> Tensor:
     row[3] = has_rows
     if dtensor.is_dtensor(tensor):
         tensor = dtensor.to_local(tensor)
-    if not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_nested:
+    if _has_values(tensor):
         row[:2] = values.fingerprint(dtensor.wait(tensor))
     shape = tensor.shape[:_MAX_DIMS]
     row[2] = len(shape)

@@ -85,7 +85,9 @@ class RootHooks:
         if not in_backward():
             self.runs.begin_direct()
             hooks = self._table.active_hooks
-            self._tracking.begin(args, kwargs, hooks.stage or hooks)
+            run = self.runs.current
+            later = None if run is None else run.pending_replicas
+            self._tracking.begin(args, kwargs, hooks.stage or hooks, later=later)
             self._own_batch.begin_forward(args, kwargs, hooks)
 
     @compiled.outside_graphs

@@ -64,26 +64,37 @@ def test_10_a_record_is_not_an_alias_of_what_an_edit_zeroes():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("first", [None, "whole"])
-def test_11_a_first_call_decides_nothing_for_the_later_ones(first):
-    """The first call's gradient is None, or its tensor is whole; later shards are gathered."""
+def test_11_a_first_call_without_a_gradient_decides_nothing_for_the_later_ones():
     records = {}
     flex = FlexModel(nn.Sequential(nn.Identity()), records, tensor_parallel_size=2)
     full = models.random(2, 8)
     shard = full.chunk(2, 1)[dist.get_rank()].clone()
-    if first is None:
-        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
-        flex.register_full_backward_hook(HookFunction("0", (None, 8)))
-        flex(shard)
-        flex(shard.requires_grad_()).backward(shard)
-    else:
-        flex.register_forward_hook(HookFunction("0", (None, 8)))
-        flex(full)
-        if dist.get_rank() == 0:
-            assert_close(records["0"], [full])
-        flex(shard)
+    flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
+    flex.register_full_backward_hook(HookFunction("0", (None, 8)))
+    flex(shard)
+    flex(shard.requires_grad_()).backward(shard)
     if dist.get_rank() == 0:
         assert_close(records["0"], [full])
+
+
+class WholeOrParts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.site = nn.Identity()
+
+    def forward(self, value, is_whole):
+        return self.site(value if is_whole else value.chunk(2, 1)[dist.get_rank()])
+
+
+@pytest.mark.ranks(2)
+def test_11_a_first_call_with_a_whole_tensor_decides_nothing_for_the_later_ones():
+    records, full = {}, models.random(2, 8)
+    flex = FlexModel(WholeOrParts(), records, tensor_parallel_size=2)
+    flex.register_forward_hook(HookFunction("site", (None, 8)))
+    for is_whole in (True, False):
+        flex(full, is_whole)
+        if dist.get_rank() == 0:
+            assert_close(records["site"], [full])
 
 
 def test_22_all_modules_names():

@@ -136,25 +136,56 @@ def test_a_tensor_that_is_equal_on_all_ranks_is_whole(shape, expected_shape):
             assert_same(record, full)
 
 
+class Parts(Site):
+    """Gives the site a part that each rank makes of plain numbers."""
+
+    def forward(self, value):
+        return self.site(torch.tensor(part(value).tolist(), dtype=value.dtype))
+
+
 @pytest.mark.ranks(2)
 def test_a_shard_of_unknown_layout_is_never_silently_wrong():
     """Unless it is stated, a plain tensor that differs between ranks is an error by name."""
-    full = models.random(4, 6)
-    with pytest.raises(
-        ValueError, match=r"'site'.*not known \(lost at input 'value'.*other values"
-    ) as error:
-        run(part(full), None, clone)
-    assert "flex.annotate_layout('site', kind='forward', tp=Shard(1))" in str(error.value)
-    result, record = run(part(full), (4, 6), clone)
-    assert_same(result, part(full))
-    if dist.get_rank() == 0:
-        assert_same(record, full)
-    with FlexModel(Site(), records := {}, tensor_parallel_size=2) as flex:
+    full, records = models.random(4, 6), {}
+    hook = HookFunction("site", None, clone)
+    with FlexModel(Parts(), records, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(hook)
+        with pytest.raises(ValueError, match=r"'site'.*not known \(lost at") as error:
+            flex(full)
+        assert "flex.annotate_layout('site', kind='forward', tp=Shard(1))" in str(error.value)
         flex.annotate_layout("site", kind="forward", tp=Shard(1))
-        flex.register_forward_hook(HookFunction("site", editing_function=clone))
-        assert_same(flex(part(full)), part(full))
+        assert_same(flex(full), part(full))
     if dist.get_rank() == 0:
         assert_same(records["site"][0], full)
+    with FlexModel(Parts(), records, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("site", (4, 6), clone))
+        assert_same(flex(full), part(full))
+    if dist.get_rank() == 0:
+        assert_same(records["site"][0], full)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("expected_shape", [None, (4, 6)])
+def test_inputs_that_differ_between_tensor_parallel_ranks(expected_shape):
+    """By contract they are the same: in every run, before a hook sees them."""
+    full, records, seen = models.random(4, 6), {}, []
+
+    def edit(module, full, save_ctx, modules):
+        seen.append(full.shape)
+        return full.flip(-1)
+
+    with FlexModel(Site(), records, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("site", expected_shape, edit))
+        for wrong in (part(full), full, part(full), full + dist.get_rank()):
+            if wrong is full:
+                assert_same(flex(full), full.flip(-1))
+                seen.clear()
+                continue
+            with pytest.raises(ValueError, match=r"input .value., tensor 0: .* different values"):
+                flex(wrong)
+            assert records.get("site", []) == seen == []
+        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
+        assert_same(flex(part(full)), part(full.flip(-1)))
 
 
 # ---- Containers ----------------------------------------------------------------------------------
