@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flex_model.distributed.padding import Rows
 from flex_model.hooks.registration import Registration
@@ -74,12 +74,20 @@ class Evidence:
         return self.pair if self.follower is None else self.follower.placements(self.value)
 
 
+class Part(NamedTuple):
+    """A module of the wrapped one that is called on its own, and its name."""
+
+    name: str
+    module: nn.Module
+
+
 @dataclass(eq=False, slots=True)
 class Forward:
     """The running forward of the wrapped model.
 
     Attributes:
         depth: Depth of the wrapped module's calls inside itself.
+        part: What is called, if it is not the wrapped module.
         states: Those of its arguments that are objects which it may change, such as caches.
         numbers: By registration index: how often the hook was called.
         layouts: Of a forward that is not followed: the layouts of the earlier one that was.
@@ -89,6 +97,7 @@ class Forward:
     """
 
     depth: int = 0
+    part: Part | None = None
     states: list[Any] = field(default_factory=list)
     numbers: dict[int, int] = field(default_factory=dict)
     key: Key | None = None

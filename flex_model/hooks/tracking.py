@@ -16,7 +16,7 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.padding import Rows
 from flex_model.distributed.placement import Partial
 from flex_model.errors import agreed
-from flex_model.hooks.evidence import Evidence, Forward
+from flex_model.hooks.evidence import Evidence, Forward, Part
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import ActiveHooks
 from flex_model.integrations import compiled
@@ -32,6 +32,7 @@ from flex_model.layouts.placement_encoding import common, encode
 from flex_model.layouts.replicas import PendingReplica
 from flex_model.layouts.sources import (
     AXES,
+    Argument,
     BatchDim,
     Constants,
     Inputs,
@@ -114,14 +115,16 @@ class Tracking:
         args: Any,
         kwargs: Any,
         active: ActiveHooks,
-        part: int = 0,
+        stage: int = 0,
+        part: Part | None = None,
         later: list[PendingReplica] | None = None,
     ) -> None:
         """Begin a forward of the wrapped module. Collective over the grid where hooks on its
         activations are active.
 
         Args:
-            part: Which of the wrapped modules runs, if they are several stages of a pipeline.
+            stage: Which of the wrapped modules runs, if they are several stages of a pipeline.
+            part: What is called, if it is not the wrapped module.
             later: Where its inputs are compared along tp: gets the comparisons of those on GPUs.
 
         Raises:
@@ -136,20 +139,23 @@ class Tracking:
             r for r in active.parameters if any(self.asks_for_parameter(r, axis) for axis in AXES)
         ]
         states = states_of(args, kwargs)
-        forward = self.forward = Forward(depth=1, states=states, parameters=parameters)
+        forward = self.forward = Forward(1, part, states=states, parameters=parameters)
         if not active.registrations:
             return
         if self._conditions is None:
             self._conditions = Conditions(self._root)
         assert self._buffers is not None
         self._buffers.observe()
-        site = sites_hash(part, active.digest)
-        known = sites_hash(site, self._buffers.digest, self.has_rows)
+        site = sites_hash(stage, part and part.name, active.digest)
+        is_shared = later is not None and self._communicator.mesh.tp_size > 1
+        inputs = self._inputs_of(args, kwargs) if part or is_shared else ()
+        kept = tuple(self._kept.pair(one.tensor) for one in inputs if one.is_kept)
+        known = sites_hash(site, self._buffers.digest, self.has_rows, kept)
         form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
         numbers = self._memory.key_numbers(form, sizes)
         shared = None
-        if later is not None and self._communicator.mesh.tp_size > 1:
-            shared = SharedInputs(named_inputs(self._root, args, kwargs), self.statements)
+        if later is not None and is_shared:
+            shared = SharedInputs(inputs, self._stated_inputs())
             later += shared.pending()
         hashed = None if shared is None else shared.hash()
         header = Header("inputs", site=site, shape=numbers, hash=hashed)
@@ -195,12 +201,28 @@ class Tracking:
             follower,
             self._communicator,
             self._inputs,
-            named_inputs(self._root, args, kwargs),
-            self.statements,
+            self._inputs_of(args, kwargs),
+            self._stated_inputs(),
             self._kept,
             pads,
             self.has_rows,
         )
+
+    def _inputs_of(self, args: Any, kwargs: Any) -> list[Argument]:
+        """Return the inputs of the module that is called. Those of a part of the model may be of a
+        part that was called before; those of the model itself are placed by contract.
+        """
+        part = self.forward.part
+        inputs = named_inputs(self._root if part is None else part.module, args, kwargs)
+        if part is None:
+            return inputs
+        return [
+            one._replace(is_kept=not one.is_state and self._kept.source(one.tensor) is not None)
+            for one in inputs
+        ]
+
+    def _stated_inputs(self) -> dict[int, Statement]:
+        return self.statements.of_inputs(*(self.forward.part or ("", self._root)))
 
     def follower(self) -> Follower:
         """Return a follower that has the placements of the model's weights. Local."""
@@ -246,7 +268,7 @@ class Tracking:
         if forward.follower is None or forward.is_over:
             return
         forward.finish()
-        forward.follower.note_outputs(output)
+        forward.follower.note_outputs(output, forward.part.name if forward.part else "")
         left = [forward.follower.joint_value(one) for one in _tensors([*forward.states, output])]
         assert self._buffers is not None
         written = {
@@ -310,6 +332,16 @@ class Tracking:
         """Drop the running forward: a run begins, or has ended in whatever state."""
         self.forward.close()
         self.forward = Forward()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing needs to be followed: one process holds all tensors."""
+        return self._communicator.is_local
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether the wrapped module, or a part of it that was called on its own, runs."""
+        return self.forward.depth > 0
 
     @property
     def is_following(self) -> bool:

@@ -249,12 +249,14 @@ class Follower:
         """Return the placements of a value, as far as ``sync`` has compared the logs."""
         return self.proofs.placements(value)
 
-    def note_outputs(self, output: Any) -> None:
-        """Log the tensors that the forward returns, where gradients begin."""
+    def note_outputs(self, output: Any, part: str = "") -> None:
+        """Log the tensors that the forward returns, where gradients begin; ``part``: the name of
+        the module that was called, if it is not the model.
+        """
         for tensor in _tensors(output):
             value = self.recorder.value(tensor)
             if isinstance(value, int):
-                self.log.add("output", value)
+                self.log.add("output", value, part)
                 if _has_backward_hooks(self._root):  # torch adds the root's hooks later
                     self.recorder.nodes.note_module_hook(value)
 

@@ -138,7 +138,12 @@ class Gradients:
         else:
             self.invalidate(sources, "a tensor whose gradient a hook receives")
 
-    def note_output(self, value: Value) -> None:
+    def note_output(self, value: Value, part: str) -> None:
+        """Note a value that the model returns; with ``part``, that this part of it returns, which
+        was called on its own: what reads it is not followed.
+        """
+        if part:
+            self._unknown[value] = f"the output of {part!r}, which was called on its own"
         self._outputs.add(value)
 
     def note_hooked(self, values: Sequence[Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from flex_model.layouts import replicas
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.kept import KeptTensors
 from flex_model.layouts.replicas import PendingReplica
-from flex_model.layouts.sources import Inputs
-from flex_model.layouts.statements import Statements
+from flex_model.layouts.sources import Argument, Inputs
+from flex_model.layouts.statements import Statement
 
 _MAX_DIMS = 16
 
@@ -29,8 +29,8 @@ def seed_inputs(
     follower: Follower,
     communicator: Communicator,
     by_batch_dim: Inputs,
-    inputs: Sequence[tuple[str, Tensor, bool]],
-    statements: Statements,
+    inputs: Sequence[Argument],
+    statements: Mapping[int, Statement],
     kept: KeptTensors,
     pads: bool = False,
     has_rows: bool = True,
@@ -39,7 +39,7 @@ def seed_inputs(
 
     Args:
         by_batch_dim: Infers from ``batch_dim`` which inputs hold rows.
-        inputs: Their names, the tensors, and whether they are in an object of the arguments.
+        statements: Those about inputs, by index.
         kept: Tensors of earlier forwards.
         pads: Whether hooks pad tensors of different lengths to one.
         has_rows: Whether the inputs hold rows of the batch here, not those of a stand-in.
@@ -53,7 +53,7 @@ def seed_inputs(
     """
     mesh = communicator.mesh
     with torch.no_grad():
-        sketches = [_sketch(tensor, has_rows) for _, tensor, _ in inputs]
+        sketches = [_sketch(one.tensor, has_rows) for one in inputs]
     header = Header("inputs", site=site_hash("follow", len(inputs)))
     communicator.check_consistency(
         header, f"a followed forward with {len(inputs)} tensors as inputs"
@@ -65,18 +65,18 @@ def seed_inputs(
     for of_ranks in zip(*table):
         shapes.append([tuple(row[4 : 4 + row[2]]) for row in of_ranks])
         prints.append(values.Fingerprints.of(mesh, [row[:2] for row in of_ranks]))
-    passed = [i for i, (_, _, is_state) in enumerate(inputs) if not is_state]
-    of_root = statements.of_inputs()
+    passed = [i for i, one in enumerate(inputs) if not one.is_state]
+    stated_dp = {i for i, one in statements.items() if one.dp is not None}
     along_dp: dict[int, Placement | None] = {}
     rows: Rows | None = None
     if mesh.dp_size > 1:
         line = mesh.ranks_along(("dp",), 0)
         try:
             found = by_batch_dim.along_dp(
-                [inputs[i][0] for i in passed],
+                [inputs[i].name for i in passed],
                 [[shapes[i][place] for place in line] for i in passed],
                 [prints[i].equal_along("dp") for i in passed],
-                [i in of_root and of_root[i].dp is not None for i in passed],
+                [i in stated_dp or inputs[i].is_kept for i in passed],
             )
         except ValueError as error:
             raise agreed(error) from None
@@ -90,17 +90,19 @@ def seed_inputs(
             ]
             rows = _rows_of_ragged(inputs_along, is_stand_in)
     for i in passed:
-        name, tensor, _ = inputs[i]
+        name, tensor, _, is_kept = inputs[i]
+        if is_kept:
+            continue
         dp: Placement | None = along_dp.get(i, Replicate())
         tp: Placement | None = Replicate() if prints[i].equal_along("tp") else None
         text = f"input {name!r}, tensor {i}"
         if tp is None:
             text += ", of which the tensor-parallel ranks were given other values"
-        stated = of_root.get(i)
+        stated = statements.get(i)
         if stated is not None:
             dp, tp = stated.dp or dp, stated.tp or tp
         follower.note_input(tensor, text, (dp, tp))
-    for i, (name, tensor, is_state) in enumerate(inputs):
+    for i, (name, tensor, is_state, _) in enumerate(inputs):
         # By contract as inputs are: counters in objects, such as the length of a cache.
         if is_state and tensor.numel() <= 1 and kept.source(tensor) is None:
             alike = [prints[i].equal_along(axis) for axis in ("dp", "tp")]
@@ -111,18 +113,19 @@ def seed_inputs(
 
 class SharedInputs:
     """The inputs of a forward whose values the tensor-parallel ranks should share: all that are
-    passed, but for those that state how they are placed. Every run compares them.
+    passed, but for those that state how they are placed, or that an earlier forward has placed.
+    Every run compares them.
 
     Args:
-        inputs: As of ``seed_inputs``.
+        inputs, statements: As of ``seed_inputs``.
     """
 
-    def __init__(self, inputs: Sequence[tuple[str, Tensor, bool]], statements: Statements) -> None:
-        stated = {index for index, one in statements.of_inputs().items() if one.tp is not None}
+    def __init__(self, inputs: Sequence[Argument], statements: Mapping[int, Statement]) -> None:
+        stated = {index for index, one in statements.items() if one.tp is not None}
         self._inputs = [
             (f"input {name!r}, tensor {index}", index, tensor)
-            for index, (name, tensor, is_state) in enumerate(inputs)
-            if not (is_state or index in stated or dtensor.is_dtensor(tensor))
+            for index, (name, tensor, is_state, is_kept) in enumerate(inputs)
+            if not (is_state or is_kept or index in stated or dtensor.is_dtensor(tensor))
             and _has_values(tensor)
         ]
 

@@ -18,7 +18,7 @@ An entry is a tuple of plain values (numbers, strings, None, and tuples of them)
 - ``("invalidated", values)``: nothing is known of these values from here on.
 - ``("joint", value, before)``: every rank has a tensor here, such as that of a hook; ``value`` has
   a placement only where all have the same tensor of the program, or each its piece of one.
-- ``("output", value)``: the forward returned it.
+- ``("output", value, part)``: the forward returned it; ``part``: of this module, "" for the root.
 - ``("detached", values)``: an operation made them for its backward alone: they carry no gradients.
 - ``("hooked", value)``: a hook of the model's own may change its gradient.
 - ``("named", value, values, source)``: a tensor that had one of these values has one of its own

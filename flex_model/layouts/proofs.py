@@ -230,7 +230,7 @@ class AxisProofs:
         elif kind == "hooked":
             self.gradients.note_hooked([entry[1] for entry in entries])
         elif kind == "output":
-            self.gradients.note_output(entries[0][1])
+            self.gradients.note_output(*entries[0][1:])
         elif kind == "node":
             self.gradients.note_node(entries)
 

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -237,20 +237,34 @@ def stated_by_dtensor(tensor: Any, mesh: Mesh) -> Placements | None:
 # ---- Inputs ------------------------------------------------------------------------------------
 
 
-def named_inputs(root: nn.Module, args: Any, kwargs: Any) -> list[tuple[str, Tensor, bool]]:
-    """Return every tensor in a forward's arguments, with the name of its argument, and whether an
-    object of the user, such as a cache, holds it. First those that hooks see, in their order.
+class Argument(NamedTuple):
+    """A tensor in a forward's arguments.
+
+    Attributes:
+        is_state: Whether an object of the user, such as a cache, holds it.
+        is_kept: Whether it is of an earlier forward, which has placed it.
     """
-    names = list(_argument_names(root, len(args)))
+
+    name: str
+    tensor: Tensor
+    is_state: bool
+    is_kept: bool = False
+
+
+def named_inputs(module: nn.Module, args: Any, kwargs: Any) -> list[Argument]:
+    """Return every tensor in a forward's arguments, with the name of its argument. First those that
+    hooks see, in their order.
+    """
+    names = list(_argument_names(module, len(args)))
     found, inside = [], []
     for name, value in [*zip(names, args), *kwargs.items()]:
         passed = {id(tensor) for tensor in _passed(value)}
         flat = _C.flatten(value)[0]
-        found += [(name, tensor, id(tensor) not in passed) for tensor in flat]
+        found += [Argument(name, tensor, id(tensor) not in passed) for tensor in flat]
         if not _is_plain(value):
             seen = {id(tensor) for tensor in flat}
             of_value = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
-            inside += [(name, tensor, True) for tensor in of_value if id(tensor) not in seen]
+            inside += [Argument(name, one, True) for one in of_value if id(one) not in seen]
     return found + inside
 
 

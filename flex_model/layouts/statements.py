@@ -286,12 +286,12 @@ class Statements:
             if statement.kind != "parameter" and statement.matches(clean(self._root, name), module)
         ]
 
-    def of_inputs(self) -> dict[int, Statement]:
-        """Return the statements about inputs of the wrapped model, by index."""
+    def of_inputs(self, name: str, module: nn.Module) -> dict[int, Statement]:
+        """Return the statements about inputs of a module, by index."""
         return {
             s.index: s
             for s in self._statements
-            if s.kind == "forward_pre" and s.matches("", self._root)
+            if s.kind == "forward_pre" and s.matches(name, module)
         }
 
     def _last(self, kind: Kind, name: str, module: nn.Module) -> Statement | None:

@@ -144,7 +144,7 @@ class InstrumentedForward:
         core = self._core
         if not self._state.is_silent:
             self._is_tracked = True
-            core.tracking.begin((), kwargs, core.table.active_hooks, part=self.index)
+            core.tracking.begin((), kwargs, core.table.active_hooks, stage=self.index)
 
     def _end_tracking(self, output: Tensor | None) -> None:
         if self._is_tracked:

@@ -160,7 +160,7 @@ class InstrumentedStage:
         core = self._core
         if self._state.is_silent:
             return sendable(self._of_torch("forward_maybe_with_nosync", *args, **kwargs))
-        core.tracking.begin(args, kwargs, core.table.active_hooks, part=self.index)
+        core.tracking.begin(args, kwargs, core.table.active_hooks, stage=self.index)
         output = None
 
         def forward() -> Any:

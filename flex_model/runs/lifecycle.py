@@ -115,9 +115,11 @@ class Runs:
 
     # ---- Begin -----------------------------------------------------------------------------------
 
-    def begin(self, choice: Choice, direct: bool = False) -> Run:
+    def begin(
+        self, choice: Choice, direct: bool = False, beside: frozenset[int] = frozenset()
+    ) -> Run:
         """Begin an outermost run: choose hooks, check them on all ranks where they are new, empty
-        their record lists.
+        their record lists, but not those of the hooks ``beside``.
         """
         self.check_entry()
         self._guards.renew(self._digests.take_new())
@@ -127,6 +129,7 @@ class Runs:
         self.note_forward()
         run = Run(
             self._table.active,
+            set(beside),
             direct_depth=int(direct),
             first_node=next_sequence(),
             outer_error=sys.exc_info()[1],
@@ -149,9 +152,9 @@ class Runs:
             raise
         return run
 
-    def begin_direct(self) -> None:
-        """Begin a run at a direct call of the wrapped module, or go on with the one that it is in.
-        Collective where a run begins.
+    def begin_direct(self, beside: frozenset[int] = frozenset()) -> None:
+        """Begin a run at a direct call of the wrapped module, or of a part of it, which has not the
+        hooks ``beside``, or go on with the one that it is in. Collective where a run begins.
         """
         run = self.current
         if run is not None:
@@ -160,7 +163,7 @@ class Runs:
                 self.note_forward()
             self._heed_stop_request()
         elif self.begin_deferred() is None:
-            self.begin(EVERYTHING, direct=True)
+            self.begin(EVERYTHING, direct=True, beside=beside)
 
     def begin_deferred(self) -> Run | None:
         """Begin the run of ``one_run_at_most`` if one is expected; return it."""
@@ -368,12 +371,12 @@ class Runs:
         if error is None and self._not_called_yet and self._warns:
             self._warn_of_hooks_not_called(run)
 
-    def end_direct(self, error: BaseException | None) -> None:
-        """Leave the wrapped module; end the run that a direct call of it began. Collective where it
-        ends.
+    def end_direct(self, error: BaseException | None, is_part: bool) -> None:
+        """Leave the wrapped module, or a part of it; end the run that a direct call of it began.
+        Collective where it ends.
         """
         run = self.current
-        if run is not None and run.leave_call():
+        if run is not None and run.leave_call(is_part):
             self.end(run, error)
 
     def deliver(self, run: Run, kind: str) -> None:

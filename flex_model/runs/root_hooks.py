@@ -1,5 +1,6 @@
 """Torch's hooks of the wrapped module itself: begin and end of its forwards. Where it is a wrapper
-(DDP, FSDP1), the module inside has them, too: its own methods, such as ``generate``, call that.
+(DDP, FSDP1), the module inside has them, too: its own methods, such as ``generate``, call that. On
+several ranks, so do the modules of hooks and those around them, which may be called on their own.
 """
 
 from __future__ import annotations
@@ -7,13 +8,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import nn
 
+from flex_model.hooks.evidence import Part
 from flex_model.hooks.own_batch import OwnBatch
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import compiled, continuous_batching
-from flex_model.names import wrapped_chain
+from flex_model.names import find_module, wrapped_chain
 from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.graphs import Graphs
 from flex_model.runs.lifecycle import Runs
@@ -44,26 +47,40 @@ class RootHooks:
         self._root, self.runs, self._table, self._tracking = module, runs, table, tracking
         self._own_batch = own_batch
         self._graphs, self._watch, self._watches = graphs, watch, watches
+        self._has_parts = not tracking.is_local and watches
         self._hooked: dict[nn.Module, tuple[Any, Any]] = {}
+        self._parts: dict[nn.Module, Part] = {}  # of those, the parts of the model
+        self._installed: set[int] = set()  # the hooks whose modules are among them
+        self._called: nn.Module | None = None  # the part that was called on its own
 
     def install(self) -> None:
-        """Register the hooks, outside of all others on the module; do nothing if they are there."""
-        if self._are_outermost():
-            return
-        self.remove()
-        # `begin` runs before all other hooks of the root, `end` after them: hooks on the root
-        # itself run inside
-        for module in wrapped_chain(self._root):
-            self._hooked[module] = (
-                module.register_forward_pre_hook(self.begin, prepend=True, with_kwargs=True),
-                module.register_forward_hook(self.end, always_call=True),
-            )
+        """Register the hooks, outside of all others on their modules."""
+        chain = wrapped_chain(self._root)
+        for module in chain:
+            self._install(module, self.begin, self.end)
+        for registration in self._table.active_hooks.registrations if self._has_parts else ():
+            if registration.index in self._installed or registration.module is None:
+                continue
+            self._installed.add(registration.index)
+            path = registration.name.split(".")
+            for name in (".".join(path[: i + 1]) for i in range(len(path))):
+                module = find_module(self._root, name)
+                if module not in chain:
+                    self._parts.setdefault(module, Part(name, module))
+                    self._install(module, self.begin_part, self.end_part)
 
-    def _are_outermost(self) -> bool:
-        return bool(self._hooked) and all(
-            next(iter(module._forward_pre_hooks), None) == begin.id
-            and next(reversed(module._forward_hooks), None) == end.id
-            for module, (begin, end) in self._hooked.items()
+    def _install(self, module: nn.Module, begin: Any, end: Any) -> None:
+        before, after = self._hooked.get(module, (None, None))
+        if before is not None and after is not None:
+            is_first = next(iter(module._forward_pre_hooks), None) == before.id
+            if is_first and next(reversed(module._forward_hooks), None) == after.id:
+                return
+            before.remove()
+            after.remove()
+        # `begin` runs before all other hooks of the module, `end` after them: those run inside.
+        self._hooked[module] = (
+            module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True),
+            module.register_forward_hook(end, always_call=True),
         )
 
     def remove(self) -> None:
@@ -72,6 +89,20 @@ class RootHooks:
             begin.remove()
             end.remove()
         self._hooked.clear()
+        self._parts.clear()
+        self._installed.clear()
+
+    def begin_part(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Begin a forward of a part, unless it is in one: torch's hook."""
+        if not torch.compiler.is_compiling() and not self._tracking.is_in_forward:
+            self._called = module
+            self.begin(module, args, kwargs)
+
+    def end_part(self, module: nn.Module, args: Any, output: Any) -> None:
+        """End a forward of a part that was called on its own: torch's hook."""
+        if not torch.compiler.is_compiling() and module is self._called:
+            self._called = None
+            self.end(module, args, output)
 
     @compiled.outside_graphs
     def begin(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -83,12 +114,22 @@ class RootHooks:
         self.runs.check_entry()
         continuous_batching.check_arguments(kwargs, bool(self._table.active))
         if not in_backward():
-            self.runs.begin_direct()
+            part = self._parts.get(module)
+            self.runs.begin_direct(self._beside(part))
             hooks = self._table.active_hooks
             run = self.runs.current
             later = None if run is None else run.pending_replicas
-            self._tracking.begin(args, kwargs, hooks.stage or hooks, later=later)
+            self._tracking.begin(args, kwargs, hooks.stage or hooks, part=part, later=later)
             self._own_batch.begin_forward(args, kwargs, hooks)
+
+    def _beside(self, part: Part | None) -> frozenset[int]:
+        """Return the hooks outside of a part of the model."""
+        if part is None:
+            return frozenset()
+        inside = f"{part.name}."
+        return frozenset(
+            r.index for r in self._table.registrations if not f"{r.name}.".startswith(inside)
+        )
 
     @compiled.outside_graphs
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -105,7 +146,7 @@ class RootHooks:
         if self._table.active_hooks.acts_in_backward and self._watches:
             self._graphs.watch(run, output)
             self._watch.watch_from(output)
-        self.runs.end_direct(error)
+        self.runs.end_direct(error, module in self._parts)
 
     # The hooks are methods of this object, which is copied and pickled with the module.
 

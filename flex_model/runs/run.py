@@ -136,9 +136,11 @@ class Run:
         """Enter the wrapped module again, inside a run that a direct call of it began."""
         self.direct_depth += bool(self.direct_depth)
 
-    def leave_call(self) -> bool:
-        """Leave the wrapped module; return whether the direct call that began the run is over."""
-        self.ran_model = True
+    def leave_call(self, is_part: bool) -> bool:
+        """Leave the wrapped module, or a part of it; return whether the direct call that began the
+        run is over.
+        """
+        self.ran_model |= not is_part
         if not self.direct_depth:
             return False
         self.direct_depth -= 1
