@@ -298,7 +298,7 @@ class Recorder(TorchDispatchMode):
             result = func(*args, **kwargs)
             self.record(f"higher_order::{func}", args, kwargs, result, None)
             return result
-        if func.namespace in ("profiler", "prim"):
+        if func.namespace in ("profiler", "prim", "fsdp"):  # FSDP2's fill weights, which are placed
             return func(*args, **kwargs)
         if func.namespace not in COLLECTIVES and self._is_composite(func, args, kwargs):
             with self._in_operation():
