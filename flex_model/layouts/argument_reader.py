@@ -142,7 +142,8 @@ class ArgumentReader:
         """Infer the sizes that the unsharded program passes where ranks pass plain numbers.
 
         They matter at the split dim only, so if no tensor is split it passes the same. Of a view
-        or a slice of a split tensor, the rule decides which of them are at the split dim.
+        or a slice of a split tensor, the rule decides which of them are at the split dim. Along dp,
+        rows that stand first are at the -1 that a view begins with.
 
         Args:
             unsettled: Numbers that may be a rank's own: of a factory, the sizes of split dims.
@@ -151,6 +152,9 @@ class ArgumentReader:
         rule_decides = self._is_view or operation in _SPLITS
         kept = set(self._with_expression)
         num_same = 0  # dims that a view keeps
+        begins_with_rows = ("size", 0, -1) in self._plain and any(
+            operand.shard is not None and operand.shard.dim == 0 for operand in shards
+        )
         for name, place, number in self._plain:
             if number in unsettled and not shards:
                 continue
@@ -163,7 +167,7 @@ class ArgumentReader:
             elif self._is_view and self._proofs.axis == "dp":
                 is_same_dim = place == num_same and _is_in_front(shards[0], place, number)
                 num_same += is_same_dim
-                if is_same_dim or not self._may_count_rows(number):
+                if is_same_dim or begins_with_rows or not self._may_count_rows(number):
                     self.full_sizes[name][place] = number
                     kept.add(name)
         if rule_decides or shards:

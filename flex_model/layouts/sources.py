@@ -366,6 +366,10 @@ def check_batch_dim(batch_dim: Any) -> BatchDim:
     return batch_dim
 
 
+#: With the names that contain "label": arguments of transformers that have one number a row.
+_LABELS = ("start_positions", "end_positions")
+
+
 class Inputs:
     """Finds the placements of a forward's inputs along dp, as ``batch_dim`` states them."""
 
@@ -410,6 +414,8 @@ class Inputs:
         return found
 
     def _is_ambiguous(self, name: str, shape: tuple[int, ...], dim: int | None) -> bool:
+        if "label" in name or name in _LABELS:
+            return False
         if isinstance(self._batch_dim, Mapping) and name in self._batch_dim:
             return False
         assert dim is not None

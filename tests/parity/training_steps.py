@@ -135,6 +135,7 @@ def shard(model: nn.Module, how: str) -> nn.Module:
     """A copy under DDP or FSDP2: each of its layers, and the rest."""
     model = copy.deepcopy(model)
     if how == "ddp":
+        warnings.filterwarnings("ignore", "Grad strides do not match")  # torch's, of class tokens
         return DistributedDataParallel(model, find_unused_parameters=True)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # torch's, of T5
     mesh = models.mesh(dist.get_world_size(), 1)["dp"]
