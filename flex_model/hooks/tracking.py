@@ -138,7 +138,7 @@ class Tracking:
         parameters = [
             r for r in active.parameters if any(self.asks_for_parameter(r, axis) for axis in AXES)
         ]
-        states = states_of(args, kwargs)
+        states = states_of((args, kwargs))
         forward = self.forward = Forward(1, part, states=states, parameters=parameters)
         if not active.registrations:
             return
@@ -197,6 +197,7 @@ class Tracking:
 
     def seed(self, follower: Follower, args: Any, kwargs: Any, pads: bool = False) -> Rows | None:
         """Give the follower the placements of the inputs. Collective; see `seed_inputs`."""
+        self._kept.adopt(states_of((args, kwargs)))
         return seed_inputs(
             follower,
             self._communicator,
@@ -304,6 +305,7 @@ class Tracking:
             if place in gradients:
                 evidence.note_gradient(gradients[place], obstacles.get(place, {}))
         self._kept.note(follower, attributes)
+        self._kept.note_states([*forward.states, *states_of(output)])
         layouts = ForwardLayouts(
             pairs={place: evidence.pair for place, (evidence, _) in forward.seen.items()},
             gradients=gradients,

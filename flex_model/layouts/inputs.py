@@ -19,7 +19,7 @@ from flex_model.layouts import replicas
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.kept import KeptTensors
 from flex_model.layouts.replicas import PendingReplica
-from flex_model.layouts.sources import Argument, Inputs
+from flex_model.layouts.sources import AXES, Argument, Inputs
 from flex_model.layouts.statements import Statement
 
 _MAX_DIMS = 16
@@ -67,27 +67,26 @@ def seed_inputs(
         prints.append(values.Fingerprints.of(mesh, [row[:2] for row in of_ranks]))
     passed = [i for i, one in enumerate(inputs) if not one.is_state]
     stated_dp = {i for i, one in statements.items() if one.dp is not None}
+    states = [i for i, one in enumerate(inputs) if one.is_state and kept.source(one.tensor) is None]
     along_dp: dict[int, Placement | None] = {}
     rows: Rows | None = None
     if mesh.dp_size > 1:
         line = mesh.ranks_along(("dp",), 0)
         try:
             found = by_batch_dim.along_dp(
-                [inputs[i].name for i in passed],
-                [[shapes[i][place] for place in line] for i in passed],
-                [prints[i].equal_along("dp") for i in passed],
-                [i in stated_dp or inputs[i].is_kept for i in passed],
+                [inputs[i].name for i in (*passed, *states)],
+                [[shapes[i][place] for place in line] for i in (*passed, *states)],
+                [prints[i].equal_along("dp") for i in (*passed, *states)],
+                [i in stated_dp or inputs[i].is_kept for i in passed] + [True] * len(states),
             )
         except ValueError as error:
             raise agreed(error) from None
-        along_dp = dict(zip(passed, found))
+        along_dp = dict(zip((*passed, *states), found))
         is_stand_in = [not table[place][0][3] for place in line]
         if any(is_stand_in) and not pads:
             raise agreed(ValueError(refusal_of_stand_in("the active hooks")))
         if pads:
-            inputs_along = [
-                (one, [shapes[i][place] for place in line]) for i, one in along_dp.items()
-            ]
+            inputs_along = [(along_dp[i], [shapes[i][place] for place in line]) for i in passed]
             rows = _rows_of_ragged(inputs_along, is_stand_in)
     for i in passed:
         name, tensor, _, is_kept = inputs[i]
@@ -102,12 +101,15 @@ def seed_inputs(
         if stated is not None:
             dp, tp = stated.dp or dp, stated.tp or tp
         follower.note_input(tensor, text, (dp, tp))
-    for i, (name, tensor, is_state, _) in enumerate(inputs):
-        # By contract as inputs are: counters in objects, such as the length of a cache.
-        if is_state and tensor.numel() <= 1 and kept.source(tensor) is None:
-            alike = [prints[i].equal_along(axis) for axis in ("dp", "tp")]
+    for i in states:  # of caches that no followed forward left
+        name, tensor = inputs[i][:2]
+        dp, tp = along_dp.get(i, Replicate()), Replicate() if mesh.tp_size == 1 else None
+        if tensor.numel() <= 1:  # a counter, such as the length of a cache: as inputs are
+            alike = [prints[i].equal_along(axis) for axis in AXES]
             dp, tp = (Replicate() if equal else None for equal in alike)
-            follower.note_input(tensor, f"counter in {name!r}, tensor {i}", (dp, tp))
+        elif not isinstance(dp, Shard):
+            continue
+        follower.note_input(tensor, f"state in {name!r}, tensor {i}", (dp, tp))
     return rows
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from flex_model.distributed.placement import Shard
 from flex_model.layouts import memory_map
 from flex_model.layouts.follow import Follower, Pair
 from flex_model.layouts.placement_encoding import encode
+from flex_model.layouts.sources import leaves
 
 _MIN_LIMIT = 64
 
@@ -29,6 +31,7 @@ class KeptTensors:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, Any], _Kept] = {}
+        self._states: dict[tuple[type, int], list[tuple[tuple[int, ...], Pair]]] = {}
         self._num_forwards = 0
         self._limit = _MIN_LIMIT  # the number of tensors at which those that are gone are dropped
 
@@ -52,6 +55,27 @@ class KeptTensors:
         for i, (tensor, pair) in enumerate(tensors):
             if pair[0] is not None or pair[1] is not None:
                 self._add(tensor, f"tensor {i}", pair)
+
+    def note_states(self, states: Iterable[Any]) -> None:
+        """Note the objects of the user that a followed forward leaves, such as caches, whose
+        tensors are kept.
+        """
+        for state in states:
+            tensors = [leaf for leaf in leaves(state) if isinstance(leaf, Tensor)]
+            noted = [(tuple(tensor.shape), self.pair(tensor)) for tensor in tensors]
+            self._states[type(state), len(tensors)] = noted
+
+    def adopt(self, states: Iterable[Any]) -> None:
+        """Keep the tensors of objects that were changed, or copied, since a forward left them, or
+        one of their class: by contract they stay placed as it left them, tensor by tensor. So a
+        cache may be cropped, repeated, scaled, or its rows reordered.
+        """
+        for state in states:
+            tensors = [leaf for leaf in leaves(state) if isinstance(leaf, Tensor)]
+            noted = self._states.get((type(state), len(tensors)), [])
+            for i, (tensor, (shape, pair)) in enumerate(zip(tensors, noted)):
+                if self._of(tensor) is None and _is_placed_alike(tensor.shape, shape, pair):
+                    self._add(tensor, f"tensor {i} of a {type(state).__name__}", pair)
 
     def _begin(self) -> None:
         self._num_forwards += 1
@@ -88,6 +112,14 @@ class KeptTensors:
         if kept is None or kept.storage.expired() or kept.version != memory_map.version_of(tensor):
             return None
         return kept
+
+
+def _is_placed_alike(shape: Sequence[int], before: Sequence[int], pair: Pair) -> bool:
+    """Whether a tensor may be placed as one of another shape was: its number of rows may differ."""
+    if len(shape) != len(before):
+        return False
+    _, tp = pair
+    return not isinstance(tp, Shard) or shape[tp.dim] == before[tp.dim]
 
 
 def _key(storage: Any, local: Tensor) -> tuple[int, Any]:

@@ -303,11 +303,17 @@ def leaves(value: Any, depth: int = 6) -> Iterator[Any]:
         yield from leaves(getattr(value, "__dict__", {}), depth - 1)
 
 
-def states_of(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that are objects of the user, such as caches, which a forward may
-    change.
+def states_of(value: Any) -> list[Any]:
+    """Return the objects of the user in arguments, or in an output: those that a forward may
+    change, such as caches.
     """
-    return [value for value in (*args, *kwargs.values()) if not _is_plain(value)]
+    if _is_plain(value):
+        return []
+    if isinstance(value, (list, tuple)):
+        return [state for item in value for state in states_of(item)]
+    if isinstance(value, Mapping):
+        return states_of(list(value.values()))
+    return [value]
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,0 +1,102 @@
+"""Caches that are changed or copied between the calls of a model: as on one process."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import models
+import pipelines
+from flex_model import FlexModel, HookFunction
+
+pytest.importorskip("transformers")
+
+SITES = ["model.layers.0.mlp.act_fn", "model.layers.1.self_attn.o_proj", "model.layers.1"]
+TOKENS = torch.arange(20).reshape(4, 5) * 7 % 61 + 3
+
+
+def mix(module, full, save_ctx, modules):
+    return full.flip(-1) * 0.5 + full
+
+
+def beams(flex, tokens):
+    how = {"num_beams": 2, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    return flex.generate(tokens, eos_token_id=None, **how)
+
+
+def of_a_prefix(change):
+    """Go on from a cache of the first tokens, changed."""
+
+    def run(flex, tokens):
+        cache = copy.deepcopy(flex(tokens[:, :4], use_cache=True).past_key_values)
+        return flex(change(cache, tokens), past_key_values=cache).logits
+
+    return run
+
+
+def cropped(cache, tokens):
+    cache.crop(-2)
+    return tokens[:, 2:]
+
+
+def repeated(cache, tokens):
+    cache.batch_repeat_interleave(2)
+    return tokens[:, 4:].repeat_interleave(2, 0)
+
+
+def reordered(cache, tokens):
+    cache.reorder_cache(torch.arange(len(tokens)).flip(0))
+    return tokens[:, 4:]
+
+
+def scaled(cache, tokens):
+    for layer in cache.layers:
+        layer.values = layer.values * 0.5
+    return tokens[:, 4:]
+
+
+def unhooked(flex, tokens):
+    """Along dp such a cache holds rows, by contract."""
+    with flex.active(groups=()):
+        cache = flex(tokens[:, :4], use_cache=True).past_key_values
+    return flex(tokens[:, 4:], past_key_values=cache).logits
+
+
+CALLS = {"beams": beams, "unhooked": unhooked} | {
+    one.__name__: of_a_prefix(one) for one in (cropped, repeated, reordered, scaled)
+}
+
+
+def run(model, call, tokens, **group):
+    records = {}
+    with FlexModel(model, records, **group) as flex, torch.no_grad():
+        for i, site in enumerate(SITES):
+            flex.register_forward_hook(HookFunction(site, editing_function=None if i else mix))
+        found = call(flex, tokens)
+    return found, records
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_a_cache_that_is_changed(axis, name, tmp_path):
+    call, is_dp = CALLS[name], axis == "dp"
+    llama = models.llama().float()
+    model = copy.deepcopy(llama)
+    model = (
+        DistributedDataParallel(model) if is_dp else models.loaded_by_transformers(llama, tmp_path)
+    )
+    rows = TOKENS.chunk(2)[dist.get_rank()] if is_dp else TOKENS
+    found, records = run(model, call, rows)
+    # Rows reordered, or each a group of its own, on each rank alone.
+    parts = TOKENS.chunk(2) if is_dp else [TOKENS]
+    alone = [run(llama, call, part, process_group=pipelines.alone_group()) for part in parts]
+    torch.testing.assert_close(found, alone[dist.get_rank() * is_dp][0], rtol=1e-4, atol=1e-4)
+    if dist.get_rank() == 0:
+        for site in SITES:
+            expected = [torch.cat(of_parts) for of_parts in zip(*(one[1][site] for one in alone))]
+            assert len(records[site]) == len(expected) > 0
+            for ours, theirs in zip(records[site], expected):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
