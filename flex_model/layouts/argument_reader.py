@@ -151,6 +151,7 @@ class ArgumentReader:
         shards = [operand for operand in self.operands if operand.shard is not None]
         rule_decides = self._is_view or operation in _SPLITS
         kept = set(self._with_expression)
+        split = shards[0].shard if shards else None
         num_same = 0  # dims that a view keeps
         begins_with_rows = ("size", 0, -1) in self._plain and any(
             operand.shard is not None and operand.shard.dim == 0 for operand in shards
@@ -165,9 +166,14 @@ class ArgumentReader:
             elif not rule_decides:
                 self.full_sizes[name][place] = number
             elif self._is_view and self._proofs.axis == "dp":
-                is_same_dim = place == num_same and _is_in_front(shards[0], place, number)
+                is_same_dim = place == num_same and _keeps(shards[0], place, number)
                 num_same += is_same_dim
-                if is_same_dim or begins_with_rows or not self._may_count_rows(number):
+                if (
+                    is_same_dim and split is not None and place == split.dim
+                ):  # ``x.view(len(x), -1)``
+                    self.full_sizes[name][place] = full_size(split, shards[0].shapes)
+                    kept.add(name)
+                elif is_same_dim or begins_with_rows or not self._may_count_rows(number):
                     self.full_sizes[name][place] = number
                     kept.add(name)
         if rule_decides or shards:
@@ -200,9 +206,9 @@ class ArgumentReader:
         return number
 
 
-def _is_in_front(operand: Operand, dim: int, size: int) -> bool:
-    """Whether a dim in front of the split one has this size."""
-    return operand.shard is not None and dim < operand.shard.dim and size == operand.shapes[0][dim]
+def _keeps(operand: Operand, dim: int, size: int) -> bool:
+    """Whether this is the size of the split dim, or of a dim in front of it."""
+    return operand.shard is not None and dim <= operand.shard.dim and size == operand.shapes[0][dim]
 
 
 def _kind(item: Any) -> str:

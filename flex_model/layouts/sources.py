@@ -372,8 +372,8 @@ def check_batch_dim(batch_dim: Any) -> BatchDim:
     return batch_dim
 
 
-#: With the names that contain "label": arguments of transformers that have one number a row.
-_LABELS = ("start_positions", "end_positions")
+#: Arguments of transformers that hold rows, by their number of dims; so do those with "label".
+_HOLD_ROWS = {"start_positions": 1, "end_positions": 1, "position_ids": 2, "token_type_ids": 2}
 
 
 class Inputs:
@@ -420,7 +420,7 @@ class Inputs:
         return found
 
     def _is_ambiguous(self, name: str, shape: tuple[int, ...], dim: int | None) -> bool:
-        if "label" in name or name in _LABELS:
+        if "label" in name or _HOLD_ROWS.get(name) == len(shape):
             return False
         if isinstance(self._batch_dim, Mapping) and name in self._batch_dim:
             return False

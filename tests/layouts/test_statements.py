@@ -1,5 +1,6 @@
 """What users state of layouts: it completes proofs, and is an error against one."""
 
+import math
 import re
 
 import pytest
@@ -239,6 +240,33 @@ class TwoInputs(nn.Module):
 
     def forward(self, x, mask):
         return self.fc(x) @ mask if self.is_shared else self.fc(x) * mask
+
+
+class NamedInputs(nn.Module):
+    def forward(self, x, **named):
+        for one in named.values():
+            x = x + one.reshape(len(one), -1).sum(1, keepdim=True)
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("labels", (3,)), ("start_positions", (3,)), ("position_ids", (3, 3)), ("labels", (3, 3))],
+)
+def test_an_input_that_holds_rows_by_its_name(name, shape):
+    """Equal on all ranks, and as long as their rows: only its name says what it is."""
+    x, rows = models.random(6, 4), torch.arange(math.prod(shape)).reshape(shape)
+    with FlexModel(NamedInputs(), records := {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("", editing_function=mix))
+        flex(x.chunk(2)[dist.get_rank()], **{name: rows})
+    if dist.get_rank() == 0:
+        (record,) = records[""]
+        assert_close(record, NamedInputs()(x, **{name: torch.cat([rows, rows])}))
+    with FlexModel(NamedInputs(), {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction(""))
+        with pytest.raises(ValueError, match="'other' has the same values"):
+            flex(x.chunk(2)[dist.get_rank()], other=rows)
 
 
 @pytest.mark.ranks(2)
