@@ -121,7 +121,7 @@ class HookHandlers:
                 run.note_recomputation()
             call = HookCall(registration, module, run)
             function = self._own_batch.of(registration).executor.function
-            if not active.active_recorders:  # entering a context would cost as much as the rest
+            if not active.active_recorders():  # entering a context would cost as much as the rest
                 (edited,) = function.run(call, (full,), leaf, {})
             else:
                 with follow.paused():

@@ -1,7 +1,10 @@
-"""The recorders that are entered now, of all FlexModels."""
+"""The recorders that this thread has entered, of all FlexModels. Calls that are replaced while a
+forward is followed are also made by other threads, such as those that load weights.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -9,13 +12,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder
 
-active_recorders: list[Recorder] = []
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.recorders: list[Recorder] = []
+
+
+_thread = _Thread()
+
+
+def active_recorders() -> list[Recorder]:
+    """Return the recorders that this thread has entered, the outermost first. Local."""
+    return _thread.recorders
 
 
 @contextmanager
 def all_paused(*others: Recorder) -> Iterator[None]:
     """Exclude what runs inside from the logs of all recorders that are entered, and of others."""
     with ExitStack() as stack:
-        for recorder in {*others, *active_recorders}:
+        for recorder in {*others, *active_recorders()}:
             stack.enter_context(recorder.paused())
         yield

@@ -30,7 +30,7 @@ from flex_model.names import clean
 
 def recording() -> list[Follower]:
     """Return the followers of all FlexModels that record now."""
-    found = (one.owner() for one in active.active_recorders)
+    found = (one.owner() for one in active.active_recorders())
     return [follower for follower in found if follower is not None]
 
 
@@ -39,7 +39,7 @@ _NOT_RECORDING = nullcontext()
 
 def paused(*others: Follower) -> AbstractContextManager[None]:
     """Exclude what runs inside from the logs of all FlexModels: it is not part of the model."""
-    if not others and not active.active_recorders:
+    if not others and not active.active_recorders():
         return _NOT_RECORDING
     return active.all_paused(*(follower.recorder for follower in others))
 

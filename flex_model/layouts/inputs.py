@@ -14,7 +14,7 @@ from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.padding import Rows
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.errors import agreed
-from flex_model.integrations import dtensor
+from flex_model.integrations import dtensor, torch_private
 from flex_model.layouts import replicas
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.kept import KeptTensors
@@ -145,9 +145,10 @@ class SharedInputs:
         header = Header("inputs", site=site_hash("shared", len(on_host)))
         communicator.check_consistency(header, f"a forward with {len(on_host)} tensors as inputs")
         rows = communicator.exchange(torch.stack([values.fingerprint(t) for _, _, t in on_host]))
-        for i, (text, index, _) in enumerate(on_host):
+        for i, (text, index, tensor) in enumerate(on_host):
+            kinds = communicator.exchange_text(f"{tensor.dtype} {tuple(tensor.shape)}")
             prints = values.Fingerprints.of(communicator.mesh, rows[:, i].tolist())
-            self._check(text, index, prints)
+            self._check(text, index, prints, f" ({'; '.join(dict.fromkeys(kinds))})")
 
     def pending(self) -> list[PendingReplica]:
         """Return the comparisons of those on GPUs, for which the host does not wait. Local."""
@@ -157,21 +158,24 @@ class SharedInputs:
             if tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
         ]
 
-    def _check(self, text: str, index: int, prints: values.Fingerprints) -> None:
+    @staticmethod
+    def _check(text: str, index: int, prints: values.Fingerprints, kinds: str = "") -> None:
         if not prints.equal_along("tp"):
             raise agreed(
                 ValueError(
-                    f"{text}: the tensor-parallel ranks were given different values, and they "
-                    "compute one model on one batch. Give all ranks of a tensor-parallel group the "
-                    "same inputs (a DistributedSampler's rank is the data-parallel one), or state "
-                    "how they are split, such as flex.annotate_layout(re.compile('^$'), "
+                    f"{text}: the tensor-parallel ranks were given different values{kinds}, and "
+                    "they compute one model on one batch. Give all ranks of a tensor-parallel "
+                    "group the same inputs (a DistributedSampler's rank is the data-parallel one), "
+                    "or state how they are split, such as flex.annotate_layout(re.compile('^$'), "
                     f"kind='forward_pre', index={index}, tp=Shard(1))"
                 )
             )
 
 
 def _has_values(tensor: Tensor) -> bool:
-    return not tensor.is_meta and tensor.layout == torch.strided and not tensor.is_nested
+    if tensor.is_meta or tensor.is_nested or torch_private.is_functorch_tensor(tensor):
+        return False
+    return tensor.layout == torch.strided
 
 
 def refusal_of_stand_in(what: str) -> str:

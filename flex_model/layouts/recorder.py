@@ -98,14 +98,14 @@ class Recorder(TorchDispatchMode):
         """Begin to record."""
         super().__enter__()
         self._functions.__enter__()
-        active_recorders.append(self)
+        active_recorders().append(self)
         on_comparison.append(self._note_comparison)
         self._calls = logged_calls.logged()
         self._calls.__enter__()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        active_recorders.remove(self)
+        active_recorders().remove(self)
         on_comparison.remove(self._note_comparison)
         self._calls.__exit__(*exc_info)
         self._functions.__exit__(*exc_info)

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -115,9 +115,7 @@ class Runs:
 
     # ---- Begin -----------------------------------------------------------------------------------
 
-    def begin(
-        self, choice: Choice, direct: bool = False, beside: frozenset[int] = frozenset()
-    ) -> Run:
+    def begin(self, choice: Choice, direct: bool = False, beside: Iterable[int] = ()) -> Run:
         """Begin an outermost run: choose hooks, check them on all ranks where they are new, empty
         their record lists, but not those of the hooks ``beside``.
         """
@@ -152,9 +150,9 @@ class Runs:
             raise
         return run
 
-    def begin_direct(self, beside: frozenset[int] = frozenset()) -> None:
-        """Begin a run at a direct call of the wrapped module, or of a part of it, which has not the
-        hooks ``beside``, or go on with the one that it is in. Collective where a run begins.
+    def begin_direct(self, beside: Iterable[int] = ()) -> None:
+        """Begin a run at a direct call of the wrapped module, or of a part that lacks the hooks
+        ``beside``, or go on with the one that it is in. Collective where a run begins.
         """
         run = self.current
         if run is not None:
@@ -372,9 +370,7 @@ class Runs:
             self._warn_of_hooks_not_called(run)
 
     def end_direct(self, error: BaseException | None, is_part: bool) -> None:
-        """Leave the wrapped module, or a part of it; end the run that a direct call of it began.
-        Collective where it ends.
-        """
+        """Leave the module that was called, and end the run if it began there: collective then."""
         run = self.current
         if run is not None and run.leave_call(is_part):
             self.end(run, error)

@@ -122,14 +122,12 @@ class RootHooks:
             self._tracking.begin(args, kwargs, hooks.stage or hooks, part=part, later=later)
             self._own_batch.begin_forward(args, kwargs, hooks)
 
-    def _beside(self, part: Part | None) -> frozenset[int]:
+    def _beside(self, part: Part | None) -> list[int]:
         """Return the hooks outside of a part of the model."""
         if part is None:
-            return frozenset()
+            return []
         inside = f"{part.name}."
-        return frozenset(
-            r.index for r in self._table.registrations if not f"{r.name}.".startswith(inside)
-        )
+        return [r.index for r in self._table.registrations if not f"{r.name}.".startswith(inside)]
 
     @compiled.outside_graphs
     def end(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -196,6 +196,7 @@ def test_what_the_user_keeps_of_an_edit_stays_as_the_model_writes_to_it(layout, 
         {"0": RowwiseParallel(use_local_output=False, output_layouts=layout)},
     )
     with FlexModel(model, tensor_parallel_size=2, edit_on=edit_on) as flex:
+        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
         flex.register_forward_hook(HookFunction("0", editing_function=edit))
         with torch.set_grad_enabled(grad):
             output = flex(x.chunk(2, -1)[dist.get_rank()]).mul_(3)

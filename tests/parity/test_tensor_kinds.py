@@ -65,6 +65,7 @@ def test_a_gradient_that_is_still_on_its_way(kind, edit_on, transport, monkeypat
     sharded = sequence_parallel(models.seeded(Normed).double())
     records = {}
     with FlexModel(sharded, records, tensor_parallel_size=2, edit_on=edit_on) as flex:
+        flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Shard(1))
         getattr(flex, f"register_{kind}_hook")(
             HookFunction("norm", (None, 8, None), editing_function=edit)
         )

@@ -78,7 +78,7 @@ def _replace(owner: Any, name: str, text: str) -> None:
 def _followed(apply: Any) -> Callable[..., Any]:
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         run = apply.__get__(None, function)
-        recorders = [one for one in active_recorders if not one.is_paused]
+        recorders = [one for one in active_recorders() if not one.is_paused]
         if not recorders:
             return run(*args, **kwargs)
         name = functions.name_of(function)
@@ -125,7 +125,7 @@ def _subclasses(owner: Any) -> Iterator[Any]:
 def _noticed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        recorders = [one for one in active_recorders if not one.is_paused and one.is_recomputed]
+        recorders = [one for one in active_recorders() if not one.is_paused and one.is_recomputed]
         inputs = [one for one in args if isinstance(one, Tensor)]
         values = [[recorder.value(one) for one in inputs] for recorder in recorders]
         with ExitStack() as stack:
@@ -148,7 +148,7 @@ def _arguments(function: Any, args: Sequence[Any]) -> SimpleNamespace:
 def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        recorders = [one for one in active_recorders if not one.is_paused]
+        recorders = [one for one in active_recorders() if not one.is_paused]
         if not recorders:
             return function(*args, **kwargs)
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
