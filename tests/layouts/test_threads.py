@@ -23,24 +23,32 @@ class LoadedBeside(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.fc = nn.Linear(8, 8)
+        self.fc, self.ended = nn.Linear(8, 8), threading.Event()
 
     def forward(self, x):
+        thread = threading.Thread(target=self.load)
         if dist.get_rank() == 0:
-            thread = threading.Thread(target=self.fc.weight.to_local)
             thread.start()
-            thread.join()
-        return self.fc(x)
+        for _ in range(300):
+            x = x + 1.0
+        x = self.fc(x)
+        self.ended.set()
+        return x
+
+    def load(self):
+        while not self.ended.is_set():
+            self.fc.weight.to_local()
 
 
 @pytest.mark.ranks(2)
 def test_calls_of_other_threads_are_not_followed():
-    whole = models.seeded(LoadedBeside).double()
+    whole = models.seeded(nn.Linear, 8, 8).double()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallelize_module(copy.deepcopy(whole), mesh, {"fc": ColwiseParallel()})
+    model = LoadedBeside()
+    model.fc = parallelize_module(copy.deepcopy(whole), mesh, ColwiseParallel())
     x = models.random(3, 8)
     with FlexModel(model, records := {}) as flex:
         flex.register_forward_hook(HookFunction("fc", editing_function=flip))
-        assert_close(flex(x), whole.fc(x).flip(-1).chunk(2, -1)[dist.get_rank()])
+        assert_close(flex(x), whole(x + 300).flip(-1).chunk(2, -1)[dist.get_rank()])
     if dist.get_rank() == 0:
-        assert_close(records["fc"][0], whole.fc(x))
+        assert_close(records["fc"][0], whole(x + 300))
