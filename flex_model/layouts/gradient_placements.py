@@ -264,7 +264,7 @@ class Gradients:
     def _text(self, value: Value) -> str:
         """Return where the value's own placement was lost."""
         step = self._proofs.steps.get(value)
-        return self._proofs.lost_at(value) or ("an operation" if step is None else step.text)
+        return self._proofs.lost_at(value) or ("an operation" if step is None else str(step))
 
 
 def _not_followed(name: str) -> str:

@@ -32,10 +32,15 @@ class Step:
     Attributes:
         text: The operation, or the source of the value.
         inputs: The values that the operation read.
+        module: The module whose forward ran it, by name; "" outside of all but the root.
     """
 
     text: str
     inputs: tuple[Value, ...] = ()
+    module: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text} in {self.module!r}" if self.module else self.text
 
 
 class AxisProofs:
@@ -88,6 +93,7 @@ class AxisProofs:
         self.ranges: dict[Value, positions.Ranges] = {}
         self.zero_slices: dict[Value, tuple[Value, int]] = {}
         self.difference = ""
+        self._modules: list[str] = []  # those whose forwards run, by name
         self.conflicts: list[tuple[Value, str, Placement, Placement]] = []
         self.stated_sizes: list[tuple[Value, str, tuple[int | None, ...]]] = []
         self.received: set[Value] = set()
@@ -120,7 +126,7 @@ class AxisProofs:
             traced = [source for source in unknown if source in self.steps]
             if not traced:
                 differs = bool(unknown) and bool(self.difference)
-                return f"{step.text}{_DIFFERS.format(self.difference)}" if differs else step.text
+                return f"{step}{_DIFFERS.format(self.difference)}" if differs else str(step)
             pending += traced
         return f"{self.difference}{_DIFFERS.format(self.difference)}" if self.difference else ""
 
@@ -233,6 +239,10 @@ class AxisProofs:
             self.gradients.note_output(*entries[0][1:])
         elif kind == "node":
             self.gradients.note_node(entries)
+        elif kind == "enter":
+            self._modules.append(entries[0][1].rpartition("/")[0])
+        elif kind == "exit" and self._modules:
+            self._modules.pop()
 
     def _follow_joint(self, entries: tuple[Entry, ...]) -> None:
         """Set the placement of a joint value: that of the tensor if all ranks have the same one, or
@@ -299,4 +309,4 @@ class AxisProofs:
 
     def note_step(self, value: Value, text: str, inputs: tuple[Value, ...]) -> None:
         """Note the operation that made the value, and its inputs."""
-        self.steps[value] = Step(text, inputs)
+        self.steps[value] = Step(text, inputs, self._modules[-1] if self._modules else "")

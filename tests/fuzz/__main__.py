@@ -154,7 +154,7 @@ def reason_of(refusal: str) -> str:
     if AMBIGUOUS in refusal:
         return "ambiguous number"
     lost = re.search(r"lost at ([^)]*)\)", refusal)
-    return lost[1] if lost else " ".join(refusal.split())[:60]
+    return lost[1].partition(" in '")[0] if lost else " ".join(refusal.split())[:60]
 
 
 def table(counts: dict[str, Counter]) -> str:
