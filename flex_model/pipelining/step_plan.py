@@ -17,6 +17,8 @@ from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
 from flex_model.hooks.random_state import seed_of_state
 from flex_model.hooks.table import Choice
+from flex_model.layouts.inputs import SharedInputs
+from flex_model.layouts.sources import named_inputs
 from flex_model.parameters.trainable import refuse_different
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.agreement import check_equal, gather_checked
@@ -96,6 +98,8 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
     target = call.target if has_last else None
     has_edits = core.runs_edits and any(r.edits for r in core.table.chosen(call.choice))
     sites = [registration.site for registration in core.table.registrations]
+    stated = core.tracking.statements.of_inputs("", core.module)
+    shared = SharedInputs(named_inputs(core.module, args, call.kwargs), stated)
     equal = {
         "batch_mode": call.batch_mode,
         "return_on": call.return_on,
@@ -132,6 +136,7 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
                 autocast,
                 sorted({str(p.dtype) for stage in stages for p in stage.submod.parameters()}),
             ],
+            "values": shared.hash() if mesh.tp_size > 1 else 0,
             "seed": seed_of_state() if mesh.rank == 0 else 0,
             "modules": core.replicas.digest() if has_edits else None,
             "prepared": prepared,
@@ -142,6 +147,9 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
     if len({of_rank["modules"] for of_rank in gathered} - {None}) > 1:
         digests = core.replicas.digests() if has_edits else None
         refuse_different(exchange_json(world, digests, "the values of trainable modules"))
+    for start in range(0, len(gathered), mesh.tp_size):
+        along = [of_rank["values"] for of_rank in gathered[start : start + mesh.tp_size]]
+        check_equal(along, "the values of inputs, which tensor-parallel ranks share (as hashes)")
     num_ranks = len(mesh.stage_ranks)
     first, last = index.pp_ranks[0] * num_ranks, index.pp_ranks[-1] * num_ranks
     for rank in range(num_ranks):

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from flex_model import FlexModel, HookError, HookFunction, sequential
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError, sequential
 from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
 from flex_model.pipelining.schedule import stages_of
 from flex_model.runs.stop_request import STOP_REQUEST
@@ -778,6 +778,9 @@ def test_an_error_on_one_rank_of_a_tensor_parallel_stage():
         flex.zero_grad()
         flex(x, target=y)
         assert (sorted(records) == ["g", "layers.4.fc1"]) == (rank_of(flex) == 0)
+        with pytest.raises(HookMismatchError, match="ranks differ in the values of inputs"):
+            flex(x + mesh["tp"].get_local_rank(), target=y)
+        flex(x, target=y)
 
 
 @pytest.mark.ranks(4)
