@@ -153,9 +153,8 @@ class ArgumentReader:
         kept = set(self._with_expression)
         split = shards[0].shard if shards else None
         num_same = 0  # dims that a view keeps
-        begins_with_rows = ("size", 0, -1) in self._plain and any(
-            operand.shard is not None and operand.shard.dim == 0 for operand in shards
-        )
+        rows_dim = -1 if split is None else split.dim
+        begins_with_rows = rows_dim == 0 and ("size", 0, -1) in self._plain
         for name, place, number in self._plain:
             if number in unsettled and not shards:
                 continue
@@ -166,11 +165,10 @@ class ArgumentReader:
             elif not rule_decides:
                 self.full_sizes[name][place] = number
             elif self._is_view and self._proofs.axis == "dp":
-                is_same_dim = place == num_same and _keeps(shards[0], place, number)
+                is_kept = place == num_same <= rows_dim
+                is_same_dim = is_kept and number == shards[0].shapes[0][place]
                 num_same += is_same_dim
-                if (
-                    is_same_dim and split is not None and place == split.dim
-                ):  # ``x.view(len(x), -1)``
+                if is_same_dim and split is not None and place == rows_dim:  # x.view(len(x), -1)
                     self.full_sizes[name][place] = full_size(split, shards[0].shapes)
                     kept.add(name)
                 elif is_same_dim or begins_with_rows or not self._may_count_rows(number):
@@ -204,11 +202,6 @@ class ArgumentReader:
         if shard is not None and shard.dim == dim and number == operand.shapes[0][dim]:
             return full_size(shard, operand.shapes) or number
         return number
-
-
-def _keeps(operand: Operand, dim: int, size: int) -> bool:
-    """Whether this is the size of the split dim, or of a dim in front of it."""
-    return operand.shard is not None and dim <= operand.shard.dim and size == operand.shapes[0][dim]
 
 
 def _kind(item: Any) -> str:

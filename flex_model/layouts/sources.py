@@ -255,7 +255,7 @@ def named_inputs(module: nn.Module, args: Any, kwargs: Any) -> list[Argument]:
     """Return every tensor in a forward's arguments, with the name of its argument. First those that
     hooks see, in their order.
     """
-    names = list(_argument_names(module, len(args)))
+    names = _argument_names(module, len(args)) if args else ()  # a signature takes its time
     found, inside = [], []
     for name, value in [*zip(names, args), *kwargs.items()]:
         passed = {id(tensor) for tensor in _passed(value)}

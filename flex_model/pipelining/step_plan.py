@@ -15,6 +15,7 @@ from torch import Tensor
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
+from flex_model.hooks.core import HookCore
 from flex_model.hooks.random_state import seed_of_state
 from flex_model.hooks.table import Choice
 from flex_model.layouts.inputs import SharedInputs
@@ -98,8 +99,6 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
     target = call.target if has_last else None
     has_edits = core.runs_edits and any(r.edits for r in core.table.chosen(call.choice))
     sites = [registration.site for registration in core.table.registrations]
-    stated = core.tracking.statements.of_inputs("", core.module)
-    shared = SharedInputs(named_inputs(core.module, args, call.kwargs), stated)
     equal = {
         "batch_mode": call.batch_mode,
         "return_on": call.return_on,
@@ -136,7 +135,7 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
                 autocast,
                 sorted({str(p.dtype) for stage in stages for p in stage.submod.parameters()}),
             ],
-            "values": shared.hash() if mesh.tp_size > 1 else 0,
+            "values": _shared_values(call, core, args) if mesh.tp_size > 1 else 0,
             "seed": seed_of_state() if mesh.rank == 0 else 0,
             "modules": core.replicas.digest() if has_edits else None,
             "prepared": prepared,
@@ -172,6 +171,12 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
         [[of_rank // number] * number for of_rank in rows],
         gathered[0]["seed"],
     )
+
+
+def _shared_values(call: StepCall, core: HookCore, args: tuple[Any, ...]) -> int:
+    """Return a hash of the inputs that tensor-parallel ranks share. Local."""
+    stated = core.tracking.statements.of_inputs("", core.module)
+    return SharedInputs(named_inputs(core.module, args, call.kwargs), stated).hash()
 
 
 def _check_target(call: StepCall, schedule: Any, number: int) -> None:

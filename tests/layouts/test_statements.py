@@ -243,10 +243,14 @@ class TwoInputs(nn.Module):
 
 
 class NamedInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.site = nn.Identity()
+
     def forward(self, x, **named):
         for one in named.values():
-            x = x + one.reshape(len(one), -1).sum(1, keepdim=True)
-        return x
+            x = x * one.reshape(len(one), -1).sum(1, keepdim=True)
+        return self.site(x).sin()
 
 
 @pytest.mark.ranks(2)
@@ -256,17 +260,24 @@ class NamedInputs(nn.Module):
 )
 def test_an_input_that_holds_rows_by_its_name(name, shape):
     """Equal on all ranks, and as long as their rows: only its name says what it is."""
-    x, rows = models.random(6, 4), torch.arange(math.prod(shape)).reshape(shape)
-    with FlexModel(NamedInputs(), records := {}, data_parallel_size=2) as flex:
-        flex.register_forward_hook(HookFunction("", editing_function=mix))
-        flex(x.chunk(2)[dist.get_rank()], **{name: rows})
+    rows = torch.arange(math.prod(shape)).reshape(shape) + 1.0
+    found = []
+    for group, parts in ((pipelines.alone_group(), 1), (None, 2)):
+        x = models.random(6, 4).chunk(parts)[dist.get_rank() % parts].requires_grad_()
+        sizes = {"data_parallel_size": parts} | ({"process_group": group} if group else {})
+        with FlexModel(NamedInputs(), records := {}, **sizes) as flex:
+            flex.register_forward_hook(HookFunction("site", editing_function=mix))
+            flex.register_full_backward_pre_hook(HookFunction("site", output_name="gradient"))
+            flex(x, **{name: rows.repeat(2 // parts, *[1] * (len(shape) - 1))}).mean().backward()
+        found.append((records, x.grad))
+    (expected, whole), (records, gradient) = found
+    assert_close(gradient, 2 * whole.chunk(2)[dist.get_rank()])
     if dist.get_rank() == 0:
-        (record,) = records[""]
-        assert_close(record, NamedInputs()(x, **{name: torch.cat([rows, rows])}))
+        assert_close(records, expected)
     with FlexModel(NamedInputs(), {}, data_parallel_size=2) as flex:
-        flex.register_forward_hook(HookFunction(""))
+        flex.register_forward_hook(HookFunction("site"))
         with pytest.raises(ValueError, match="'other' has the same values"):
-            flex(x.chunk(2)[dist.get_rank()], other=rows)
+            flex(x, other=rows)
 
 
 @pytest.mark.ranks(2)

@@ -196,7 +196,10 @@ class FakeCalls:
             words in text for words in ("inplace", "in-place", "a leaf Variable")
         ):
             problem = "in place"
-        elif isinstance(error, RuntimeError) and "tensors to be on the same device" in text:
+        elif isinstance(error, RuntimeError) and any(
+            words in text  # of torch 2.11; of 2.15
+            for words in ("different devices", "tensors to be on the same device")
+        ):
             problem = "device"
         elif self._unfinished:
             level = NOT_CHECKED
