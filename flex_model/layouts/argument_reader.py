@@ -36,6 +36,7 @@ class ArgumentReader:
         differs: Whether ranks passed what no rule can compare: another kind of argument, other
             elements.
         sized_by: The values whose sizes are among its numbers.
+        are_plain: Whether no size is known to be another one in the unsharded program, or may be.
     """
 
     def __init__(self, proofs: AxisProofs, num_ranks: int, is_view: bool = False) -> None:
@@ -48,6 +49,8 @@ class ArgumentReader:
         self.sized_by: list[Value] = []
         self._plain: list[tuple[str, int, Any]] = []  # sizes without an expression
         self._with_expression: set[str] = set()  # arguments with an expression
+        self.are_plain = True
+        self._shows_split = False  # whether the unsharded program passes another size somewhere
 
     def arguments(self, schema: Any, entries: tuple[Entry, ...]) -> tuple[dict[str, Any], ...]:
         by_rank: list[dict[str, Any]] = [{} for _ in entries]
@@ -137,6 +140,9 @@ class ArgumentReader:
         if shard is not None:
             self.shards_passed[len(sizes)] = shard
         sizes.append(known)
+        is_same = all(own == known for own in numbers)
+        self.are_plain &= is_same
+        self._shows_split |= known is not None and not is_same
 
     def conclude_sizes(self, operation: str, unsettled: set[int]) -> None:
         """Infer the sizes that the unsharded program passes where ranks pass plain numbers.
@@ -146,17 +152,19 @@ class ArgumentReader:
         rows that stand first are at the -1 that a view begins with.
 
         Args:
-            unsettled: Numbers that may be a rank's own: of a factory, the sizes of split dims.
+            unsettled: Sizes of the result that may be a rank's own: of a factory, those of split
+                dims. If another size shows which dim is split, none is.
         """
+        unsettled = set() if self._shows_split else unsettled
         shards = [operand for operand in self.operands if operand.shard is not None]
         rule_decides = self._is_view or operation in _SPLITS
         kept = set(self._with_expression)
         split = shards[0].shard if shards else None
         num_same = 0  # dims that a view keeps
         rows_dim = -1 if split is None else split.dim
-        begins_with_rows = rows_dim == 0 and ("size", 0, -1) in self._plain
+        begins_with_rows = rows_dim == 0 and any(one[1:] == (0, -1) for one in self._plain)
         for name, place, number in self._plain:
-            if number in unsettled and not shards:
+            if not shards and (number in unsettled if name == "size" else unsettled):
                 continue
             if not shards or (self._is_view and number == -1):
                 self.full_sizes[name][place] = number

@@ -63,7 +63,18 @@ def open_dims(
         return _expanded(operation, of_each[0], split_sizes)
     if not any(of_each):
         return None
+    if name == "cat":
+        return _joined(operation, of_each)
     return _parallel(operation, operands, of_each)
+
+
+def _joined(operation: Operation, of_each: Sequence[OpenDims]) -> OpenDims | None:
+    """Return the open dims of joined tensors: the dim along which they are joined if it is open in
+    one of them, others if they are open in all.
+    """
+    dim = operation["dim"] % operation.outputs[0].ndim
+    along = frozenset({dim} if any(dim in dims for dims in of_each) else ())
+    return along | frozenset.intersection(*of_each) - {dim} or None
 
 
 def _parallel(
@@ -131,7 +142,10 @@ def _same_numbers(operation: Operation) -> bool:
 
 
 def with_extents(
-    operation: Operation, values: Sequence[Any], known: Mapping[Any, OpenDims]
+    operation: Operation,
+    values: Sequence[Any],
+    known: Mapping[Any, OpenDims],
+    plain: Container[Any],
 ) -> Operation:
     """Return the operation, with operands of unknown extent placed as the other operands show."""
     operands = operation.operands
@@ -139,21 +153,33 @@ def with_extents(
         return _with_states(operation, values, known)
     if len(operands) != len(values):
         return operation
-    unknown = [
-        (operand, known[value])
+    if operation.name == "expand" and values[0] in plain and _shows_rows(operation):
+        return with_placements(operation, {id(operands[0]): REPLICATED})
+    opened = [
+        (operand, value)
         for operand, value in zip(operands, values)
         if operand.placement is None and value in known
     ]
+    unknown = [(operand, known[value]) for operand, value in opened]
     others = [operand for operand in operands if operand.placement is not None]
     if not unknown or not others or len(others) + len(unknown) < len(operands):
         return operation
     is_pointwise = torch.Tag.pointwise in operation.tags or operation.name in _BESIDE
     if not is_pointwise:
         return _as_rules_allow(operation, unknown, others)
-    placed = {id(operand): _beside(operand, dims, others) for operand, dims in unknown}
+    placed = {
+        id(operand): _beside(operand, known[value], others, value in plain)
+        for operand, value in opened
+    }
     if any(placement is None for placement in placed.values()):
         return operation
     return with_placements(operation, placed)
+
+
+def _shows_rows(operation: Operation) -> bool:
+    """Whether the unsharded program is known to expand to another size: ``x.expand(len(h), -1)``."""
+    full, own = operation.full_sizes.get("size", ()), operation.by_rank("size")[0]
+    return any(size not in (None, local) for size, local in zip(full, own))
 
 
 def _as_rules_allow(
@@ -259,8 +285,12 @@ def with_placements(operation: Operation, placed: Mapping[int, Placement | None]
     return replace(operation, arguments=arguments)
 
 
-def _beside(tensor: Operand, dims: OpenDims, others: Sequence[Operand]) -> Placement | None:
-    """Return its placement, if the other operands determine the extent of every open dim."""
+def _beside(
+    tensor: Operand, dims: OpenDims, others: Sequence[Operand], is_plain: bool
+) -> Placement | None:
+    """Return its placement, if the other operands determine the extent of every open dim. Along dp
+    a dim that was passed as a plain number is whole where the rows stand in another one.
+    """
     shards = [operand for operand in others if operand.shard is not None]
     if any(operand.placement not in (REPLICATED, operand.shard) for operand in others):
         return None
@@ -275,7 +305,7 @@ def _beside(tensor: Operand, dims: OpenDims, others: Sequence[Operand]) -> Place
                 split = dim
             elif set(sizes) != {1}:
                 return None
-    for dim in dims:
+    for dim in () if is_plain and shards else dims:
         if dim != split and not _is_covered(tensor, dim, others):
             return None
     if split is None:

@@ -131,14 +131,12 @@ def unsettled_dims(
             for dim, own in columns
             if differ(own) or not _is_settled(own[0], operation, "size", dim)
         )
-    open_all = False
-    for argument in operation.arguments[0]:
-        if argument in _SIZES:
-            numbers = operation.by_rank(argument)
-            if differ(numbers):
-                return None
-            open_all |= not _is_settled(numbers[0], operation, argument, 0)
-    return frozenset(range(ndim)) if open_all else frozenset()
+    numbers = [name for name in operation.arguments[0] if name in _SIZES]
+    if any(differ(operation.by_rank(name)) for name in numbers):
+        return None
+    if all(_is_settled(operation[name], operation, name, 0) for name in numbers):
+        return frozenset()
+    return frozenset(range(ndim))
 
 
 def _known(operation: Operation, name: str, place: int) -> Any:

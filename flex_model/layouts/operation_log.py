@@ -41,7 +41,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,12 +54,28 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 MARKERS = ("enter", "exit", "sync")
 
 
+class Source(NamedTuple):
+    """A tensor that no operation of the forward made.
+
+    Attributes:
+        placements: By axis (dp, tp), encoded; None for those that are not known.
+        shape: The local one.
+        sizes: The full ones, where its layer states them.
+    """
+
+    name: str
+    placements: Any
+    shape: tuple[int, ...]
+    sizes: tuple[int | None, ...] | None = None
+    is_weight: bool = False
+
+
 class Log:
     """Logs what one rank runs since the followed forward began. Local."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []  # since the last comparison of the logs
-        self.sources: dict[Value, Entry] = {}  # since then: (name, placements, shape, sizes)
+        self.sources: dict[Value, Source] = {}  # since then
         self._seen: set[Value] = set()
         self.num_syncs = 0
         self._segment, self._index = 0, 0
@@ -74,21 +90,13 @@ class Log:
         self._index += 1
         return self._segment << _INDEX_BITS | self._index
 
-    def source(
-        self,
-        name: str,
-        placements: Any,
-        shape: tuple[int, ...],
-        sizes: tuple[int | None, ...] | None = None,
-    ) -> Value:
-        """Return the value of a tensor that no operation made, and log what is known of it;
-        ``sizes``: the full ones, where its layer states them.
-        """
-        value = hash_of("source", name, placements)
+    def source(self, source: Source) -> Value:
+        """Return the value of a tensor that no operation made, and log what is known of it."""
+        value = hash_of("source", source.name, source.placements)
         if value not in self._seen:
             self._seen.add(value)
-            entry = self.sources[value] = (name, placements, shape, sizes)
-            self._digest.update(repr(entry).encode())
+            self.sources[value] = source
+            self._digest.update(repr(source).encode())
         return value
 
     def enter(self, name: str) -> str:
@@ -126,7 +134,7 @@ class Chunk:
     """A part of a log, as it is exchanged."""
 
     entries: list[Entry]
-    sources: dict[Value, Entry]
+    sources: dict[Value, Source]
 
     def pack(self) -> bytes:
         """Serialize the chunk for an exchange between ranks."""
@@ -137,7 +145,7 @@ class Chunk:
     def unpack(packed: bytes) -> Chunk:
         """Deserialize a chunk: the inverse of ``pack``."""
         entries, sources = _as_tuples(json.loads(packed))
-        return Chunk(list(entries), dict(sources))
+        return Chunk(list(entries), {value: Source(*source) for value, source in sources})
 
 
 def hash_of(*parts: object) -> Value:

@@ -211,7 +211,7 @@ def _note_facts(
     if chunks.splits_or_joins(operation):
         proofs.makers[value] = (operation, output, tuple(values))
     if call.is_comparable:
-        _note_open(proofs, value, operation, values)
+        _note_open(proofs, call, operation, value)
         if value not in proofs.placements:
             rows = own_rows.infer(operation, output, values, proofs.own_rows)
             if rows is not None and proofs.axis == "dp":
@@ -239,16 +239,19 @@ def _is_blank(
     return is_copy and bool(values) and proofs.blank.get(values[0], "") is None
 
 
-def _note_open(
-    proofs: AxisProofs, value: Value, operation: Operation, values: Sequence[Any]
-) -> None:
+def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Value) -> None:
     """Note a result of which only the extent is not known, or was inferred wrongly."""
+    values = call.read.values
     placement = proofs.placements.get(value)
     if placement is None or (placement == REPLICATED and operation.name == "expand"):
         dims = constants.open_dims(operation, values, proofs.open, proofs.axis, proofs.split_sizes)
         if dims is not None:
             proofs.set_placement(value, None)
             proofs.open[value] = dims
+            others = [one for one in values if one in proofs.open]
+            are_plain = proofs.axis == "dp" and call.read.are_plain
+            if are_plain and all(one in proofs.plain for one in others):
+                proofs.plain.add(value)
 
 
 # ---- The operation that was called ---------------------------------------------------------------
@@ -265,12 +268,13 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Ca
     name = rule_name(schema)
     is_factory = name in factories.BY_SIZES or not reader.operands
     may_be_split = is_factory and (proofs.axis == "dp" or factories.is_fill(name))
-    unsettled = proofs.split_sizes if may_be_split or name == "expand" else set()
-    reader.conclude_sizes(schema.name, unsettled)
     outputs = tuple(
         Operand(tuple(tuple(entry[4][i][1]) for entry in entries), dtype_of(entries[0][4][i][2]))
         for i in range(len(entries[0][4]))
     )
+    made = {size for output in outputs for shape in output.shapes for size in shape}
+    unsettled = proofs.split_sizes & made if may_be_split or name == "expand" else set()
+    reader.conclude_sizes(schema.name, unsettled)
     operation = Operation(
         name,
         arguments,
@@ -280,7 +284,7 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Ca
         tuple(overload.tags),
     )
     with suppress(ArgumentsDifferError):
-        operation = constants.with_extents(operation, reader.values, proofs.open)
+        operation = constants.with_extents(operation, reader.values, proofs.open, proofs.plain)
     return _Call(full_name, entries, reader, operation, not reader.differs)
 
 

@@ -48,11 +48,12 @@ class AxisProofs:
 
     Attributes:
         axis: "dp" or "tp"; ``index``: 0 or 1.
-        split_sizes: Local sizes of all split dims so far: a tensor that is made with such a size
-            may be a part of a larger one.
+        split_sizes: Local sizes of all split dims so far, but for shards of FSDP, which the model
+            reads as a whole: a tensor that is made with such a size may be a part of a larger one.
         placements, shapes, steps: By value: its placement, its local shapes, the reason.
         open: For values that have no placement, but are the same on all ranks except for the extent
             of some dims: those dims (see `constants`).
+        plain: Those of the open values whose open dims were only passed as plain numbers.
         blank: For values of ``torch.empty``, and of ``torch.zeros`` and the like with a size that
             is not known: the placement of all that was written to them so far.
         joint: For values of ``joint`` entries: the value that all ranks have.
@@ -76,10 +77,12 @@ class AxisProofs:
         self.axis, self.num_ranks, self.other_size = axis, num_ranks, other_size
         self.index = ("dp", "tp").index(axis)
         self.split_sizes: set[int] = set()
+        self._weights: set[Value] = set()
         self.placements: dict[Value, Placement] = {}
         self.shapes: dict[Value, tuple[Shape, ...]] = {}
         self.steps: dict[Value, Step] = {}
         self.open: dict[Value, frozenset[int]] = {}
+        self.plain: set[Value] = set()
         self.blank: dict[Value, Placement | str | None] = {}
         self.positions: dict[Value, Shard] = {}
         self.joint: dict[Value, Any] = {}
@@ -150,12 +153,14 @@ class AxisProofs:
 
     def follow(self, chunks: Sequence[Chunk]) -> None:
         """Infer from what the ranks of the axis ran since the last comparison."""
-        for value, (name, *_) in chunks[0].sources.items():
+        for value, source in chunks[0].sources.items():
             sources = [chunk.sources[value] for chunk in chunks if value in chunk.sources]
             if len(sources) == len(chunks):
-                placements = [decode(source[1] and source[1][self.index]) for source in sources]
-                self._place(value, placements, [source[2] for source in sources], name)
-                self._check_sizes(value, {source[3] for source in sources} - {None})
+                if source.is_weight and self.axis == "dp":
+                    self._weights.add(value)
+                placed = [decode(one.placements and one.placements[self.index]) for one in sources]
+                self._place(value, placed, [one.shape for one in sources], source.name)
+                self._check_sizes(value, {one.sizes for one in sources if one.sizes is not None})
         logs = [chunk.entries for chunk in chunks]
         is_one = all(chunk is chunks[0] for chunk in chunks)
         for entries in zip(*logs) if is_one else align(logs, self._skip):
@@ -201,7 +206,7 @@ class AxisProofs:
             self.placements.pop(value, None)
             return
         self.placements[value] = placement
-        if isinstance(placement, Shard):
+        if isinstance(placement, Shard) and value not in self._weights:
             self.split_sizes.update(
                 shape[placement.dim] for shape in self.shapes.get(value, ()) if shape
             )

@@ -31,7 +31,7 @@ from flex_model.layouts.call_sizes import CallSizes
 from flex_model.layouts.contracts import logged_calls
 from flex_model.layouts.function_recorder import FunctionRecorder
 from flex_model.layouts.graph_nodes import GraphNodes, PendingResults, is_framework_hook
-from flex_model.layouts.operation_log import Log, Value
+from flex_model.layouts.operation_log import Log, Source, Value
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import expression_of, on_comparison, plain
 from flex_model.layouts.tensor_values import TensorValues, without_function_mode
@@ -188,8 +188,9 @@ class Recorder(TorchDispatchMode):
             return value
         found = self._source(tensor)
         if found is not None:
-            value = self.add_source(tensor, *found)
-            self.values.note_weight(tensor, found[0], value)
+            name, placements, sizes = found
+            value = self.add_source(tensor, name, placements, sizes, is_weight=True)
+            self.values.note_weight(tensor, name, value)
             return value
         values = self.values.of(tensor)
         if values is not None:
@@ -211,11 +212,17 @@ class Recorder(TorchDispatchMode):
 
     @without_function_mode
     def add_source(
-        self, tensor: Tensor, name: str, placements: Placements, sizes: Sizes = None
+        self,
+        tensor: Tensor,
+        name: str,
+        placements: Placements,
+        sizes: Sizes = None,
+        is_weight: bool = False,
     ) -> Value:
         """Log a weight, buffer or input with its known placements and sizes."""
-        value = self.log.source(name, placements, tuple(memory_map.plain(tensor).shape), sizes)
-        value = self.values.latest(value)
+        shape = tuple(memory_map.plain(tensor).shape)
+        source = Source(name, placements, shape, sizes, is_weight)
+        value = self.values.latest(self.log.source(source))
         self.nodes.linked.add(value)
         self.values.note(tensor, value)
         for hook in (tensor._backward_hooks or {}).values():  # registered before the forward

@@ -194,8 +194,8 @@ def _with_received(microbatch: _Microbatch, received: Sequence[Any]) -> Chunk:
     chunk = microbatch.chunk
     for value, placement in zip(microbatch.received, received):
         if value in chunk.sources:
-            name, _, *rest = chunk.sources[value]
-            chunk.sources[value] = (name, (placement, None), *rest)
+            source = chunk.sources[value]
+            chunk.sources[value] = source._replace(placements=(placement, None))
     return chunk
 
 

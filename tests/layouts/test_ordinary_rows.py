@@ -118,6 +118,29 @@ def rotary(model, h):
     return h * angles.cos() + turned * angles.sin()
 
 
+def slopes(model, h):
+    """A slope for each head, made of two ranges, one of which may be as long as the rows."""
+    heads = torch.cat([torch.arange(1, 4), torch.arange(1, 5, 2)])
+    bias = heads[:, None] * kinds(h).cumsum(-1)[:, None]
+    return h + bias.to(h.dtype).mean(1)[..., None]
+
+
+def frequencies(model, h):
+    """Every second number, where a rank has two rows."""
+    half = torch.arange(0, WIDTH, 2.0, dtype=h.dtype)
+    return h * torch.cat([half, half]).cos()
+
+
+def positions_of_several_kinds(model, h):
+    """As many kinds as rows of a rank, beside a size that is of the rows."""
+    ids = torch.arange(LENGTH).view(1, 1, -1).expand(3, h.shape[0], -1)
+    return h + ids[1:].sum(0)[..., None]
+
+
+def joined_heads(model, h):
+    return h.reshape(-1, 2, WIDTH // 2).softmax(-1).reshape(h.shape)
+
+
 def literal_slices(model, h):
     """By numbers in variables that are as large as some ranks' rows."""
     one, two, three = 1, 2, 3
@@ -179,6 +202,10 @@ LINES = [
     vmapped_grad,
     inner_grad,
     rotary,
+    slopes,
+    frequencies,
+    positions_of_several_kinds,
+    joined_heads,
     literal_slices,
     shared_mask,
     windows,
