@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,7 @@ class UserFunction:
         if function.members:
             passed = tuple(fulls)
             before = [(full._version, full.shape, full.dtype, full.device) for full in fulls]
+        references = _num_references(fulls)
         outer, random = communicator.edit_of, None
         ends = [begin("edit", call) for begin in self._observers] if self._observers else ()
         try:
@@ -109,10 +111,20 @@ class UserFunction:
             has_written = any(full._version != of_full[0] for full, of_full in zip(fulls, before))
             for one in function._registrations:
                 one.note_writes(has_written)
-        if not function.members:
-            return [_changed(registration, fulls[0], before[0], result)]
         results = results_of(registration, result)
-        return [_changed(registration, *one) for one in zip(fulls, before, results)]
+        replaced = [None if one is full else one for full, one in zip(fulls, results)]
+        del result, results  # or they would count
+        is_kept = [
+            torch.is_grad_enabled()
+            and full.requires_grad
+            and (now > once or bool(full._backward_hooks))
+            for full, once, now in zip(fulls, references, _num_references(fulls))
+        ]
+        return [_changed(registration, *one) for one in zip(fulls, before, replaced, is_kept)]
+
+
+def _num_references(tensors: Sequence[Tensor]) -> list[int]:
+    return [sys.getrefcount(tensor) for tensor in tensors]
 
 
 def _note_draws(call: HookCall, leaf: Tensor, number: int) -> None:
@@ -151,17 +163,21 @@ def _changed(
     full: Tensor,
     before: tuple[int, torch.Size, torch.dtype, torch.device],
     result: object,
+    is_kept: bool,
 ) -> Tensor | None:
-    """Return the tensor that replaces ``full``; None if the function did not change it.
+    """Return the tensor that replaces ``full``; None if the model continues with its own.
 
     Args:
         before: Version, shape, dtype and device of ``full`` before the call.
+        result: What the function returned, None for ``full`` itself.
+        is_kept: Whether the function kept ``full``, or a hook on it: its gradient is then that of
+            what the model continues with, as in torch's own hooks.
     """
     version, shape, dtype, device = before
-    if result is None or result is full:
+    if result is None:
         result = full
         if full.shape == shape and full.dtype == dtype and full.device == device:
-            return full if full._version != version else None
+            return full if is_kept or full._version != version else None
     if isinstance(result, FakeTensor):
         raise TypeError(
             f"{_what(registration)} a tensor without values, which it kept when flex.dry_run() "

@@ -177,7 +177,7 @@ def with_extents(
 
 
 def _shows_rows(operation: Operation) -> bool:
-    """Whether the unsharded program is known to expand to another size: ``x.expand(len(h), -1)``."""
+    """Whether the unsharded program expands to another size: ``x.expand(len(h), -1)``."""
     full, own = operation.full_sizes.get("size", ()), operation.by_rank("size")[0]
     return any(size not in (None, local) for size, local in zip(full, own))
 

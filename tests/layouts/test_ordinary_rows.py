@@ -138,7 +138,10 @@ def positions_of_several_kinds(model, h):
 
 
 def joined_heads(model, h):
-    return h.reshape(-1, 2, WIDTH // 2).softmax(-1).reshape(h.shape)
+    """Rows, positions and heads in one dim, as many as is left."""
+    rows, length, _ = h.shape
+    heads = h[..., None].reshape(rows, -1, WIDTH, 1).reshape([-1, WIDTH // 3, 1])
+    return heads.softmax(1).reshape([-1, WIDTH]).reshape([rows, -1, WIDTH])
 
 
 def literal_slices(model, h):
