@@ -58,7 +58,8 @@ class HookFunction:
             version counter: writes through ``.data`` or ``.numpy()`` are not. What it keeps of
             ``inputs`` itself is in the graph, as with torch's own hooks (``retain_grad``,
             ``register_hook``, ``torch.autograd.grad`` by it), which takes a scatter; keep
-            ``inputs.detach()`` where only values are needed. The function runs as single-threaded code on every rank (or on rank 0, ``edit_on="rank0"``), with the
+            ``inputs.detach()`` where only values are needed. The function
+            runs as single-threaded code on every rank (or on rank 0, ``edit_on="rank0"``), with the
             same random state, and must call no collective. ``current_module`` is None for
             parameters' gradients; its weights may be shards: name those that are needed in
             ``parameters``.

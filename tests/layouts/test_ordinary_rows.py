@@ -139,7 +139,7 @@ def positions_of_several_kinds(model, h):
 
 def joined_heads(model, h):
     """Rows, positions and heads in one dim, as many as is left."""
-    rows, length, _ = h.shape
+    rows = h.shape[0]
     heads = h[..., None].reshape(rows, -1, WIDTH, 1).reshape([-1, WIDTH // 3, 1])
     return heads.softmax(1).reshape([-1, WIDTH]).reshape([rows, -1, WIDTH])
 
