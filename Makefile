@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
-.PHONY: help venv build demo test browser check bench docs lint clean parity fuzz hosts cuda-emulated
+.PHONY: help venv build demo test browser check bench docs lint clean parity sweep fuzz hosts cuda-emulated
 .PHONY: check-build check-symbols check-sdist check-sanitizers check-slow check-versions check-installs wheel matrix
 
 help:  ## list the targets
@@ -64,6 +64,9 @@ browser: venv  ## a headless browser for the tests of pages, in .venv, where non
 
 parity: build  ## the parity table: every framework, mesh and hook kind against the unsharded model
 	$(PYTHON) tests/parity
+
+sweep: build  ## a training step of every model of transformers that can be built tiny, under DDP and FSDP2
+	PYTHONHASHSEED=0 pytest -q -rs -m sweep $(XDIST) tests/parity/test_sweep.py
 
 fuzz: build  ## random programs on 2 ranks (RANKS=1|2|4) for SECONDS, against the unsharded model
 	$(PYTHON) tests/fuzz --seconds $(or $(SECONDS),600) --ranks $(or $(RANKS),2) $(FUZZ)

@@ -70,6 +70,11 @@ WRITING = [
     put(X, floats(), bools(4, 6)),
     put(Z, floats(1), None, bools(4), accumulate=True),
     put(X, floats(), bools(4)),
+    put(Z, floats(6), bools(2, 4)),
+    put(Z, floats(1, 6), bools(2, 4)),
+    put(Z, floats(4, 6), bools(2)),
+    put(Z, floats(2, 1, 6), None, bools(4)),
+    put(Z, floats(1, 1), None, bools(4, 6)),
     *[
         at(name, X, d, ints(n, 4, 6), floats(4, 6))
         for name in ("scatter_add",)

@@ -144,6 +144,13 @@ def joined_heads(model, h):
     return heads.softmax(1).reshape([-1, WIDTH]).reshape([rows, -1, WIDTH])
 
 
+def put_where_a_token_is(model, h):
+    """An embedding of its own for one kind of token."""
+    embedded = h * 2
+    embedded[kinds(h) == 1] = model.table[0]
+    return embedded
+
+
 def literal_slices(model, h):
     """By numbers in variables that are as large as some ranks' rows."""
     one, two, three = 1, 2, 3
@@ -209,6 +216,7 @@ LINES = [
     frequencies,
     positions_of_several_kinds,
     joined_heads,
+    put_where_a_token_is,
     literal_slices,
     shared_mask,
     windows,

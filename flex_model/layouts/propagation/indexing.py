@@ -82,10 +82,9 @@ def index(operation: Operation) -> Placements:
 def index_put(operation: Operation) -> Placements:
     """Write ``self[i, j, :, ...] = values``, or add to it."""
     self, values = operation["self"], operation["values"]
-    if all(set(shape) <= {1} for shape in values.shapes):
-        found = _where_mask(operation, self, values)
-        if found is not None:
-            return found
+    found = _where_mask(operation, self, values)
+    if found is not None and found[0] is not None:
+        return found
     of_self, inputs, after = _indexed(self, list(operation["indices"]))
     # Two indices may write to the same place: all must be on every rank.
     inputs = [Input(i.operand, (None,) * i.operand.ndim) for i in inputs]
@@ -99,14 +98,21 @@ def index_put(operation: Operation) -> Placements:
 
 
 def _where_mask(operation: Operation, self: Operand, value: Operand) -> Placements | None:
-    """Resolve ``self[mask] = value`` with one value and no other index: by element of the mask."""
+    """Resolve ``self[mask] = value`` with the same value for all that the mask selects, and no
+    other index: by element of the mask.
+    """
     masks = [(i, m) for i, m in enumerate(operation["indices"]) if m is not None]
     if len(masks) != 1 or masks[0][1].dtype is not torch.bool:
         return None
     ((first, mask),) = masks
     labels: Labels = tuple(range(self.ndim))
+    rest = labels[first + mask.ndim :]
+    selected = value.ndim - len(rest) - 1  # the dim of what the mask selects
+    if selected >= 0 and any(shape[selected] != 1 for shape in value.shapes):
+        return None
+    of_selected = (*labels[:first], None, *rest)
+    of_value = Input(value, of_selected[len(of_selected) - value.ndim :], broadcasts=True)
     of_mask = Input(mask, labels[first : first + mask.ndim])
-    of_value = Input(value, (None,) * value.ndim)
     return resolve(operation, [Output(labels, (Input(self, labels), of_mask, of_value))])
 
 

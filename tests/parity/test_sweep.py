@@ -1,0 +1,156 @@
+"""A training step of every model that transformers lists for a task and that can be built tiny,
+under DDP and FSDP2: what each module gives is recorded, features are mixed at four of them, forward
+and backward. `make sweep` runs it; it takes about twenty minutes on two cores.
+"""
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from cells import mixing_features
+from flex_model import FlexModel, HookFunction
+from tiny_models import TASKS, batch_of, class_names, tiny_model
+from training_steps import SHARDINGS, difference, my_rows, rows_of, shard, without_scalars
+
+pytest.importorskip("transformers")
+NAMES = {name: task for task in TASKS for name in class_names(task)}
+#: Modules whose outputs are no rows of the batch in their order.
+REFUSED = {
+    "Bart.*ForSequence": "classification_head",  # rows by a boolean mask
+    "ProphetNet": "decoder",  # one gather joins rows by batch and rows by n-gram
+    "LED": "encoder|decoder",  # chunks by as_strided
+}
+EXPERTS = re.compile(r"(^|\.)experts\.")  # called with tokens of their own, by some ranks only
+
+
+@pytest.mark.sweep
+@pytest.mark.ranks(2, timeout=300)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_step(name):
+    warnings.simplefilter("ignore")  # of transformers; the pool sets them anew for each test
+    model, batch = built(name)
+    plain = twin(copy.deepcopy(model), batch, {})
+    sites = sites_of(name, plain["records"])
+    edits = [sites[len(sites) * part // 5] for part in range(1, 5)]
+    expected = twin(copy.deepcopy(model), batch, edits)
+    hooks = [site for site in expected["records"] if is_hooked(name, site, expected["records"])]
+    for how in SHARDINGS:
+        try:
+            found = sharded(model, how, batch, hooks, edits)
+        except ValueError as error:
+            if "experts" not in str(error):
+                raise
+            found = sharded(model, how, batch, hooks, edits, states_experts=True)
+        assert_same(how, found, {**expected, "records": {s: expected["records"][s] for s in hooks}})
+
+
+def built(name):
+    """The model and a batch; what can't be built or trained like this is skipped."""
+    batch = batch_of(NAMES[name])
+    try:
+        model = without_scalars(tiny_model(name))
+        losses = [copy.deepcopy(model)(**rows_of(batch, part, 2)).loss for part in range(2)]
+        whole = copy.deepcopy(model)(**batch).loss
+    except Exception as error:
+        pytest.skip(f"{type(error).__name__}: {error}")
+    if difference("loss", sum(losses) / 2, whole):
+        pytest.skip("the loss of all rows is not the mean of the ranks'")
+    return model, batch
+
+
+def sites_of(name, records):
+    """Modules that are called once, with features that can be mixed."""
+    return [
+        site
+        for site, (first, *others) in records.items()
+        if not others and first.is_floating_point() and is_hooked(name, site, records)
+    ]
+
+
+def is_hooked(name, site, records):
+    refused = next((re.compile(p) for start, p in REFUSED.items() if re.match(start, name)), None)
+    if site == "" or EXPERTS.search(site) or (refused and refused.search(site)):
+        return False
+    return records[site][0].ndim > 1  # a loss is of all rows
+
+
+def twin(model, batch, edits):
+    """What the unsharded model gives at each module, and its gradients."""
+    records, gradients = {}, {}
+    for name, module in model.named_modules():
+
+        def hook(module, args, output, name=name):
+            leaves, spec = tree_flatten(output)
+            places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            if not places:
+                return None
+            records.setdefault(name, []).append(leaves[places[0]].detach().clone())
+            if name not in edits:
+                return None
+            edited = mixing_features(module, leaves[places[0]], None, None).clone()
+            edited.register_hook(lambda grad: gradients.update({name: grad.clone()}))
+            leaves[places[0]] = edited
+            return tree_unflatten(leaves, spec)
+
+        module.register_forward_hook(hook)
+    loss = model(**batch).loss
+    loss.backward()
+    weights = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {"loss": loss.detach(), "records": records, "gradients": gradients, "weights": weights}
+
+
+def sharded(model, how, batch, hooks, edits, states_experts=False):
+    """The same of the ranks; collective."""
+    ranks, records = dist.get_world_size(), {}
+    with FlexModel(
+        shard(model, how), records, data_parallel_size=ranks, output_ranks="all"
+    ) as flex:
+        if states_experts:
+            flex.annotate_layout(re.compile(r"(^|\.)experts$"), kind="forward", dp=Shard(0))
+        for site in hooks:
+            edit = mixing_features if site in edits else None
+            flex.register_forward_hook(HookFunction(site, editing_function=edit))
+        for site in edits:
+            hook_function = HookFunction(site, output_name=f"{site}.grad")
+            flex.register_full_backward_pre_hook(hook_function)
+        loss = flex(**my_rows(batch)).loss
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return {
+            "loss": total / ranks,
+            "records": {site: records[site] for site in hooks},
+            "gradients": {site: records[f"{site}.grad"][0] for site in edits},
+            "weights": {
+                name: flex.get_module_gradient(name) for name, _ in model.named_parameters()
+            },
+        }
+
+
+def assert_same(how, found, expected):
+    """All that differs, in one message."""
+    lines = [difference("loss", found["loss"], expected["loss"])]
+    for site, tensors in expected["records"].items():
+        calls = len(found["records"][site])
+        if calls != len(tensors):
+            lines.append(f"{site}: {calls} records, expected {len(tensors)}")
+        for one, other in zip(found["records"][site], tensors):
+            lines.append(difference(site, real(one), real(other)))
+    for kind in ("gradients", "weights"):
+        for name, tensor in expected[kind].items():
+            lines.append(difference(f"gradient of {name}", found[kind][name], tensor))
+    lines = [line for line in lines if line]
+    assert not lines, "\n".join([f"under {how}:", *lines])
+
+
+def real(tensor):
+    """Its numbers, finite ones for what masks are made of."""
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return torch.nan_to_num(tensor) if tensor.is_floating_point() else tensor
