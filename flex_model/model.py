@@ -1096,14 +1096,14 @@ class FlexModel(nn.Module):
     def save_trainable_modules(
         self, path: str | os.PathLike[str], optimizer: Any = None, extra: Any = None
     ) -> None:
-        """Write the trainable modules and their optimizer to one safetensors file, without the
-        wrapped model. The file is replaced in whole, or stays as it was.
+        """Write the trainable modules and their optimizer to one file with ``torch.save``, without
+        the wrapped model. The file is replaced in whole, or stays as it was.
 
         Example::
 
             optimizer = torch.optim.AdamW(flex.trainable_modules.parameters(), lr=1e-3)
             ...
-            flex.save_trainable_modules("probe.safetensors", optimizer, extra={"step": 1000})
+            flex.save_trainable_modules("probe.pt", optimizer, extra={"step": 1000})
 
         Args:
             path: Rank 0 writes it; folders are made.
@@ -1128,7 +1128,7 @@ class FlexModel(nn.Module):
 
     def load_trainable_modules(self, path: str | os.PathLike[str], optimizer: Any = None) -> Any:
         """Read what ``save_trainable_modules`` wrote, on any number of ranks and any sharding, into
-        the registered modules and the optimizer, bit for bit.
+        the registered modules and the optimizer, bit for bit. No code in the file is run.
 
         Args:
             path: Rank 0 reads it and sends it to all.
@@ -1138,7 +1138,7 @@ class FlexModel(nn.Module):
         Returns:
             The ``extra`` that was saved, on every rank.
 
-        Needs safetensors. Collective.
+        Collective.
 
         Raises:
             ValueError: other names, shapes or dtypes; no optimizer in the file; a file that is not

@@ -29,7 +29,8 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
         return {"complex": [value.real, value.imag]}
     if type(value) in (list, tuple, set, torch.Size):
         kind = "tuple" if isinstance(value, tuple) else type(value).__name__
-        return {kind: [encode(item, tensors) for item in value]}
+        items = sorted(value, key=repr) if kind == "set" else value  # as on other ranks
+        return {kind: [encode(item, tensors) for item in items]}
     if isinstance(value, dict):
         return {"dict": [[encode(k, tensors), encode(v, tensors)] for k, v in value.items()]}
     if isinstance(value, Namespace):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Mesh, group_ranks
 from flex_model.errors import agreed
 from flex_model.hooks.save_ctx import StageContext
 from flex_model.integrations.mesh_sources import Source
-from flex_model.pipelining.agreement import gather_checked
 from flex_model.pipelining.schedule import LocalSchedule, stages_of
 from flex_model.pipelining.stage_index import StageIndex
 from flex_model.pipelining.stage_parameters import PipelineParameters, StageParameters

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import describe, from_rank
 from flex_model.layouts.statements import Statements
 from flex_model.layouts.tensor_site import ParameterSources
 from flex_model.names import find_parameter, shapes_by_name
 from flex_model.parameters.full import ExpectedShape, Parameters
-from flex_model.pipelining.agreement import gather_checked
 from flex_model.pipelining.stage_index import StageIndex
 from flex_model.pipelining.stages import LocalStages
 

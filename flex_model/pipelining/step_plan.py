@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flex_model.distributed.agreement import check_equal, gather_checked
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
@@ -22,7 +23,6 @@ from flex_model.layouts.inputs import SharedInputs
 from flex_model.layouts.sources import named_inputs
 from flex_model.parameters.trainable import refuse_different
 from flex_model.pipelining import microbatches
-from flex_model.pipelining.agreement import check_equal, gather_checked
 from flex_model.pipelining.local_pipeline import LocalPipeline
 from flex_model.pipelining.row_proofs import InputDims
 from flex_model.pipelining.stage_index import StageIndex

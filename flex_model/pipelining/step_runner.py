@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.errors import HookError
 from flex_model.hooks import save_ctx
 from flex_model.hooks.registration import Registration
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.pipelining import microbatches, step_records
-from flex_model.pipelining.agreement import gather_checked
 from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.local_pipeline import LocalPipeline
 from flex_model.pipelining.row_proofs import BatchRows

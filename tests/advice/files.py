@@ -26,13 +26,6 @@ def adam(flex, *more):
     return torch.optim.Adam([*flex.trainable_modules.parameters(), *more])
 
 
-class ByName(torch.optim.SGD):
-    """An optimizer whose state is not by parameters."""
-
-    def state_dict(self):
-        return {**super().state_dict(), "state": {"velocity": torch.ones(3)}}
-
-
 @in_a_folder
 def saved(folder, **settings):
     flex = probing()
@@ -234,11 +227,6 @@ def one_store(folder, how):
 
 
 ROWS = [
-    Row(
-        "save its state_dict() in extra",
-        lambda: saved(optimizer=lambda flex: ByName(flex.trainable_modules.parameters())),
-        lambda: saved(extra=lambda flex: ByName(flex.trainable_modules.parameters()).state_dict()),
-    ),
     Row(
         "give flex.trainable_modules.parameters() an optimizer of their own",
         lambda: saved(optimizer=lambda flex: adam(flex, *flex.module.parameters())),

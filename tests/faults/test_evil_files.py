@@ -215,6 +215,21 @@ def test_checkpoints_that_are_changed_are_read_or_refused(tmp_path):
     assert not os.path.exists("executed")
 
 
+def test_a_file_of_trainable_modules_runs_nothing(tmp_path):
+    path, flex = tmp_path / "a", FlexModel(nn.Linear(4, 4))
+    flex.register_trainable_module("probe", nn.Linear(4, 4))
+    flex.save_trainable_modules(path)
+    saved = torch.load(path, weights_only=True)
+    for evil in (Bomb(), {**saved, "extra": Bomb()}):
+        torch.save(evil, path)
+        with only_inside(tmp_path), pytest.raises(ValueError, match="is not a whole file"):
+            flex.load_trainable_modules(path)
+    path.write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ValueError, match="is not a whole file"):
+        flex.load_trainable_modules(path)
+    assert not os.path.exists("executed")
+
+
 def test_names_of_records_do_not_leave_the_folder(tmp_path):
     names = [name for name in EVIL_NAMES if name != "\0"]
     with only_inside(tmp_path / "store"), torch.no_grad():

@@ -78,16 +78,14 @@ def sync_folder(folder: Path) -> None:
         os.close(number)
 
 
-def safetensors_of(
-    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-) -> Iterable[bytes | memoryview]:
+def safetensors_of(tensors: Mapping[str, Tensor]) -> Iterable[bytes | memoryview]:
     """Yield the bytes of a safetensors file in pieces; tensors are not copied.
 
     Source: github.com/huggingface/safetensors, README, "Format".
     """
     # The widest elements first, so that all are aligned.
     names = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {}
     end = 0
     for name in names:
         tensor = tensors[name]

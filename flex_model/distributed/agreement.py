@@ -1,5 +1,5 @@
-"""How the ranks of a pipeline agree: each computes its part, all parts are compared, and an error
-of one rank is raised on every rank.
+"""How ranks agree: each computes its part, all parts are compared, and an error of one rank is
+raised on every rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, HookMismatchError, agreed, see
 
-_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, HookError, HookMismatchError)}
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (ValueError, TypeError, IndexError, RuntimeError, HookError, HookMismatchError)
+} | {kind.__name__: kind for kind in (OSError, FileNotFoundError, PermissionError)}
 
 
 def gather_checked(
@@ -19,27 +22,31 @@ def gather_checked(
     moment: str,
     compute: Callable[[], Any],
     equal: Mapping[str, Any] | None = None,
+    section: str = "",
 ) -> list[Any]:
     """Gather what ``compute`` returns on each rank, as JSON. Collective.
 
     Args:
         moment: The purpose of the exchange, for messages.
         equal: What must be equal on all ranks, by its name in messages.
+        section: The section of docs/errors.md that explains the errors of ``compute``.
 
     Raises:
         HookMismatchError: ranks differ in ``equal``.
-        ValueError, TypeError, HookError: ``compute`` failed on some rank. All are raised on every
-            rank.
+        Exception: ``compute`` failed on some rank; of the same kind if that is a common one, else
+            RuntimeError. All are raised on every rank.
     """
-    value, error = None, None
+    value, error, cause = None, None, None
     try:
         value = compute()
-    except (ValueError, TypeError, IndexError, HookError) as failure:
-        error = [type(failure).__name__, str(failure)]
+    except Exception as failure:  # of any kind: the other ranks wait for the report
+        cause, kinds = failure, [kind.__name__ for kind in type(failure).__mro__]
+        known = next((kind for kind in kinds if kind in _ERRORS), None)
+        error = [known or "RuntimeError", str(failure) if known else f"{kinds[0]}: {failure}"]
     gathered = exchange_json(communicator, [equal, value, error], moment)
     for name in equal or ():
         check_equal([of_rank[name] for of_rank, _, _ in gathered], name)
-    _raise_errors([of_rank for _, _, of_rank in gathered])
+    _raise_errors([of_rank for _, _, of_rank in gathered], section, cause)
     return [of_rank for _, of_rank, _ in gathered]
 
 
@@ -56,10 +63,11 @@ def check_equal(values: list[Any], name: str) -> None:
         )
 
 
-def _raise_errors(errors: list[Any]) -> None:
+def _raise_errors(errors: list[Any], section: str, cause: Exception | None) -> None:
     found = [(rank, *error) for rank, error in enumerate(errors) if error]
     if not found:
         return
     texts = list(dict.fromkeys(text for _, _, text in found))
     where = "" if len(found) == len(errors) else f" (on rank {found[0][0]})"
-    raise agreed(_ERRORS.get(found[0][1], ValueError)(f"{'; '.join(texts)}{where}"))
+    where += f"; {see(section)}" if section else ""
+    raise agreed(_ERRORS[found[0][1]](f"{'; '.join(texts)}{where}")) from cause
