@@ -946,8 +946,9 @@ class FlexModel(nn.Module):
             loss: From the model's output to a scalar, the mean over rows: backward hooks' sites
                 are compared too. It gets each rank's own output, and the reference's.
             edits: Both models are edited by the registered hooks: the tensors passed to hooks are
-                compared, the output, and with ``loss`` the gradients of trainable modules. State
-                that functions keep is restored; hooks of parameters are left out.
+                compared, the output, and with ``loss`` the gradients of trainable modules. So
+                rank 0 runs each function twice, each time with a copy of ``save_ctx`` and of the
+                trainable modules; what it keeps elsewhere stays. Hooks of parameters are left out.
             rtol: By default the two-thirds power of the dtype's ``eps``: 2e-5 for float32.
             reference_timeout: Seconds that the other ranks wait for the reference.
 

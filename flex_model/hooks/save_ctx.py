@@ -18,8 +18,7 @@ from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.serialization import PLAIN, decode, encode
 from flex_model.distributed.tensor_dicts import Description, describe, exchange_json, from_rank
-from flex_model.errors import HookError, agreed, see
-from flex_model.runs.step import current_microbatch
+from flex_model.errors import agreed, see
 
 #: Attributes of one rank: as JSON, the tensors in them, and which of those are on a GPU.
 Encoded = tuple[dict[str, Any], list[Description], list[bool]]
@@ -39,9 +38,9 @@ def written(context: Namespace, before: dict[str, Any]) -> list[str]:
     """Return the attributes that were added, deleted or changed since the snapshot, also in place;
     after a pipeline's step, also those that were set to an equal value.
     """
-    assigned = (use_of(context).writes or ()) if isinstance(context, StageContext) else ()
+    was_set = context._flex_set if isinstance(context, StageContext) else ()
     after = snapshot(context)
-    changed = [n for n in after if n in assigned or n not in before or before[n] != after[n]]
+    changed = [n for n in after if n in was_set or n not in before or before[n] != after[n]]
     return changed + [name for name in before if name not in after]
 
 
@@ -125,8 +124,6 @@ def set_received(
             vars(context).pop(name, None)
         else:
             vars(context)[name] = decode(value, list(tensors))
-            if isinstance(context, StageContext):
-                use_of(context).note_write(name)
 
 
 class SentToAll:
@@ -171,148 +168,30 @@ class StageContext(Namespace):
     """The ``save_ctx`` of one rank of a pipeline. During a step it has the attributes that existed
     when the step began, and those that the rank's own stages write, one micro-batch after another.
 
-    Reading an attribute is an error where its value differs from the unsplit model's:
-
-    - one that another rank wrote in an earlier step, and did not send: HookError, which ``hasattr``
-      and defaults do not suppress;
-    - one that another rank writes in the same step, which is missing or old here:
-      ``StageUse.end_step`` returns the attributes that were read, for an error on every rank;
-    - one that another hook wrote for another micro-batch: ``StageUse.end_call`` raises, unless the
-      function then wrote it itself, such as a sum over micro-batches.
-
-    The contents of containers are not tracked.
+    It notes which attributes are set: two stages that set one to equal values are in conflict, too.
     """
 
-    __slots__ = ("_flex_use",)
+    __slots__ = ("_flex_set",)
 
     def __init__(self) -> None:
         super().__init__()
-        self._flex_use = StageUse()
-
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith(("__", "_flex_")):
-            super().__getattribute__("_flex_use").note_read(name)
-        return super().__getattribute__(name)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith(("__", "_flex_")):
-            raise AttributeError(name)
-        raise self._flex_use.error_of_missing(name)
-
-    def __contains__(self, name: str) -> bool:
-        return hasattr(self, name)
+        self._flex_set: set[str] = set()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if not name.startswith("_flex_"):
-            self._flex_use.note_write(name)
+        if name != "_flex_set":
+            self._flex_set.add(name)
         super().__setattr__(name, value)
 
-
-class StageUse:
-    """How the editing functions of a rank of a pipeline use its ``save_ctx`` in a step. An object
-    of its own, since the context's attributes are the user's.
-
-    Attributes:
-        writes: By attribute set in the step: the call that set it; None between steps.
-    """
-
-    def __init__(self) -> None:
-        self.writes: dict[str, Any] | None = None
-        self._elsewhere: dict[str, int] = {}  # by attribute: the rank that has it
-        self._read: set[str] = set()  # read in the current or last step, before being set
-        self._call: tuple[int, int | None] | None = None  # the hook, and the micro-batch
-        self._other: dict[str, int | None] = {}  # read in the call: the writer's micro-batch
-
-    def note_read(self, name: str) -> None:
-        """Note that an attribute is read."""
-        if self.writes is None:
-            return
-        if name not in self.writes:
-            self._read.add(name)
-        by, call = self.writes.get(name), self._call
-        if by is not None and call is not None and by[0] != call[0] and by[1] != call[1]:
-            self._other[name] = by[1]
-
-    def note_write(self, name: str) -> None:
-        """Note that an attribute is set."""
-        self._elsewhere.pop(name, None)
-        self._other.pop(name, None)
-        if self.writes is not None:
-            self.writes[name] = self._call
-
-    def error_of_missing(self, name: str) -> Exception:
-        """Return the error for reading an attribute that is not set here."""
-        rank = self._elsewhere.get(name)
-        if rank is not None:
-            return (AttributeError if self.writes is None else HookError)(
-                f"save_ctx.{name} was written on rank {rank} of the pipeline and sent to rank 0 "
-                "only; make the model with FlexModel(schedule, save_ctx_on='all') to have it on "
-                f"every rank ({see('what-another-stage-wrote')})"
-            )
-        return AttributeError(
-            f"save_ctx.{name} is not set on this rank of the pipeline; a stage sees what was there "
-            "before the step and what it writes itself. What another stage writes in one step, "
-            f"read in the next, with save_ctx_on='all' ({see('what-another-stage-wrote')})"
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"save_ctx.{name} is not set on this rank of the pipeline, which has what was there "
+            "before the step and what its own stage writes; write it in one step and read it in "
+            f"the next, with save_ctx_on='all' ({see('what-another-stage-wrote')})"
         )
-
-    def begin_step(self) -> None:
-        """Begin to note reads and writes."""
-        self.writes, self._call = {}, None
-        self._read.clear()
-
-    def end_step(self) -> list[str]:
-        """Stop, and return the attributes that the step read before it wrote them."""
-        self.writes = self._call = None
-        return sorted(self._read)
-
-    def begin_call(self, hook: int) -> None:
-        """Begin a call of a hook's editing function, for the micro-batch being computed."""
-        self._call = hook, current_microbatch()
-        self._other.clear()
-
-    def end_call(self) -> None:
-        """HookError where the function read an attribute that another hook wrote for another
-        micro-batch, and did not write it itself.
-        """
-        assert self._call is not None
-        (_, microbatch), self._call = self._call, None
-        for name, other in self._other.items():
-            now = "the whole batch" if microbatch is None else f"micro-batch {microbatch}"
-            raise HookError(
-                f"save_ctx.{name} was written for micro-batch {other} and read for {now}: the "
-                "micro-batches of a step share save_ctx; keep a value for each, as "
-                f"save_ctx.{name}[current_microbatch()] in a dict made before the step, or use "
-                f"batch_mode='full' ({see('what-another-stage-wrote')})"
-            )
-
-    def is_elsewhere(self, name: str, rank: int) -> None:
-        """Note that another rank has the value of an attribute, and did not send it."""
-        self._elsewhere[name] = rank
-
-
-def use_of(context: Namespace) -> StageUse:
-    """Return how the functions of a rank of a pipeline use its ``save_ctx``."""
-    assert isinstance(context, StageContext)
-    return context._flex_use
 
 
 def begin_step(context: Namespace) -> dict[str, Any]:
-    """Begin to track reads and writes; return the snapshot for ``end_step``."""
-    use_of(context).begin_step()
+    """Return the snapshot from which ``written`` finds what a step writes."""
+    assert isinstance(context, StageContext)
+    context._flex_set.clear()
     return snapshot(context)
-
-
-def end_step(context: Namespace, before: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return the attributes that the step wrote, and those that it read before."""
-    names = written(context, before)
-    return names, use_of(context).end_step()
-
-
-def set_elsewhere(context: Namespace, attributes: dict[str, Any], rank: int) -> None:
-    """Remove the attributes that this rank wrote, or deleted, and did not send: an older value must
-    not be read in their place.
-    """
-    for name, value in attributes.items():
-        vars(context).pop(name, None)
-        if value != _DELETED:
-            use_of(context).is_elsewhere(name, rank)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,6 @@ from flex_model.errors import HookError
 from flex_model.hooks.function import name_of
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.random_state import RandomCalls, RandomState, seed_of_state
-from flex_model.hooks.save_ctx import StageContext, use_of
 from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import FakeTensor
 
@@ -46,7 +46,6 @@ class UserFunction:
     ) -> None:
         self._communicator, self._observers = communicator, observers
         self._save_ctx, self._modules = save_ctx, modules
-        self._is_staged = isinstance(save_ctx, StageContext)
         self._is_local = communicator.is_local
 
     def context_of(self, call: HookCall) -> Namespace:
@@ -71,9 +70,9 @@ class UserFunction:
         if seed is None:  # on one process; ranks have exchanged it
             run.use_seed(seed := seed_of_state())
         save_ctx = self._save_ctx if run.save_ctx is None else run.save_ctx
-        is_staged, index = self._is_staged, registration.index
+        index = registration.index
         if call.is_replay:
-            save_ctx, is_staged = copy_for_replay(save_ctx), False
+            save_ctx = copy_for_replay(save_ctx)
             number = _number_of_replay(call, leaf)
         else:
             number = run.calls.get(index, 0)
@@ -90,14 +89,10 @@ class UserFunction:
             communicator.set_edit(registration.description)
             if parameters:
                 function.pass_parameters(parameters)
-            if is_staged:
-                use_of(save_ctx).begin_call(index)
             random = RandomState(seed, registration.seed, number, fulls[0])
             result: object = function.editing_function(  # type: ignore[misc]
                 call.module, passed, save_ctx, self._modules
             )
-            if is_staged:
-                use_of(save_ctx).end_call()
         finally:
             has_drawn = random is not None and random.restore()
             communicator.set_edit(outer)
@@ -224,6 +219,18 @@ def check_result(registration: Registration, result: object, expected: Kind) -> 
                 f"{_what(registration)} a tensor of {attribute} {got}; expected {attribute} "
                 f"{needed}"
             )
+
+
+@contextlib.contextmanager
+def on_copy(save_ctx: Namespace) -> Iterator[None]:
+    """A context in which ``save_ctx`` holds copies of what it holds."""
+    kept = dict(vars(save_ctx))
+    vars(save_ctx).update(vars(copy_for_replay(save_ctx)))
+    try:
+        yield
+    finally:
+        vars(save_ctx).clear()
+        vars(save_ctx).update(kept)
 
 
 def copy_for_replay(save_ctx: Namespace) -> Namespace:

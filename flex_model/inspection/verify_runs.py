@@ -7,10 +7,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import random
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +26,12 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import EVERYTHING
+from flex_model.hooks.user_function import on_copy
+from flex_model.inspection.shapes_only import same_torch_random_state
 from flex_model.inspection.tree import named
-from flex_model.inspection.undo import restored_objects, same_random_state
 from flex_model.integrations import fsdp
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.names import find_module
-
-if TYPE_CHECKING:
-    pass
 
 Loss = Callable[[Any], Tensor]
 Reference = nn.Module | Callable[[], nn.Module] | None
@@ -238,13 +238,20 @@ def _second_core(
 
 @contextlib.contextmanager
 def _restored_state(core: HookCore, edits: bool) -> Iterator[None]:
-    """Restore the state of editing functions and random generators afterwards."""
+    """Restore ``save_ctx`` and the global random generators afterwards."""
     if not edits:
         yield
         return
-    functions = [r.given.editing_function for r in core.table.registrations]
-    with same_random_state(), restored_objects(functions, core.save_ctx):
-        yield
+    numpy_random = sys.modules.get("numpy.random")
+    python_state = random.getstate()
+    numpy_state = numpy_random.get_state() if numpy_random else None
+    with same_torch_random_state(), on_copy(core.save_ctx):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy_random:
+                numpy_random.set_state(numpy_state)
 
 
 # ---- The two runs --------------------------------------------------------------------------------

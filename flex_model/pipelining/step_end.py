@@ -16,7 +16,7 @@ from flex_model.distributed.tensor_dicts import (
     from_rank,
     gather_to_first,
 )
-from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed, see
+from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed
 from flex_model.hooks import save_ctx
 from flex_model.hooks.random_state import renew_seed
 from flex_model.pipelining import step_records
@@ -58,8 +58,8 @@ class StepEnd:
             ValueError: values that can't be sent, or that stages wrote twice; on every rank.
         """
         core, mesh = self._core, self._core.mesh
-        names, read = save_ctx.end_step(core.save_ctx, before)
-        written, sent = save_ctx.encoded(core.save_ctx, names if mesh.group_rank == 0 else [])
+        names = save_ctx.written(core.save_ctx, before) if mesh.group_rank == 0 else []
+        written, sent = save_ctx.encoded(core.save_ctx, names)
         outputs: list[Tensor] = []
         structure = None
         failure = self._state.failure
@@ -73,7 +73,6 @@ class StepEnd:
             "consumed": consumed,
             "records": step_records.describe_records(records),
             "written": written,
-            "read": read,
             "gradients": gradients.describe(),
             "output": [structure, describe(outputs)],
         }
@@ -127,9 +126,7 @@ class StepEnd:
     # ``save_ctx``.
 
     def _check_contexts(self, gathered: list[dict[str, Any]]) -> None:
-        """ValueError, on every rank, for attributes of save_ctx that can't be merged, or that
-        another stage read in the same step.
-        """
+        """ValueError, on every rank, for attributes of save_ctx that can't be merged."""
         writers: dict[str, list[int]] = {}
         for rank, of_rank in enumerate(gathered):
             attributes = of_rank["written"][0]
@@ -148,20 +145,6 @@ class StepEnd:
                     f"several stages wrote one attribute: {'; '.join(twice)}; the stages of a "
                     "pipeline do not share save_ctx during a step: give each hook an attribute of "
                     "its own, and combine them after the step"
-                )
-            )
-        crossing = [
-            f"save_ctx.{name} is written on rank {writers[name][0]} and read on rank {rank}"
-            for rank, of_rank in enumerate(gathered)
-            for name in of_rank["read"]
-            if name in writers and not self._is_same_stage(writers[name][0], rank)
-        ]
-        if crossing:
-            raise agreed(
-                ValueError(
-                    f"in one step {'; '.join(crossing)}: the stages of a pipeline do not share "
-                    "save_ctx during a step; write it in one step and read it in the next, with "
-                    f"save_ctx_on='all' ({see('what-another-stage-wrote')})"
                 )
             )
 
@@ -190,7 +173,8 @@ class StepEnd:
             if rank in received:
                 save_ctx.set_received(context, of_rank, received[rank], device)
             else:
-                save_ctx.set_elsewhere(context, of_rank[0], rank)
+                for name in of_rank[0]:
+                    vars(context).pop(name, None)
 
     def _is_same_stage(self, one: int, other: int) -> bool:
         return self._pipeline.pp_rank_of(one) == self._pipeline.pp_rank_of(other)

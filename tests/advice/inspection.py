@@ -60,28 +60,6 @@ def keeps(kept, empties):
     flex(BATCH)
 
 
-class Remembers(nn.Module):
-    """It adds what it was given first."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, first = nn.Linear(6, 6).double(), Hidden()
-
-        def remember(x):
-            first.tensor = getattr(first, "tensor", x)
-            return x + first.tensor
-
-        self.remember = remember
-
-    def forward(self, x):
-        return self.remember(self.fc(x))
-
-
-def remembers(how):
-    model = Remembers()
-    FlexModel(model).dry_run(BATCH) if how == "dry run" else FlexModel(model)(BATCH)
-
-
 # ---- inspect -------------------------------------------------------------------------------------
 
 
@@ -206,11 +184,6 @@ ROWS = [
         "delete what it keeps after a dry run, or keep it",
         lambda: keeps([], empties=False),
         lambda: keeps([], empties=True),
-    ),
-    Row(
-        "make the model again before you run it",
-        lambda: remembers("dry run"),
-        lambda: remembers("run"),
     ),
     Row("call it in a single process", of_one_rank, inspected),
     Row("give --input, as 4,128", lambda: inspected(shape=None), inspected),

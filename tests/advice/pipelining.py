@@ -204,7 +204,7 @@ def writes(name):
 
 
 def reads(module, full, save_ctx, modules):
-    save_ctx.seen = getattr(save_ctx, "first", None)
+    save_ctx.seen = save_ctx.first
 
 
 def written_twice(first, second):
@@ -435,7 +435,7 @@ TWO_RANKS = [
         lambda: written_twice("first", "second"),
     ),
     Row(
-        "write it in one step and read it in the next",
+        "write it in one step and read it in the next, with",
         lambda: read_on_another_stage(["write", "read"]),
         lambda: read_on_another_stage(["write"], ["read"]),
     ),

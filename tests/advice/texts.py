@@ -70,8 +70,6 @@ ELSEWHERE = {
     "one call can edit": "a thousand tensors",
     "FSDP2 adds this": "test_errors: gradients that fsdp2 accumulates",
     "outside of a step of its schedule": "test_pipelining",
-    "of the pipeline and sent to rank 0 only": "test_save_ctx",
-    "was written for micro-batch": "test_save_ctx",
     "can't be sent to": "test_save_ctx",
     "along which the batch is split into": "test_pipelining_edges",
     "make the same optimizer steps": "test_trainable",

@@ -403,13 +403,20 @@ def test_control_flow_on_values_is_an_error_that_names_layouts():
 # ---- One process ---------------------------------------------------------------------------------
 
 
-def test_a_model_that_keeps_tensors_out_of_reach_is_an_error():
-    kept = []
-    model = models.mlp()
-    model.act.register_forward_hook(lambda module, args, output: kept.append(output))
-    flex = FlexModel(model)
-    with pytest.raises(HookError, match=r"the model kept \d+ tensors without values"):
-        flex.dry_run(models.random(4, 6))
+def test_what_a_model_keeps_out_of_reach_is_an_error_where_it_is_used():
+    kept = {}
+
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + kept.setdefault("offset", torch.ones(6))
+
+    flex = FlexModel(models.seeded(Keeps, 6, 6))
+    x = torch.ones(4, 6)
+    flex.dry_run(x)
+    with pytest.raises(AssertionError, match="Please convert all Tensors to FakeTensors first"):
+        flex(x)
+    kept.clear()
+    assert type(flex(x)) is torch.Tensor
 
 
 def test_on_one_process_nothing_is_moved():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import models
@@ -62,8 +63,10 @@ def test_edits_come_to_the_same_on_shards(name):
     assert kinds.count("forward") == 6 and kinds.count("gradient") == 2
     (after,) = [row for row in report.rows if row.kind == "full_backward_pre"]
     assert after.name == "inp"
-    # Nothing is left of it.
-    assert not seen and not flex.output_ptr and not vars(flex.save_ctx)
+    # Nothing is left of it, but for what functions keep elsewhere than in save_ctx.
+    runs_sharded = dist.get_rank() == 0 or "rank 0" not in name
+    assert len(seen) == runs_sharded + (dist.get_rank() == 0)  # rank 0 has the reference
+    assert not flex.output_ptr and not vars(flex.save_ctx)
     assert all(p.grad is None for p in flex.trainable_modules.parameters())
     assert torch.equal(torch.get_rng_state(), state) and weighs.parameters == {}
 

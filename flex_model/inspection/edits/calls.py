@@ -7,7 +7,6 @@ import logging
 import sys
 import traceback
 import warnings
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ from flex_model.distributed.placement import Shape
 from flex_model.errors import HookError, nearest
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
-from flex_model.hooks.user_function import check_result, copy_for_replay, kind_of, results_of
+from flex_model.hooks.user_function import check_result, kind_of, on_copy, results_of
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, Finding, Source
 from flex_model.inspection.edits.watch import (
     FakeArguments,
@@ -80,7 +79,7 @@ class FakeCalls:
             stack.enter_context(same_torch_random_state())
             stack.enter_context(as_it_was(self._core.module))
             stack.enter_context(as_it_was(self._core.modules))
-            stack.enter_context(_copied(self._core.save_ctx))
+            stack.enter_context(on_copy(self._core.save_ctx))
             stack.enter_context(_torch_is_quiet())
             if DYNAMO in sys.modules:  # else nothing is compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -215,18 +214,6 @@ class _Parameters(dict[str, Tensor]):
             f"hook_function.parameters has no {name!r}; name it in HookFunction(parameters=...) "
             f"({nearest(str(name), self, 'parameter')})"
         )
-
-
-@contextlib.contextmanager
-def _copied(save_ctx: Namespace) -> Iterator[None]:
-    """Inside, ``save_ctx`` holds copies of what it holds."""
-    kept = dict(vars(save_ctx))
-    vars(save_ctx).update(vars(copy_for_replay(save_ctx)))
-    try:
-        yield
-    finally:
-        vars(save_ctx).clear()
-        vars(save_ctx).update(kept)
 
 
 @contextlib.contextmanager
