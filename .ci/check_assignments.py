@@ -43,6 +43,8 @@ API = {
     "skip_nnmodule_hook_guards",  # of torch._dynamo.config
     "_training_state",  # of FSDP2's state and parameter group: integrations/cut.py
     "iter_forward_root",
+    "__enter__",  # of the classes of torch's modes: sequential/traced/tracer.py
+    "__init__",
     "_timeout",  # of ProcessGroupNCCL.Options, as torch.distributed sets them
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef

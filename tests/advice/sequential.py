@@ -353,8 +353,6 @@ def subgraph_of(sample, **arguments):
 
 def subgraphs_of_another_factor(*, is_traced_again):
     class Scaled(Stack):
-        factor = 2.0
-
         def forward(self, x):
             return super().forward(x) * self.factor
 
@@ -534,11 +532,6 @@ ROWS = [
         lambda: (of_meta("loaded"), of_meta("run")),
     ),
     Row("and sample_input has only {}; add it", lambda: traced({}), traced),
-    Row(
-        "give a sample_input that lacks it, too",
-        lambda: subgraph_of(["mask"], mask=None),
-        lambda: subgraph_of([], mask=None),
-    ),
     Row(
         "give a sample_input that has one, too",
         lambda: subgraph_of([], mask=BATCHES[1]),

@@ -181,7 +181,7 @@ WRONG = {
     # what is true of the sample only
     "a branch on sizes": (
         lambda self, x: self.blocks[1](self.blocks[0](x)) * (2 if x.shape[0] > 2 else 3),
-        "the truth of 'gt' is True, and it was False where the subgraphs were traced",
+        "'gt' is True, and it was False where the subgraphs were traced",
     ),
     "a branch on values": (
         lambda self, x: self.blocks[1](self.blocks[0](x)) * (2 if x.sum() > 1e9 else 3),
@@ -191,7 +191,7 @@ WRONG = {
         lambda self, x: self.blocks[1](self.blocks[0](x)) * max(0, x.max().item() - 1e9),
         "does not trace.*asks in Python for the values of 'gt'",
     ),
-    "a length taken as a constant": (plain, "the length of 'x' is 3, and it was 2"),
+    "a length taken as a constant": (plain, r"'len_\d' is 3, and it was 2"),
     "a loop over rows": (
         lambda self, x: self.blocks[1](torch.stack([self.blocks[0](x)[i] for i in range(len(x))])),
         "called more than once|differs|fail|returns",
@@ -283,7 +283,7 @@ def test_an_argument_that_the_sample_has():
     model = Optional()
     subgraphs = trace_subgraphs(model, {"x": X, "mask": MASK}, ["Linear"])
     assert_equal(run_by_hand(model, subgraphs, {"x": X + 1, "mask": MASK}), model(X + 1, MASK))
-    message = "with mask=None, and sample_input has a value of 'mask'.*sequential.run"
+    message = "'mask' is None, and it was a Tensor of torch.float32 .*sequential.run"
     with pytest.raises(TraceError, match=message):
         subgraphs[0].forward(model, x=X, mask=None)
     order = [node.name for node in subgraphs[0].graph.find_nodes(op="placeholder")]
@@ -308,7 +308,7 @@ def test_arguments_named_as_what_the_code_of_a_graph_uses(name):
     values = {"x": X + 1, name: MASK * 3}
     assert_equal(run_by_hand(model, subgraphs, values), model(**values))
     assert_equal(first.forward(model, *values.values()), first.forward(model, **values))
-    with pytest.raises(TraceError, match=f"with {name}=None, and sample_input has a value"):
+    with pytest.raises(TraceError, match=f"{name!r} is None, and it was a Tensor"):
         first.forward(model, **values | {name: None})
 
 

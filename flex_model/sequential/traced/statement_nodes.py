@@ -26,7 +26,6 @@ from typing import Any
 from torch import Tensor
 
 from flex_model.errors import TraceError
-from flex_model.sequential.traced import questions
 from flex_model.sequential.traced.code_path import CodePath
 
 _CALL, _RESULT, _VALUE = "_flex_model_statement", "_flex_model_result", "_flex_model_value"
@@ -146,28 +145,17 @@ class Statements:
             named = {n: v for n, v in variables.items() if n in statement.reads}
             return _as_variables(as_node(statement.bind())(named))
 
-        names = {_CALL: call, questions.IS: questions.is_same, questions.LEN: questions.length}
         with contextlib.ExitStack() as undo:
-            for function in self._path.traced:
+            for function, chosen in self._chosen.items():
                 definition = self._definition_of(function)
-                chosen = self._chosen.get(function, [])
-                if definition is None:
+                if definition is None or not chosen:
                     continue
-                code = _with_calls(function.__code__, definition, chosen, len(every))
-                if code is None:
-                    continue
-                every += chosen
                 undo.callback(setattr, function, "__code__", function.__code__)
-                function.__code__ = code
-                for name, value in names.items():
-                    undo.callback(function.__globals__.pop, name, None)
-                    function.__globals__[name] = value
+                undo.callback(function.__globals__.pop, _CALL, None)
+                code = _with_calls(function.__code__, definition, chosen, len(every))
+                function.__code__, function.__globals__[_CALL] = code, call
+                every += chosen
             yield
-
-    def rewritten(self) -> list[types.CodeType]:
-        """Return the present code of the functions whose source is at hand."""
-        found = self._path.traced
-        return [one.__code__ for one in found if self._definition_of(one) is not None]
 
     def _definition_of(self, function: types.FunctionType) -> ast.FunctionDef | None:
         if function not in self._definitions:
@@ -364,20 +352,14 @@ def _assigned(node: ast.AST, is_in_comprehension: bool = False) -> set[str]:
 
 def _with_calls(
     original: types.CodeType, definition: ast.FunctionDef, chosen: list[Statement], first: int
-) -> types.CodeType | None:
-    """Return the code of a function with calls in place of statements, numbered from ``first``, and
-    of questions that no proxy sees; None if there are none.
-    """
+) -> types.CodeType:
+    """Return the code of a function with calls in place of statements, numbered from ``first``."""
     calls: dict[ast.stmt, list[ast.stmt]] = {}
     for index, one in enumerate(chosen):
         calls |= {one.nodes[0]: _call(one, first + index), **{node: [] for node in one.nodes[1:]}}
     # The copies of the nodes that are replaced are those nodes themselves.
     copied = copy.deepcopy(definition, {id(node): node for node in calls})
-    asking = questions.Rewritten(original)
-    changed = ast.fix_missing_locations(asking.visit(_Replace(calls).visit(copied)))
-    if not chosen and not asking.is_changed:
-        return None
-    code = _compiled(original, changed)
+    code = _compiled(original, ast.fix_missing_locations(_Replace(calls).visit(copied)))
     assert code is not None
     return code
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -15,8 +14,8 @@ from flex_model.errors import TraceError
 from flex_model.integrations.keyword_arguments import takes_keyword
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
 from flex_model.sequential.traced import code_path, trace_check
-from flex_model.sequential.traced.conditions import Conditions, unchanged_buffers
 from flex_model.sequential.traced.statement_nodes import Retrace, Statements
+from flex_model.sequential.traced.structure import NoneForSampleError, Structures, run
 from flex_model.sequential.traced.tracer import SequentialTracer, keyword_arguments
 
 
@@ -39,65 +38,53 @@ class Subgraph:
         input_names: Names of the values that ``forward`` takes: arguments of the model, and outputs
             of earlier subgraphs.
         consumed_names: Those of them that no later subgraph takes.
-        given_names: Arguments of the model that the sample had, and not as None.
-        constants: Its other arguments, with the values that were traced instead.
+        constants: Arguments of the model that the sample did not have, with the values that were
+            traced instead.
         unused_names: Values of the model that other subgraphs or none take.
-        variables: The inputs' names in the graph, which has no ``input``, ``len`` or ``torch``.
-        conditions: What it depends on besides.
+        structures: What the values of its nodes must be like.
+        attributes: Flags and numbers of the modules around targets, by their names: the graph has
+            those that the traced code reads as constants.
     """
 
     graph: Graph
     input_names: set[str]
     consumed_names: set[str]
-    given_names: set[str] = field(default_factory=set)
     constants: dict[str, Any] = field(default_factory=dict)
     unused_names: set[str] = field(default_factory=set)
-    variables: dict[str, str] = field(default_factory=dict)
-    conditions: Conditions | None = None
+    structures: Structures = field(default_factory=Structures)
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         """Run it: ``forward(model, **values)``, where ``values`` may hold more than its inputs:
         arguments of the model, and inputs of other subgraphs. Returns a dict by node name; the last
         one of a model returns what the model returns.
 
         Raises:
-            TraceError: an argument that the sample had is None, or one that it did not have is
-                given; what the traced code reads in Python has changed.
+            TraceError: an argument that the sample did not have is given; a value has another
+                structure (None, a dtype, a class) than with the sample; an attribute has changed.
         """
-        if self.conditions is not None and args:
-            self.conditions.check(args[0])
-        named = {variable: name for name, variable in self.variables.items()}
-        order = [node.name for node in self.graph.find_nodes(op="placeholder")]
-        values = dict(zip([named.get(one, one) for one in order], args[1:])) | kwargs
-        trace_check.check_arguments(values, self.given_names, self.constants)
-        used = {
-            self.variables.get(name, name): value
-            for name, value in kwargs.items()
-            if name not in self.unused_names
-        }
-        return self._function(*args, **used)  # the model is args[0]
+        for name, attributes in self.attributes.items():
+            trace_check.check_attributes(name, vars(model.get_submodule(name)), attributes)
+        names = [str(node.target) for node in self.graph.find_nodes(op="placeholder")]
+        values = dict(zip(names, args)) | kwargs
+        trace_check.check_arguments(values, self.constants)
+        for name in names:
+            if name not in values:
+                raise TypeError(f"Subgraph.forward: {name!r} is missing; it takes {names}")
+        for name in values:
+            if name not in names and name not in self.unused_names:
+                raise TypeError(f"Subgraph.forward: unexpected keyword argument {name!r}")
+        return run(self.graph, model, values, self.structures)
 
     def note_arguments(
-        self,
-        given: set[str],
-        constants: dict[str, Any],
-        others: set[str],
-        conditions: Conditions,
+        self, constants: dict[str, Any], others: set[str], attributes: dict[str, dict[str, Any]]
     ) -> None:
-        """Note with what arguments of the model and conditions it was traced, and which values only
-        other subgraphs or none take.
+        """Note what was traced in place of arguments, which values only other subgraphs or none
+        take, and the attributes of modules.
         """
-        self.conditions = conditions
-        self.given_names.update(given)
         self.constants.update(constants)
         self.unused_names.update(others)
-
-    @cached_property
-    def _function(self) -> Any:
-        code = self.graph.python_code("self")
-        found = dict(code.globals)
-        exec(compile(code.src, "<subgraph>", "exec"), found)
-        return found["forward"]
+        self.attributes.update(attributes)
 
 
 def trace_subgraphs(
@@ -112,10 +99,13 @@ def trace_subgraphs(
 
     What is traced is the code on the way to the targets. Functions and methods that don't lead to
     one are single nodes, and so are statements that read values of tensors in Python.
+    Configurations, global variables, and attributes that are objects are constants of the graphs:
+    call it again after changing one.
 
     Args:
-        sample_input: Arguments by name. Their lengths are taken to be the same for all inputs.
-            Subgraphs take the arguments that it has, and no others; None is none.
+        sample_input: Arguments by name. What ``len``, ``bool`` and ``in`` say of them is taken to
+            be the same for all inputs, and checked. Subgraphs take the arguments that it has, and
+            no others; None is none.
         sequential_targets: As in ``match_modules``.
         ignore: Names of functions and methods, around targets, that are single nodes anyway.
         targets_per_subgraph: How many targets a subgraph has; the last one that has any may have
@@ -148,47 +138,62 @@ def trace_subgraphs(
     given = {name: value for name, value in sample_input.items() if value is not None}
     concrete_args |= dict.fromkeys(sample_input.keys() - given)
     ancestors = get_sequential_ancestors(model, targets)
-    with trace_check.without_hooks(model), unchanged_buffers(model):
+    tracer = SequentialTracer(ancestors, set())
+    with trace_check.without_hooks(model), trace_check.unchanged_buffers(model):
         path, expected = code_path.follow(
             ancestors, targets, lambda: model(**sample_input, **settings)
         )
-        with trace_check.unchanged_attributes(ancestors):
-            graph, conditions = _trace(model, ancestors, path, given, concrete_args, ignore)
-            trace_check.check_targets(model, graph, targets)
-            partitions = topological_partition(graph, targets, targets_per_subgraph)
-            subgraphs = partition_graph(model, partitions)
-            trace_consumed_names(subgraphs)
-            _note_arguments(model, subgraphs, set(given), concrete_args, conditions)
-            num_expected = -(-len(targets) // targets_per_subgraph) + 1
-            trace_check.check_number(subgraphs, num_expected)
-            trace_check.check_equal(model, subgraphs, sample_input, settings, expected)
-    return subgraphs
+        tracer.sample_input, tracer.statements = given, Statements(path)
+        read = set().union(*(code_path.names_in(function.__code__) for function in path.traced))
+        attributes = {
+            name: {key: value for key, value in vars(module).items() if key in read}
+            for name, module in model.named_modules()
+            if module in ancestors
+        }
+        while True:
+            with trace_check.unchanged_attributes(ancestors):
+                graph = _trace(model, attributes, tracer, path, concrete_args, ignore)
+                trace_check.check_targets(model, graph, targets)
+                partitions = topological_partition(graph, targets, targets_per_subgraph)
+                subgraphs = partition_graph(model, partitions)
+                trace_consumed_names(subgraphs)
+                _note_arguments(model, subgraphs, set(given), concrete_args, attributes)
+                num_expected = -(-len(targets) // targets_per_subgraph) + 1
+                trace_check.check_number(subgraphs, num_expected)
+                try:
+                    trace_check.check_equal(model, subgraphs, sample_input, settings, expected)
+                except NoneForSampleError as error:
+                    if error.node_name in tracer.optional:
+                        raise
+                    tracer.optional.add(error.node_name)
+                    continue
+            for subgraph in subgraphs:
+                subgraph.structures.complete()
+            return subgraphs
 
 
 def _trace(
     model: nn.Module,
-    ancestors: set[nn.Module],
+    attributes: dict[str, dict[str, Any]],
+    tracer: SequentialTracer,
     path: code_path.CodePath,
-    sample_input: dict[str, Any],
     concrete_args: dict[str, Any],
     ignore: Sequence[str],
-) -> tuple[GraphModule, Conditions]:
-    """Return the graph of a model, and what it depends on. The trace begins again whenever a
-    statement becomes a node.
+) -> GraphModule:
+    """Return the graph of a model. The trace begins again whenever a statement becomes a node.
+
+    Args:
+        attributes: Those of the modules around targets that the traced code names.
     """
-    tracer = SequentialTracer(ancestors, set())
-    names = [name for name, module in model.named_modules() if module in ancestors]
-    tracer.sample_input, tracer.statements = sample_input, Statements(path)
     while True:
         try:
             with (
-                trace_check.unchanged_attributes(ancestors),
+                trace_check.unchanged_attributes(tracer.ancestors),
                 tracer.leaf_functions(path, set(ignore)),
             ):
-                before = Conditions(model, names, path.traced)
                 graph = GraphModule(model, tracer.trace(model, concrete_args))
-                before.check_trace(model)
-            return graph, Conditions(model, names, [*path.traced, *tracer.called])
+                trace_check.check_unchanged(model, attributes)
+            return graph
         except Retrace:
             continue
         except Exception as error:
@@ -286,7 +291,7 @@ def _subgraph_of(model: nn.Module, nodes: list[Node]) -> Subgraph:
     inputs = {n: None for node in nodes for n in node.all_input_nodes if n not in inside}
     inputs |= {node: None for node in nodes if node.op == "placeholder"}
     graph = Graph()
-    copies = {node: graph.placeholder(node.name) for node in inputs}
+    copies = {node: graph.placeholder(_passed_as(node)) for node in inputs}
     for node in nodes:
         if node.op != "placeholder":
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -294,8 +299,7 @@ def _subgraph_of(model: nn.Module, nodes: list[Node]) -> Subgraph:
         outputs = [node for node in nodes if not inside.issuperset(node.users)]
         graph.output({_passed_as(node): copies[node] for node in outputs})
     graph.lint()
-    variables = {_passed_as(node): copies[node].name for node in inputs}
-    return Subgraph(graph, set(variables), set(), variables=variables)
+    return Subgraph(graph, {_passed_as(node) for node in inputs}, set())
 
 
 def _passed_as(node: Node) -> str:
@@ -317,9 +321,9 @@ def _note_arguments(
     subgraphs: list[Subgraph],
     given: set[str],
     concrete_args: dict[str, Any],
-    conditions: Conditions,
+    attributes: dict[str, dict[str, Any]],
 ) -> None:
-    """Note with what arguments of the model, and under what conditions, subgraphs were traced."""
+    """Note with what arguments and attributes of the model subgraphs were traced."""
     constants = keyword_arguments(model, concrete_args)
     between = set().union(*(subgraph.input_names for subgraph in subgraphs)) - given
     for index, subgraph in enumerate(subgraphs):
@@ -327,7 +331,7 @@ def _note_arguments(
         hidden = between if index else set()
         own = {name: constants[name] for name in constants if name not in hidden}
         others = (given | constants.keys() | between) - subgraph.input_names
-        subgraph.note_arguments(given, own, others, conditions)
+        subgraph.note_arguments(own, others, attributes)
 
 
 def graph_is_well_formed(graph: Graph) -> bool:

@@ -68,6 +68,58 @@ def unchanged_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
                 table.update(values)
 
 
+@contextlib.contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """A context after which the model has its buffers, with the values that they had."""
+    before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    values = [(b, b.clone()) for _, table in before for b in table.values() if b is not None]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in values:
+                if not buffer.is_meta and not torch.equal(buffer, value):
+                    buffer.copy_(value)
+        for table, entries in before:
+            table.clear()
+            table.update(entries)
+
+
+def check_unchanged(model: nn.Module, before: dict[str, dict[str, Any]]) -> None:
+    """Check that what was traced has set no attribute that it names: the graph would not.
+
+    Args:
+        before: Those attributes of the modules that were traced, by their names in the model.
+
+    Raises:
+        TraceError: it has set one.
+    """
+    for prefix, attributes in before.items():
+        now = vars(model.get_submodule(prefix))
+        for name, value in attributes.items():
+            if now.get(name) is not value:
+                raise trace_error(
+                    f"the code around the targets changes {_place(prefix, name)}, which it reads, "
+                    "too"
+                )
+
+
+def check_attributes(prefix: str, now: dict[str, Any], before: dict[str, Any]) -> None:
+    """TraceError where a flag, a number or a text of a module is not what was traced."""
+    for name, value in before.items():
+        is_plain = isinstance(value, (int, float, str, type(None)))
+        if is_plain and now.get(name) != value:
+            raise trace_error(
+                f"{_place(prefix, name)} is {now.get(name)!r}, and it was {value!r} where the "
+                "subgraphs were traced, and the code around the targets reads it; call "
+                "trace_subgraphs again"
+            )
+
+
+def _place(prefix: str, name: str) -> str:
+    return ".".join(filter(None, ("model", prefix, name)))
+
+
 def check_targets(model: nn.Module, graph: GraphModule, targets: set[nn.Module]) -> None:
     """Check that each target is one node.
 
@@ -93,18 +145,13 @@ def check_number(subgraphs: list[Subgraph], expected: int) -> None:
         raise trace_error(f"expected {expected} subgraphs, got {len(subgraphs)}")
 
 
-def check_arguments(values: dict[str, Any], given: set[str], constants: dict[str, Any]) -> None:
-    """Check that a subgraph runs with the arguments of the model that it was traced with.
+def check_arguments(values: dict[str, Any], constants: dict[str, Any]) -> None:
+    """Check that a subgraph is not run with arguments of the model that the sample did not have.
 
     Raises:
-        TraceError: one of ``given`` is None, or one of ``constants`` has another value.
+        TraceError: one of ``constants`` has another value.
     """
     for name, value in values.items():
-        if name in given and value is None:
-            raise trace_error(
-                f"a subgraph is run with {name}=None, and sample_input has a value of {name!r}: "
-                "what was traced may depend on it; give a sample_input that lacks it, too"
-            )
         if name in constants and not _is_the_same(value, constants[name]):
             raise trace_error(
                 f"a subgraph is run with a value of {name!r}, and sample_input has none, so that "
@@ -125,7 +172,7 @@ def check_equal(
     expected: Any,
 ) -> None:
     """Check that the subgraphs compute what the model does: on the sample, whose output is given,
-    and on another shape and mask.
+    on another shape and mask, and on the same without padding.
 
     Raises:
         TraceError: they don't.
@@ -137,6 +184,10 @@ def check_equal(
         except Exception:  # the model does not take such inputs
             continue
         _compare(model, subgraphs, other, expected, f"with {what}")
+        whole = {name: _without_padding(name, value) for name, value in other.items()}
+        if any(value is not other[name] for name, value in whole.items()):
+            expected = model(**whole, **settings)
+            _compare(model, subgraphs, whole, expected, "without padding")
         return
     raise trace_error(
         f"{type(model).__name__} runs on no other input that was made from the sample (more rows, "
@@ -221,6 +272,10 @@ def _others(sample: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
                 value[0, : max(1, value.shape[1] // 3)] = 0
             other[name] = value
         yield what, other
+
+
+def _without_padding(name: str, value: Any) -> Any:
+    return torch.ones_like(value) if "mask" in name and _is_of_tokens(value) else value
 
 
 def _is_of_tokens(value: Any) -> bool:

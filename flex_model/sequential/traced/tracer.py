@@ -15,20 +15,19 @@ import dataclasses
 import functools
 import inspect
 import operator
-import types
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch.fx.node import map_arg
 
 from flex_model.errors import TraceError
 from flex_model.integrations.torch_private import tree_flatten, tree_unflatten
-from flex_model.sequential.traced import questions
 from flex_model.sequential.traced.code_path import CodePath, leaf_functions, leaf_methods
 from flex_model.sequential.traced.statement_nodes import Retrace, Statements
+from flex_model.sequential.traced.structure import IS_FIXED, is_plain, value_of
 
 # Factories of tensors: torch does not dispatch on the type of their arguments, which may be sizes.
 _FACTORIES = (
@@ -37,16 +36,20 @@ _FACTORIES = (
 )
 # Functions and methods that return the values of tensors to Python.
 _READERS = ("item", "tolist", "equal", "allclose", torch.equal, torch.allclose, torch.is_nonzero)
-# Functions and methods that return what an object holds.
-_TAKE_FROM_OBJECTS = (operator.getitem, getattr, "get", "pop")
+# Settings of torch that code may branch on.
+_SETTINGS = (
+    *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled"),
+    *("get_autocast_dtype", "get_default_dtype"),
+)
+_MODES: Any = (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast)
 _NO_SAMPLE = object()
 
 
 class SampledProxy(torch.fx.Proxy):
     """A proxy with its value for the sample. Sizes stay proxies; devices are taken to be the same
-    for all inputs. Dtypes and the like, truths, indices and lengths are the sample's, and checked
-    when the graph runs. Reading the values of a tensor of the input is an error, if the statement
-    that does can't be a node.
+    for all inputs. What Python must have (a truth, an index, a length) is the sample's, and fixed
+    in the graph. Reading the values of a tensor of the input is an error, if the statement that
+    does can't be a node.
     """
 
     @property
@@ -58,102 +61,71 @@ class SampledProxy(torch.fx.Proxy):
         """The sample's class, if that is a container: code that asks takes the sample's way. Not a
         tensor's: torch takes what says so for one.
         """
-        if self.sample is not _NO_SAMPLE and not questions.asked_by_torch():
-            self._ask(questions.kind_of, "the kind of {}")
         kind = type(self.sample)
         return kind if issubclass(kind, (tuple, list, dict)) else type(self)
 
     def __getattr__(self, name: str) -> Any:
         if self.sample is _NO_SAMPLE:
             return super().__getattr__(name)
-        if not hasattr(self.sample, name) and not questions.asked_by_torch():
-            self._ask(lambda value: hasattr(value, name), f"whether {{}} has {name!r}")
         value = getattr(self.sample, name)
         if callable(value):
             return torch.fx.proxy.Attribute(self, name)
-        if questions.is_plain(value):
-            if not questions.asked_by_torch():
-                self._ask(operator.attrgetter(name), f"{{}}.{name}")
-            return value
-        if isinstance(value, torch.device):
+        if isinstance(value, torch.device) or (is_plain(value) and _asked_by_torch()):
             return value
         return self.tracer.create_proxy("call_function", getattr, (self, name), {})
 
     def keys(self) -> Any:
         """Return the sample's keys, as ``**`` asks for them."""
-        return self._ask(lambda value: tuple(value.keys()), "the keys of {}")
+        self.tracer.create_node("call_function", _text_of_keys, (self.node,), {})
+        return self.sample.keys()
 
-    def _ask(self, question: Callable[..., Any], text: str, *others: SampledProxy) -> Any:
-        """Return the answer for the sample, and have the graph check that it is the same."""
-        nodes = (self.node, *(other.node for other in others))
-        answer = question(*map(self.tracer.samples.__getitem__, nodes))  # type: ignore[attr-defined]
-        self.tracer.note_question(question, answer, text, nodes)  # type: ignore[attr-defined]
-        return answer
-
-    def _answer(self, question: Callable[..., Any], text: str, *others: SampledProxy) -> Any:
-        """Return the answer for the sample, unless values of the input determine it."""
-        if self.node in self.tracer.value_nodes:  # type: ignore[attr-defined]
-            self._retrace()
-            raise TraceError(
-                f"the code around the targets asks in Python for the values of {self.node.name!r}, "
-                "a tensor (an if, .item(), bool(), int())"
-            )
-        return self._ask(question, text, *others)
-
-    def asks_whether_it_is(self, other: Any) -> bool:
-        """Return whether its value is an object: None, as a rule."""
-        if isinstance(other, SampledProxy):
-            return bool(self._ask(operator.is_, "whether {} is {}", other))
-        if self.tracer.may_be_other_object(self.node):  # type: ignore[attr-defined]
-            self._retrace()
-            name = questions.described(other)
-            return bool(self._ask(lambda value: value is other, f"whether {{}} is {name}"))
-        return self.sample is other
-
-    def asks_its_length(self) -> Any:
-        if self.sample is _NO_SAMPLE:
-            return len(self)
-        return self.tracer.create_proxy("call_function", len, (self,), {})
-
-    def _retrace(self) -> None:
-        """Make a node of the statement that asks, if that is possible."""
-        statements = self.tracer.statements  # type: ignore[attr-defined]
-        if statements is not None and statements.choose_running():
-            raise Retrace
+    def _fixed(self, question: Callable[..., Any]) -> Any:
+        """Return the answer for the sample, a node of the graph that checks that it is the same,
+        unless values of the input determine it.
+        """
+        tracer: Any = self.tracer
+        if self.node in tracer.value_nodes and question is not len:
+            tracer.refuse_values(self.node)
+        node = tracer.create_node("call_function", question, (self.node,), {})
+        node.meta[IS_FIXED] = True
+        return tracer.samples[node]
 
     def __bool__(self) -> bool:
-        if self.sample is _NO_SAMPLE:
-            return super().__bool__()
-        return bool(self._answer(bool, "the truth of {}"))
+        return super().__bool__() if self.sample is _NO_SAMPLE else bool(self._fixed(bool))
 
     def __len__(self) -> int:
-        if self.sample is _NO_SAMPLE:
-            return super().__len__()
-        return int(self._ask(len, "the length of {}"))
+        return super().__len__() if self.sample is _NO_SAMPLE else int(self._fixed(len))
 
     def __index__(self) -> int:
-        return int(self._answer(operator.index, "{}"))
+        return int(self._fixed(operator.index))
 
     def __int__(self) -> int:
-        return int(self._answer(int, "int({})"))
+        return int(self._fixed(int))
 
     def __float__(self) -> float:
-        return float(self._answer(float, "float({})"))
+        return float(self._fixed(float))
 
     def __contains__(self, item: Any) -> bool:
-        if isinstance(item, SampledProxy):
-            return bool(self._answer(operator.contains, "whether {} has {}", item))
-        text = f"whether {{}} has {questions.described(item)}"
-        return bool(self._answer(lambda value: item in value, text))
+        return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
 
     def __iter__(self) -> Iterator[Any]:
+        tracer: Any = self.tracer
         if self.sample is _NO_SAMPLE:
             return super().__iter__()
-        if isinstance(self.sample, Tensor) or self.node in self.tracer.value_nodes:  # type: ignore[attr-defined]
-            self._retrace()  # how many there are may depend on the input
+        if isinstance(self.sample, Tensor) or self.node in tracer.value_nodes:
+            tracer.choose_running()  # how many there are may depend on the input
         if isinstance(self.sample, dict):
-            return iter(self._ask(list, "the list of the keys of {}"))
+            return iter(self.keys())
         return iter([operator.getitem(self, i) for i in range(len(self))])
+
+
+def _text_of_keys(value: Any) -> str:
+    return str(list(value))
+
+
+def _asked_by_torch() -> bool:
+    """Whether the caller of the function that asks this is torch's code."""
+    return str(sys._getframe(2).f_globals.get("__name__")).split(".")[0] == "torch"
 
 
 class SequentialTracer(torch.fx.Tracer):
@@ -177,8 +149,8 @@ class SequentialTracer(torch.fx.Tracer):
         value_nodes: Nodes whose samples follow from values in tensors of the input: not from sizes,
             and not from weights alone.
         statements: Statements that are single nodes, and may become more.
-        called: Functions that traced code called without a value of the graph: it has what they
-            returned.
+        optional: Names of nodes that are None for the sample, and not for all inputs: traced code
+            gets a proxy.
     """
 
     proxy_buffer_attributes = True
@@ -193,11 +165,8 @@ class SequentialTracer(torch.fx.Tracer):
         self.statements: Statements | None = None
         self._input_nodes: set[torch.fx.Node] = set()  # those that follow from the input
         self._functions: set[Any] = set()  # those of nodes that are Python functions
-        self._asked: set[tuple[Any, ...]] = set()
-        self.called: set[types.FunctionType] = set()
-        self._num_calls = 0  # of these in progress
-        self._checks: set[Any] = set()  # functions of nodes that ask
-        self._unseen: questions.Unseen | None = None
+        self.optional: set[str] = set()
+        self._num_calls = 0  # of functions in progress that get no value of the graph
         self._is_sampling = False
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -236,7 +205,7 @@ class SequentialTracer(torch.fx.Tracer):
         if self.sample_input is None:
             return super().create_args_for_root(root_fn, is_module, concrete_args)
         self.samples = {}
-        self.value_nodes, self._input_nodes, self._asked = set(), set(), set()
+        self.value_nodes, self._input_nodes = set(), set()
         proxies = {
             name: self.create_proxy("placeholder", name, (), {}) for name in self.sample_input
         }
@@ -250,67 +219,43 @@ class SequentialTracer(torch.fx.Tracer):
             self._is_sampling = True
             try:
                 with torch.no_grad():
-                    self.samples[node] = self._run(node)
+                    self.samples[node] = self._value_of(node)
             finally:
                 self._is_sampling = False
             self._note_values(node)
-            may_be_none = node.target not in self._checks and self.may_be_other_object(node)
-            if may_be_none and self._unseen is not None and self._unseen.is_running():
-                self._note_none(node)
         return node
 
-    def _note_none(self, node: torch.fx.Node) -> None:
-        is_here = self.samples[node] is None
-        self.note_question(lambda value: value is None, is_here, "whether {} is None", (node,))
-
-    def _note_argument(self, value: Any) -> None:
-        is_known = type(value) is SampledProxy and value.node in self.samples
-        if is_known and not self._is_sampling and self.may_be_other_object(value.node):
-            self._note_none(value.node)
-
-    def note_question(
-        self,
-        question: Callable[..., Any],
-        answer: Any,
-        text: str,
-        nodes: tuple[torch.fx.Node, ...],
-    ) -> None:
-        """Have the graph ask about the values of nodes what the traced code has asked."""
-        key = (*nodes, text)
-        if key not in self._asked and not self._is_sampling:
-            self._asked.add(key)
-            for node in nodes:
-                text = text.replace("{}", repr(node.name), 1)
-            check = questions.guard(question, answer, text)
-            self._checks.add(check)
-            self.create_node("call_function", check, nodes, {})
-
-    def may_be_other_object(self, node: torch.fx.Node) -> bool:
-        """Whether its value may be None, or any other object, with other inputs: not if torch or
-        the caller gives a tensor.
-        """
-        if node.op in ("placeholder", "get_attr"):
-            return not isinstance(self.samples[node], Tensor)
-        is_of_object = any(
-            not isinstance(self.samples[n], Tensor) for n in node.all_input_nodes[:1]
-        )
-        is_tensor = isinstance(self.samples[node], Tensor)
-        is_called = node.op == "call_module" or node.target in self._functions
-        return is_called or not is_tensor or (is_of_object and node.target in _TAKE_FROM_OBJECTS)
-
-    def _run(self, node: torch.fx.Node) -> Any:
-        assert self.sample_input is not None
-        args, kwargs = map_arg((node.args, node.kwargs), self.samples.__getitem__)
-        target: Any = node.target
+    def _value_of(self, node: torch.fx.Node) -> Any:
         if node.op == "placeholder":
-            return self.sample_input[target]
-        if node.op == "get_attr":
-            return operator.attrgetter(target)(self.root)
-        if node.op == "call_module":
-            return self.root.get_submodule(target)(*args, **kwargs)
-        if node.op == "call_method":
-            return getattr(args[0], target)(*args[1:], **kwargs)
-        return target(*args, **kwargs)
+            assert self.sample_input is not None
+            return self.sample_input[str(node.target)]
+        return value_of(node, self.samples, self.root)
+
+    def create_proxy(self, *args: Any, **settings: Any) -> Any:
+        """Return a proxy; None, a truth, a text or a dtype itself: Python code may branch on it in
+        ways that no proxy sees (``is``), and it is checked when the graph runs.
+        """
+        proxy = super().create_proxy(*args, **settings)
+        value = self.samples.get(proxy.node, _NO_SAMPLE)
+        if not is_plain(value) or proxy.node.name in self.optional:
+            return proxy
+        if isinstance(value, bool) and proxy.node in self.value_nodes:
+            self.refuse_values(proxy.node)
+        proxy.node.meta[IS_FIXED] = True
+        return value
+
+    def choose_running(self) -> None:
+        """Make a node of the statement that is running, if that is possible."""
+        if self.statements is not None and self.statements.choose_running():
+            raise Retrace
+
+    def refuse_values(self, node: torch.fx.Node) -> None:
+        """Called where Python code asks for values of the input: the statement becomes a node."""
+        self.choose_running()
+        raise TraceError(
+            f"the code around the targets asks in Python for the values of {node.name!r}, "
+            "a tensor (an if, .item(), bool(), int())"
+        )
 
     def _note_values(self, node: torch.fx.Node) -> None:
         inputs = node.all_input_nodes
@@ -347,33 +292,55 @@ class SequentialTracer(torch.fx.Tracer):
         """A context in which functions and methods that the path's code calls become single nodes
         if their arguments hold proxies: those that don't lead to a target, or are in ``ignore``.
         """
-        tables = [(vars(torch), name, vars(torch)[name]) for name in _FACTORIES]
-        tables += [(t, name, t[name]) for t, name in leaf_functions(path, ignore)]
+        own = vars(torch)
+        tables = [(own, name, self._as_node(own[name])) for name in _FACTORIES]
+        tables += [(own, name, self._as_setting(own[name])) for name in _SETTINGS]
+        tables += [(t, name, self._as_node(t[name])) for t, name in leaf_functions(path, ignore)]
         methods = leaf_methods(path, self.ancestors, ignore)
-        tables += [(vars(module), name, getattr(module, name)) for module, name in methods]
+        tables += [(vars(one), name, self._as_node(getattr(one, name))) for one, name in methods]
         with contextlib.ExitStack() as undo:
             for table, name, function in tables:
                 if name in table:
                     undo.callback(table.__setitem__, name, table[name])
                 else:
                     undo.callback(table.__delitem__, name)
-                table[name] = self._as_node(function)
+                table[name] = function
             if self.statements is not None:
                 undo.enter_context(self.statements.as_nodes(self._as_node))
-                self._unseen = questions.Unseen(
-                    self.statements.rewritten(), self._note_argument, self._refuse_mode
-                )
-                undo.enter_context(self._unseen.watching_calls())
+            for mode in _MODES:
+                undo.callback(setattr, mode, "__enter__", mode.__enter__)
+                mode.__enter__ = self._refusing(mode.__enter__)
+            kind: Any = torch.set_grad_enabled  # which begins when it is made
+            undo.callback(setattr, kind, "__init__", kind.__init__)
+            kind.__init__ = self._refusing(kind.__init__)
             yield
 
-    def _refuse_mode(self, name: str) -> None:
-        """Called where a context begins: the graph would run without it. A statement that holds all
-        of it becomes a node.
+    def _as_setting(self, read: Callable[[], Any]) -> Callable[..., Any]:
+        """Return a function that reads a setting of torch as a node, where traced code does."""
+
+        @functools.wraps(read)
+        def setting(*args: Any) -> Any:
+            if self._is_sampling or self._num_calls or _asked_by_torch():
+                return read(*args)
+            return self.create_proxy("call_function", read, args, {})
+
+        return setting
+
+    def _refusing(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what begins a mode of torch in place of ``begin``. The graph would run without the
+        mode; a statement that holds all of it becomes a node.
         """
-        if not self._is_sampling and not self._num_calls:
-            if self.statements is not None and self.statements.choose_running():
-                raise Retrace
-            raise TraceError(f"the code around the targets changes a mode of torch ({name})")
+
+        @functools.wraps(begin)
+        def refuse(mode: Any, *args: Any, **settings: Any) -> Any:
+            if not self._is_sampling and not self._num_calls:
+                self.choose_running()
+                raise TraceError(
+                    f"the code around the targets changes a mode of torch ({type(mode).__name__})"
+                )
+            return begin(mode, *args, **settings)
+
+        return refuse
 
     def _as_node(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function, updated=())
@@ -381,10 +348,6 @@ class SequentialTracer(torch.fx.Tracer):
             leaves, spec = tree_flatten((args, kwargs), is_leaf=_is_leaf)
             places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Proxy)]
             if not places:
-                inner: Any = inspect.unwrap(function)
-                inner = getattr(inner, "__func__", inner)  # of a method
-                if isinstance(inner, types.FunctionType):
-                    self.called.add(inner)
                 self._num_calls += 1
                 try:
                     return function(*args, **kwargs)
