@@ -23,9 +23,9 @@ pytest.importorskip("transformers")
 NAMES = {name: task for task in TASKS for name in class_names(task)}
 #: Modules whose outputs are no rows of the batch in their order.
 REFUSED = {
-    "Bart.*ForSequence": "classification_head",  # rows by a boolean mask
+    "(Bart|MBart|PLBart|Mvp|BigBirdPegasus)ForSequence": "classification_head",  # boolean masks
     "ProphetNet": "decoder",  # one gather joins rows by batch and rows by n-gram
-    "LED": "encoder|decoder",  # chunks by as_strided
+    "Longformer|LED": "^(?!.*embed)",  # rows of global attention by nonzero, chunks by as_strided
 }
 EXPERTS = re.compile(r"(^|\.)experts\.")  # called with tokens of their own, by some ranks only
 

@@ -140,7 +140,8 @@ def shard(model: nn.Module, how: str) -> nn.Module:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # torch's, of T5
     mesh = models.mesh(dist.get_world_size(), 1)["dp"]
     for name, layer in list(model.named_modules()):
-        if re.fullmatch(r"[^\d]+\.\d+", name):  # the outermost lists
+        is_of_list = re.fullmatch(r"[^\d]+\.\d+", name)  # of the outermost ones
+        if is_of_list and not isinstance(layer, nn.ModuleList):
             fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
