@@ -27,6 +27,8 @@ REFUSED = {
     "ProphetNet": "decoder",  # one gather joins rows by batch and rows by n-gram
     "Longformer|LED": "^(?!.*embed)",  # rows of global attention by nonzero, chunks by as_strided
 }
+#: Layers that read weights of others, which FSDP2 has sharded.
+ONLY_DDP = ("SqueezeBert",)
 EXPERTS = re.compile(r"(^|\.)experts\.")  # called with tokens of their own, by some ranks only
 
 
@@ -37,11 +39,13 @@ def test_a_training_step(name):
     warnings.simplefilter("ignore")  # of transformers; the pool sets them anew for each test
     model, batch = built(name)
     plain = twin(copy.deepcopy(model), batch, {})
-    sites = sites_of(name, plain["records"])
+    sites = [site for site in plain["trained"] if is_hooked(name, site, plain["records"])]
     edits = [sites[len(sites) * part // 5] for part in range(1, 5)]
     expected = twin(copy.deepcopy(model), batch, edits)
+    if not all(grad is None or grad.isfinite().all() for grad in expected["weights"].values()):
+        pytest.skip("the twin's gradients are not finite")
     hooks = [site for site in expected["records"] if is_hooked(name, site, expected["records"])]
-    for how in SHARDINGS:
+    for how in SHARDINGS[: 1 if name.startswith(ONLY_DDP) else None]:
         try:
             found = sharded(model, how, batch, hooks, edits)
         except ValueError as error:
@@ -65,15 +69,6 @@ def built(name):
     return model, batch
 
 
-def sites_of(name, records):
-    """Modules that are called once, with features that can be mixed."""
-    return [
-        site
-        for site, (first, *others) in records.items()
-        if not others and first.is_floating_point() and is_hooked(name, site, records)
-    ]
-
-
 def is_hooked(name, site, records):
     refused = next((re.compile(p) for start, p in REFUSED.items() if re.match(start, name)), None)
     if site == "" or EXPERTS.search(site) or (refused and refused.search(site)):
@@ -82,8 +77,10 @@ def is_hooked(name, site, records):
 
 
 def twin(model, batch, edits):
-    """What the unsharded model gives at each module, and its gradients."""
-    records, gradients = {}, {}
+    """What the unsharded model gives at each module, and its gradients; ``trained``: the modules
+    that are called once, with features that have a gradient.
+    """
+    records, gradients, trained = {}, {}, {}
     for name, module in model.named_modules():
 
         def hook(module, args, output, name=name):
@@ -92,6 +89,7 @@ def twin(model, batch, edits):
             if not places:
                 return None
             records.setdefault(name, []).append(leaves[places[0]].detach().clone())
+            trained[name] = leaves[places[0]].requires_grad and len(records[name]) == 1
             if name not in edits:
                 return None
             edited = mixing_features(module, leaves[places[0]], None, None).clone()
@@ -103,7 +101,13 @@ def twin(model, batch, edits):
     loss = model(**batch).loss
     loss.backward()
     weights = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {"loss": loss.detach(), "records": records, "gradients": gradients, "weights": weights}
+    return {
+        "loss": loss.detach(),
+        "records": records,
+        "trained": [name for name, is_once in trained.items() if is_once],
+        "gradients": gradients,
+        "weights": weights,
+    }
 
 
 def sharded(model, how, batch, hooks, edits, states_experts=False):
