@@ -13,7 +13,8 @@ from flex_model.diagnostics.local_ranks import RankError
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.mesh import check_sizes
 from flex_model.distributed.placement import Shape
-from flex_model.inspection import hook_costs, offline, step_costs
+from flex_model.inspection import hook_costs, offline
+from flex_model.inspection.dry_run import DryRun
 from flex_model.sequential.command import add_harvest
 
 
@@ -90,20 +91,6 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default 1)")
     parser.add_argument(
-        "--pp",
-        type=int,
-        default=1,
-        help="with --hooks: stages of a pipeline, each on tp x dp ranks, with equal parts of the "
-        "model's list of blocks (default 1)",
-    )
-    parser.add_argument(
-        "--microbatches",
-        type=int,
-        metavar="N",
-        help="with --pp: micro-batches that the rows of the inputs are split into (default: as "
-        "many as stages)",
-    )
-    parser.add_argument(
         "--input",
         action="append",
         type=_shape_and_dtype,
@@ -123,15 +110,6 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--edit-on", choices=("all", "rank0"), default="all", help="with --hooks: as of FlexModel"
-    )
-    parser.add_argument(
-        "--link",
-        nargs=2,
-        type=float,
-        metavar=("GBIT_PER_S", "LATENCY_US"),
-        default=(10.0, 50.0),
-        help="with --hooks: the speed of each host's link, and the time of a message (default: 10 "
-        "Gbit/s and 50 us)",
     )
     parser.add_argument("--all", action="store_true", help="show equal layers one by one")
     parser.add_argument("--json", action="store_true", help="print all modules as JSON")
@@ -153,10 +131,6 @@ def _inspect(options: argparse.Namespace) -> int:
         costs = _hook_costs(options)
         print(json.dumps(costs.json(), indent=2) if options.json else costs)
         return 0
-    if options.pp != 1 or options.microbatches is not None:
-        raise ValueError(
-            "--pp is for --hooks; layouts in a stage are those of the unsplit model on its ranks"
-        )
     tree = offline.inspect(options.model, options.tp, options.dp, options.input, show_progress=True)
     if options.json:
         print(json.dumps(tree.json(), indent=2))
@@ -165,20 +139,14 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _hook_costs(options: argparse.Namespace) -> hook_costs.HookCosts:
+def _hook_costs(options: argparse.Namespace) -> DryRun:
     lines = hook_costs.read(options.hooks)
-    check_sizes(options.tp, options.pp, options.dp)
-    num_ranks = options.tp * options.pp * options.dp
-    hosts = hook_costs.hosts_in_order(num_ranks, options.hosts)
-    link = hook_costs.Link(options.link[0] * 1e9 / 8, options.link[1] / 1e6)
-    number = options.pp if options.microbatches is None else options.microbatches
-    if options.pp == 1 < number:
-        raise ValueError("--microbatches is for --pp; a run without stages has the whole batch")
-    inputs = step_costs.of_microbatch(options.input, number)
-    run = offline.run_on_shapes(options.model, options.tp, options.dp, inputs, show_progress=True)
-    if options.pp == 1:
-        return hook_costs.predict(run, lines, hosts, options.edit_on, link)
-    return step_costs.predict_step(run, lines, hosts, options.edit_on, link, options.pp, number)
+    check_sizes(options.tp, 1, options.dp)
+    hosts = hook_costs.hosts_in_order(options.tp * options.dp, options.hosts)
+    run = offline.run_on_shapes(
+        options.model, options.tp, options.dp, options.input, show_progress=True
+    )
+    return hook_costs.predict(run, lines, hosts, options.edit_on)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -85,3 +86,26 @@ def take(backends, host_names):
         [row for row, name in zip(rows, host_names) if name == of_host] for of_host in names
     ]
     return tuple(tuple(sum(row[i] for row in of_one) for of_one in of_hosts) for i in range(3))
+
+
+@dataclass(frozen=True, order=True)
+class Connected:
+    """What ``FlexModel(...)`` takes of one rank, whose hosts share memory.
+
+    Attributes:
+        requests: To torch's store, torch's own included. In later rendezvous of the same ranks
+            three ranks make one more each (one of two ranks two), to forget the one before.
+        sockets: Those that it holds until ``restore()``.
+    """
+
+    requests: int
+    sockets: int
+
+    @staticmethod
+    def of(num_hosts, is_first_of_host):
+        """That of a rank. The first ranks of several hosts meet, and connect by gloo."""
+        rendezvous, second_connection = 4, 2
+        if num_hosts == 1 or not is_first_of_host:
+            return Connected(rendezvous + second_connection, 1)
+        by_gloo = 3 * num_hosts + 1
+        return Connected(2 * rendezvous + second_connection + by_gloo, num_hosts + 1)

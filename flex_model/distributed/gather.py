@@ -41,7 +41,7 @@ from flex_model.distributed.placement import (
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.transport import Gathered, on_cpu
 from flex_model.errors import HookError, agreed
-from flex_model.integrations.torch_private import current_graph_task
+from flex_model.integrations.torch_private import FakeTensor, current_graph_task
 
 if TYPE_CHECKING:
     from flex_model.selection import Select
@@ -162,7 +162,8 @@ class TensorSpec:
         if not self.axes:
             return _copy(full) if partial else full.contiguous()
         sizes = self.plan.shard_sizes[self.rank]
-        if full.is_cuda and not kernels.why_unusable(full.device):
+        is_fake = type(full) is FakeTensor
+        if is_fake or (full.is_cuda and not kernels.why_unusable(full.device)):
             full = full.resolve_conj().resolve_neg().contiguous()
             return torch.ops.flex_model.split(full, self.plan.code, self.rank, list(sizes))
         shard = memory.empty(sizes, full.dtype)

@@ -73,9 +73,13 @@ class GroupPool:
         if self._has_opened:
             process_groups.open_pool()
         if not self.is_local:
-            self.transport(GRID)
-            self.sequence = self._number << _BITS_OF_SEQUENCE  # unique among these ranks' models
-            self._notices = Notices(self._groups[GRID].board, self._number)
+            self.connect()
+
+    def connect(self) -> None:
+        """Connect to the other ranks of the stage. Collective."""
+        self.transport(GRID)
+        self.sequence = self._number << _BITS_OF_SEQUENCE  # unique among these ranks' models
+        self._notices = Notices(self._groups[GRID].board, self._number)
 
     def is_of_this_model(self, sequence: int) -> bool:
         """Whether a rank at this sequence number runs this FlexModel, not another of its ranks."""

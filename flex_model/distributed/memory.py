@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from flex_model import _C
+from flex_model.integrations.torch_private import makes_fakes
 
 POOLED_BYTES = 32 << 10  # below this size, memory of the allocator costs no more
 
@@ -41,7 +42,7 @@ def empty(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     num_bytes = dtype.itemsize * math.prod(sizes)
     if num_bytes < POOLED_BYTES:
         return torch.empty(sizes, dtype=dtype)
-    capsule = _C.lease_tensor(*as_leased(sizes, dtype))
+    capsule = None if makes_fakes() else _C.lease_tensor(*as_leased(sizes, dtype))
     if capsule is None:
         return torch.empty(sizes, dtype=dtype)
     return tensor(capsule, sizes, dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.integrations import dtensor
+from flex_model.integrations.torch_private import FakeTensor, makes_fakes
 
 _PLAIN = (Tensor, nn.Parameter)
 _NO_DISPATCH = Tensor.__torch_dispatch__
@@ -27,7 +28,7 @@ def plain(tensor: Tensor) -> Tensor:
             f"a {kind} tensor can't be moved between ranks; only dense strided tensors with values "
             "can: hook a module whose tensor is one, or convert it in the model"
         )
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in _PLAIN and not (type(tensor) is FakeTensor and makes_fakes()):
         return plain(_without_subclass(tensor))
     if tensor._is_zerotensor():
         tensor = tensor.clone()

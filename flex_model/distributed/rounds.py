@@ -1,8 +1,7 @@
 """Collectives as rounds of messages: who sends which bytes of a buffer to whom, and when.
 
-Both the transport by gloo and the prediction of costs follow these rounds. Those of an all-gather
-and a broadcast double, so that their number grows with the logarithm of the ranks. Empty messages
-are left out.
+The rounds of an all-gather and a broadcast double, so that their number grows with the logarithm of
+the ranks. Empty messages are left out.
 
 Source of the all-gather: Bruck et al., "Efficient Algorithms for All-to-All Communications in
 Multiport Message-Passing Systems", 1997, section 4.
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _LARGEST_ELEMENT_BYTES = 16
+_MIN_PART_BYTES = 4096  # of a tensor that hosts share out
 
 
 class Part(NamedTuple):
@@ -89,6 +89,13 @@ def all_to_all(rank: int, sent: Sequence[int], received: Sequence[int]) -> list[
     back = list(itertools.accumulate(received, initial=out[-1]))
     sends = [Part(r, out[r], out[r + 1]) for r in others]
     return [_round(sends, [Part(r, back[r], back[r + 1]) for r in others])]
+
+
+def is_in_parts(num_hosts: int, num_ranks: int, num_bytes: int) -> bool:
+    """Whether each host takes a part of a tensor that is summed or broadcast, and the parts are
+    gathered then: it takes fewer bytes than to send the whole, and more messages.
+    """
+    return num_ranks > 2 and num_bytes >= num_hosts * _MIN_PART_BYTES
 
 
 def even_parts(num_bytes: int, num_ranks: int) -> list[int]:

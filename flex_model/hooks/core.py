@@ -22,6 +22,7 @@ from flex_model.hooks.digests import HookDigests
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.handlers import HookHandlers
 from flex_model.hooks.hook_executor import HookExecutor
+from flex_model.hooks.layout_finder import LayoutFinder
 from flex_model.hooks.own_batch import Engine, OwnBatch, check_local, make_engine
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.save_ctx import SentToAll
@@ -99,7 +100,7 @@ class HookCore:
             tracking,
             checks_edits=step is not None,
             sent_to_all=sent,
-            pad_value=pad_value,
+            layouts=LayoutFinder(communicator, tracking, pad_value),
         )
         self._keeps_save_ctx = sent is None
         stage = Engine(communicator, tracking, records, executor)

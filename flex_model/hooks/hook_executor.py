@@ -41,9 +41,9 @@ class HookExecutor:
 
     Args:
         checks_edits: See `ReplicatedPath`.
-        pad_value: See `LayoutFinder`.
         stage: The executor of the whole stage, for one on a data-parallel rank's own batch.
         sent_to_all: Sends ``save_ctx`` from rank 0 to all ranks, where the user chose that.
+        layouts: Finds the layouts of tensors.
 
     Attributes:
         observers: Each is called with ``"hook"`` or ``"edit"`` and the call when a hook, or its
@@ -62,13 +62,13 @@ class HookExecutor:
         tracking: Tracking,
         checks_edits: bool,
         sent_to_all: SentToAll | None,
-        pad_value: float = 0,
+        layouts: LayoutFinder,
         stage: HookExecutor | None = None,
     ) -> None:
         self._communicator = communicator
         self._tracking = tracking
         self._records = records
-        self.layouts = LayoutFinder(communicator, tracking, pad_value)
+        self.layouts = layouts
         self.observers: list[Observer] = [] if stage is None else stage.observers
         guard = communicator if stage is None else stage._communicator  # the model must not run
         self.function = function = UserFunction(guard, save_ctx, modules, self.observers)

@@ -17,6 +17,7 @@ from flex_model.distributed import tensor_dicts
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Mesh
 from flex_model.hooks.hook_executor import HookExecutor
+from flex_model.hooks.layout_finder import LayoutFinder
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import ActiveHooks
 from flex_model.hooks.tracking import Follow, Tracking
@@ -214,6 +215,7 @@ def make_engine(
         tracking,
         checks_edits=False,
         sent_to_all=None,
+        layouts=LayoutFinder(communicator, tracking),
         stage=stage.executor,
     )
     return Engine(communicator, tracking, records, executor)

@@ -173,7 +173,7 @@ def _changed(
         result = full
         if full.shape == shape and full.dtype == dtype and full.device == device:
             return full if is_kept or full._version != version else None
-    if isinstance(result, FakeTensor):
+    if isinstance(result, FakeTensor) and not isinstance(full, FakeTensor):
         raise TypeError(
             f"{_what(registration)} a tensor without values, which it kept when flex.dry_run() "
             "called it; delete what it keeps after a dry run, or keep it in save_ctx"

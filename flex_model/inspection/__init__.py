@@ -2,8 +2,9 @@
 the unsharded model.
 """
 
+from flex_model.distributed.costs import Cost
 from flex_model.inspection import observed
-from flex_model.inspection.dry_run import Cost, DryRun, DryRunRow
+from flex_model.inspection.dry_run import DryRun, DryRunRow
 from flex_model.inspection.edits.findings import Finding
 from flex_model.inspection.explain import Explanation, HookCost
 from flex_model.inspection.layouts import Layouts, SiteLayout

@@ -1,27 +1,38 @@
-"""What calls of hooks add to a run: collectives, and the bytes that they move."""
+"""What calls of hooks add to a run: the real executor runs them on tensors without values, on all
+ranks of a stage, and their transfers are recorded.
+"""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
-from flex_model.distributed import costs
-from flex_model.distributed.costs import HEADER_BYTES, BetweenHosts, Traffic, added
+import torch
+from torch import Tensor, nn
+
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.costs import Cost
 from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.mesh import GRID, Axis, Mesh
-from flex_model.distributed.placement import Replicate, Shard
-from flex_model.hooks.registration import Registration
-from flex_model.inspection import text
-from flex_model.inspection.on_shapes import Seen
+from flex_model.distributed.header import Header
+from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.picked import Pick
+from flex_model.distributed.placement import Placement, Replicate, Shape, ShardLayout
+from flex_model.distributed.recording import CostRecorder, RecordingCommunicator
+from flex_model.hooks.function import HookFunction
+from flex_model.hooks.hook_call import HookCall
+from flex_model.hooks.hook_executor import HookExecutor
+from flex_model.hooks.layout_finder import LayoutFinder
+from flex_model.hooks.registration import Joint, Registration
 from flex_model.layouts.expected_shape import rows_dim
 from flex_model.layouts.statements import Statements
+from flex_model.records.records import Records
+from flex_model.runs.run import Run
+from flex_model.selection import Select
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
-
-_HASH_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -29,9 +40,8 @@ class Setup:
     """What the costs of a FlexModel's hooks depend on, besides their tensors.
 
     Attributes:
-        hosts: As in ``BetweenHosts``.
+        hosts: As in ``CostRecorder``.
         edits_on_all: Whether every rank edits, not rank 0 alone.
-        is_step: Whether they are called in the steps of a pipeline's schedule.
         records_on_all, keeps_parts: As in ``Records``.
         rows_dim: The dim in which data-parallel ranks hold rows.
         statements: The layouts that the user states.
@@ -42,7 +52,6 @@ class Setup:
     edits_on_all: bool = True
     records_on_all: bool = False
     keeps_parts: bool = False
-    is_step: bool = False
     rows_dim: int | None = 0
     statements: Statements | None = None
 
@@ -56,237 +65,254 @@ class Setup:
             core.executor.edits_on_all,
             records.on_all_ranks,
             records.keeps_parts,
-            rows_dim=rows_dim(core.tracking.batch_dim),
-            statements=core.tracking.statements,
+            rows_dim(core.tracking.batch_dim),
+            core.tracking.statements,
         )
 
     @property
     def is_local(self) -> bool:
         return len(self.mesh.stage_ranks) == 1
 
-    @property
-    def between(self) -> BetweenHosts:
-        return BetweenHosts(self.mesh, self.hosts)
-
-    @cached_property
-    def header(self) -> Cost:
-        """The cost of one header."""
-        return Cost(headers=1, between=self.between.exchange(HEADER_BYTES))
-
 
 @dataclass(frozen=True)
-class Cost:
-    """What the calls of one hook add to a run whose layouts are known.
+class HookedTensor:
+    """A tensor that a hook sees, on all ranks.
 
     Attributes:
-        headers: Exchanges of 64 bytes, each with all ranks.
-        payloads: Collectives that move tensors.
-        bytes_by_rank: What each rank of the grid sends of its own and receives of others'; a
-            transport may send more.
-        between: What moves between hosts, of tensors on the CPU; headers included.
-        record_bytes: What rank 0 keeps as records.
-        held: What each rank of the grid holds of the records that wait for the end of the run, to
-            be sent to rank 0 in one transfer; empty if none waits.
-        is_compared: Whether the end of the run compares replicas of a record.
+        kind, edits: As in ``Registration``; ``records``, ``select``: as in ``HookFunction``.
+        shapes: Those of all ranks' parts.
+        is_mean: Of a parameter's gradient: whether data-parallel ranks have averaged it before.
     """
 
-    headers: int = 0
-    payloads: int = 0
-    bytes_by_rank: tuple[int, ...] = ()
-    between: Traffic = field(default_factory=Traffic)
-    record_bytes: int = 0
-    held: tuple[int, ...] = ()
-    is_compared: bool = False
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.headers + other.headers,
-            self.payloads + other.payloads,
-            added(self.bytes_by_rank, other.bytes_by_rank),
-            self.between + other.between,
-            self.record_bytes + other.record_bytes,
-            added(self.held, other.held),
-            self.is_compared or other.is_compared,
-        )
+    kind: str
+    edits: bool
+    records: bool
+    select: Select | None
+    layout: ShardLayout
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+    is_mean: bool
 
     @property
-    def is_nothing(self) -> bool:
-        """Whether ranks neither wait for others nor move anything."""
-        return not (self.headers or self.payloads or any(self.bytes_by_rank))
+    def is_gradient(self) -> bool:
+        return self.kind not in ("forward", "forward_pre")
 
-    def __str__(self) -> str:
-        most = max(self.bytes_by_rank, default=0)
-        moved = f"{self.headers} + {self.payloads}, {text.size(most)}"
-        between = self.between.most_bytes
-        return f"{moved}, {text.size(between)} between hosts" if between else moved
+    def spec(self, communicator: Communicator) -> TensorSpec:
+        """The spec on one rank; errors are those of ``TensorSpec.of``."""
+        shapes = list(self.shapes)
+        return TensorSpec.of(communicator, self.layout, shapes, self.dtype, self.select)
 
 
 class CallCosts:
-    """What a call of one hook costs, as ``HookExecutor``, ``gather`` and ``Records`` do it."""
+    """Records the costs of calls whose layouts are known, each kind of call once."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._recorder = CostRecorder(setup.mesh, setup.hosts)
+        self._costs: dict[str, list[tuple[Cost, Cost]]] = {}
+        self._read: dict[str, HookedTensor] = {}  # their records wait for the end
+
+    @property
+    def first_rank(self) -> Communicator:
+        """The communicator of rank 0."""
+        return self._recorder.ranks[0]
+
+    def of_call(self, tensors: Sequence[HookedTensor]) -> list[tuple[Cost, Cost]]:
+        """What one call adds in the forward and in the backward, without what hooks share; by
+        tensor: there are several if one function edits them together.
+        """
+        key = repr(tensors)
+        if key not in self._costs:
+            self._costs[key] = self._record(tensors)
+            if not tensors[0].edits:
+                self._read[key] = tensors[0]
+        return self._costs[key]
+
+    def of_end(self, is_backward: bool) -> Cost:
+        """What the hooks share at the end of the forward or of the backward: one status header,
+        and for the calls so far one comparison of replicas and one transfer of records. For a
+        store: a second header after a forward, and no transfer; what describes the batch between
+        hosts is not included.
+        """
+        calls = [[one] for one in self._read.values() if one.is_gradient is is_backward]
+        ranks = self._ranks(calls)
+        for _ in range(2):  # what the first one has to find out, the second one knows
+            recording = self._recorder.record(
+                lambda to: ranks[to].backward(ends=True) if is_backward else ranks[to].forward(True)
+            )
+        cost = recording.of_others(set(ranks[self.first_rank].sites))
+        return cost + self.of_header() if self.setup.keeps_parts and not is_backward else cost
+
+    def of_header(self) -> Cost:
+        """What one header costs."""
+        recording = self._recorder.record(lambda to: to.check_consistency(Header("forward"), ""))
+        return recording.of_others(set())
+
+    def _record(self, tensors: Sequence[HookedTensor]) -> list[tuple[Cost, Cost]]:
+        ranks = self._ranks([tensors])
+        first = ranks[self.first_rank]
+        for _ in range(2):  # what the first one has to find out, the second one knows
+            forward = self._recorder.record(lambda to: ranks[to].forward())
+            kept = first.take_record_bytes()
+            backward = self._recorder.record(lambda to: ranks[to].backward())
+            kept_then = first.take_record_bytes()
+            if not first.has_joined:
+                break
+        costs = zip(forward.of_sites(first.sites), backward.of_sites(first.sites), first.sites)
+        return [
+            (replace(one, record_bytes=kept[site]), replace(then, record_bytes=kept_then[site]))
+            for one, then, site in costs
+        ]
+
+    def _ranks(self, calls: Sequence[Sequence[HookedTensor]]) -> dict[Any, _Rank]:
+        return {to: _Rank(self.setup, to, calls) for to in self._recorder.ranks}
+
+
+class _Rank:
+    """The hooks on one rank.
+
+    Args:
+        calls: The tensors of each call.
+
+    Attributes:
+        registrations: By call.
+        has_joined: Whether records were delivered: the first time, ranks exchange their shapes.
+    """
 
     def __init__(
         self,
         setup: Setup,
-        registration: Registration,
-        spec: TensorSpec,
-        ranks: Sequence[Seen],
+        communicator: RecordingCommunicator,
+        calls: Sequence[Sequence[HookedTensor]],
     ) -> None:
-        self._setup, self._between = setup, setup.between
-        self._registration = registration
-        self._spec = spec
-        self._mesh = setup.mesh
-        self._on_all = setup.edits_on_all
-        self._records_on_all = setup.records_on_all
-        self._keeps_parts = setup.keeps_parts
-        self._seen = ranks[0]
-        known = ranks[0].known
-        self._is_mean = known is not None and isinstance(known.dp, Shard)  # FSDP2 made it
-        self._shard_bytes = [self._part_bytes(place) for place in range(len(ranks))]
-        self._full_bytes = spec.plan.full_bytes
-
-    def _part_bytes(self, place: int) -> int:
-        """What the rank at this place of the grid moves."""
-        members = self._mesh.ranks_along(self._spec.axes, place=place)
-        return self._spec.plan.shard_bytes[members.index(place)]
-
-    def of_calls(self, needs_gradient: bool) -> tuple[Cost, Cost]:
-        """In the forward, and in the backward."""
-        kept = Cost(record_bytes=self._record_bytes)
-        if self._setup.is_local:
-            return (Cost(), kept) if self._is_of_backward else (kept, Cost())
-        if self._registration.kind == "tensor":
-            return Cost(), kept + self._mean_over_dp() + self._look_or_edit()
-        if self._registration.is_backward:
-            return Cost(), kept + self._look_or_edit()
-        if not self._registration.edits or not needs_gradient:
-            return kept + self._look_or_edit(), Cost()
-        return kept + self._look_or_edit(), self._backward_of_edit()
-
-    @property
-    def _is_of_backward(self) -> bool:
-        return self._registration.is_backward or self._registration.kind == "tensor"
-
-    @property
-    def _record_bytes(self) -> int:
-        is_kept = self._registration.hook_function.record and not self._keeps_parts
-        return self._full_bytes if is_kept else 0
-
-    def _look_or_edit(self) -> Cost:
-        if not self._registration.edits:
-            return self._look()
-        if not self._registration.hook_function.record:
-            return self._edit()
-        if self._keeps_parts:  # summed again, for the record
-            return self._edit() + self._look()
-        cost = self._edit()
-        return cost + self._all_gather() if self._records_on_all and not self._on_all else cost
-
-    def _look(self) -> Cost:
-        """Of a record that is delivered when the run ends, with all others."""
-        cost = self._sums() + self._comparison()
-        if self._keeps_parts:
-            return cost
-        if self._records_on_all:
-            return cost + self._all_gather()
-        to_first = self._to_first(GRID)
-        between = to_first.between.of_shared
-        held = tuple(self._held_of_first()) if self._spec.axes else ()
-        return cost + replace(to_first, payloads=0, between=between, held=held)
-
-    def _comparison(self) -> Cost:
-        """The comparison of replicas, all in one exchange; see ``Records``."""
-        dp, tp = self._spec.layout.dp, self._spec.layout.tp
-        is_replicated = (self._mesh.dp_size > 1 and isinstance(dp, Replicate)) or (
-            self._mesh.tp_size > 1 and isinstance(tp, Replicate)
+        self._calls = calls
+        self.registrations = [_registered(tensors, i) for i, tensors in enumerate(calls)]
+        place = communicator.mesh.group_rank
+        self._shapes = [[tensor.shapes[place] for tensor in tensors] for tensors in calls]
+        specs = {
+            registration.site: tensor.spec(communicator)
+            for tensors, registrations in zip(calls, self.registrations)
+            for tensor, registration in zip(tensors, registrations)
+        }
+        self._layouts = cast(LayoutFinder, _KnownLayouts(specs))
+        ranks = "all" if setup.records_on_all else "rank0"
+        self._records = Records({}, communicator, ranks)
+        self._records.keep_parts(setup.keeps_parts)
+        unused: Any = None
+        self._executor = HookExecutor(
+            communicator,
+            self._records,
+            Namespace(),
+            {},
+            edit_on="all" if setup.edits_on_all else "rank0",
+            full_parameter=unused,
+            tracking=unused,
+            checks_edits=False,
+            sent_to_all=None,
+            layouts=self._layouts,
         )
-        if not is_replicated or not self._seen.is_compared:
-            return Cost()
-        traffic = self._between.exchange(_HASH_BYTES)
-        return Cost(between=traffic.of_shared, is_compared=True)
+        self._edited: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
+        self.has_joined = False
 
-    def _edit(self) -> Cost:
-        if self._on_all:
-            checked = self._setup.is_step and self._registration.calls_function
-            return self._headers(1 + checked) + self._sums() + self._all_gather()
-        # Of tensors edited together, rank 0 sends the result once.
-        cost = self._headers(1 + self._registration.calls_function)
-        return cost + self._sums() + self._to_first(self._spec.axes) + self._from_first()
+    @property
+    def sites(self) -> list[int]:
+        return [one.site for of_call in self.registrations for one in of_call]
 
-    def _backward_of_edit(self) -> Cost:
-        """Of one whose layout is known, and of whose gradient replicas hold the whole."""
-        spec, cost = self._spec, Cost()
-        if self._on_all:
-            if spec.is_shared_over_dp:
-                full = [self._full_bytes] * len(self._shard_bytes)
-                cost += self._headers(1) + self._all_reduce("dp", full)
-            return cost + self._headers(1) + self._all_gather() if spec.axes else cost
-        if spec.is_shared_over_dp:
-            cost += self._all_reduce("dp", self._shard_bytes)
-        return cost + self._headers(2) + self._to_first(spec.axes) + self._from_first()
+    def forward(self, ends: bool = False) -> None:
+        """Run the hooks of a forward; ``ends``: also the end of one without records."""
+        run, self._edited = Run(seed=1), []
+        for tensors, registrations, shapes in zip(self._calls, self.registrations, self._shapes):
+            if tensors[0].is_gradient:
+                continue
+            with torch.set_grad_enabled(any(tensor.needs_gradient for tensor in tensors)):
+                leaves = [_made(*one) for one in zip(tensors, shapes)]
+                tree: Any = tuple(leaves)
+                for registration, leaf in zip(registrations, leaves):
+                    call = HookCall(registration, None, run)
+                    tree = self._executor.activation(call, leaf, tree)
+            self._edited.append((leaves, tree))
+        self._end(run, "end of the run", ends)
 
-    def _mean_over_dp(self) -> Cost:
-        if self._mesh.dp_size == 1 or self._is_mean:
-            return Cost()
-        return self._headers(1) + self._all_reduce("dp", self._shard_bytes)
+    def backward(self, ends: bool = False) -> None:
+        """Run the hooks of the backward, and that of the edits in the forward before."""
+        run = Run(seed=1)
+        for leaves, edited in self._edited:
+            outputs = [tensor for tensor in edited if tensor.requires_grad]
+            inputs = [leaf for leaf in leaves if leaf.requires_grad]
+            grads = [torch.empty_like(tensor) for tensor in outputs]
+            if outputs:
+                torch.autograd.grad(outputs, inputs, grads)
+        for tensors, registrations, shapes in zip(self._calls, self.registrations, self._shapes):
+            if tensors[0].is_gradient:
+                (tensor,), (registration,), (shape,) = tensors, registrations, shapes
+                with torch.no_grad():
+                    grad = torch.empty(shape, dtype=tensor.dtype, device="cpu")
+                    self._executor.gradient(HookCall(registration, None, run), grad)
+        self._end(run, "end of the backward", ends)
 
-    def _headers(self, number: int) -> Cost:
-        return sum([self._setup.header] * number, Cost())
+    def _end(self, run: Run, kind: str, ends: bool) -> None:
+        if run.pending or ends:
+            self._records.join(run, kind, self._layouts.lookup)
+            self.has_joined = True
 
-    def _sums(self) -> Cost:
-        axes = self._spec.layout.partial_axes
-        return sum((self._all_reduce(axis, self._shard_bytes) for axis in axes), Cost())
-
-    def _all_reduce(self, axis: str, held: list[int]) -> Cost:
-        between = self._between.all_reduce((axis,), held)
-        return Cost(payloads=1, bytes_by_rank=tuple(2 * n for n in held), between=between)
-
-    def _all_gather(self) -> Cost:
-        if not self._spec.axes:
-            return Cost()
-        return self._alike(self._between.all_gather(self._spec.axes, self._shard_bytes))
-
-    def _to_first(self, group: tuple[Axis, ...]) -> Cost:
-        """Of a gather on rank 0, by the transport of the ranks along ``group``."""
-        if not self._spec.axes:
-            return Cost()
-        holders = self._mesh.ranks_along(self._spec.axes, place=0)
-        ranks = range(len(self._shard_bytes))
-        moved = [costs.of_gather_to_first(self._spec.plan, holders, rank) for rank in ranks]
-        between = self._between.to_first(group, self._held_of_first())
-        return Cost(payloads=1, bytes_by_rank=tuple(moved), between=between)
-
-    def _held_of_first(self) -> list[int]:
-        """What each rank holds of the full tensor that rank 0 gathers."""
-        holders = self._mesh.ranks_along(self._spec.axes, place=0)
-        return [n if place in holders else 0 for place, n in enumerate(self._shard_bytes)]
-
-    def _from_first(self) -> Cost:
-        if not (self._spec.covers_grid and self._spec.axes):
-            return self._alike(self._between.broadcast(self._full_bytes))
-        between = self._between.from_first(self._spec.axes, self._shard_bytes)
-        return replace(self._to_first(GRID), between=between)
-
-    def _alike(self, between: Traffic) -> Cost:
-        """Of a transfer in which each rank moves the full tensor."""
-        by_rank = (self._full_bytes,) * len(self._shard_bytes)
-        return Cost(payloads=1, bytes_by_rank=by_rank, between=between)
+    def take_record_bytes(self) -> dict[int, int]:
+        """The bytes of the records since the last call, by site."""
+        records = self._records.take()
+        found = {}
+        for registrations in self.registrations:
+            for one in registrations:
+                of_hook = records.get(one.hook_function.record_name, [])
+                found[one.site] = sum(full.nbytes for full in of_hook if isinstance(full, Tensor))
+        return found
 
 
-def of_end(setup: Setup, of_hooks: Cost, is_backward: bool) -> Cost:
-    """Of the end of a forward or a backward, which its hooks share: one status header, and one
-    transfer if records wait for it; one comparison of replicas, if there are such records. For a
-    store: a second header after a forward, and no transfer; what describes the batch between hosts
-    is not predicted.
+class _KnownLayouts:
+    """See ``LayoutFinder``; that of edits' gradients is that replicas hold them in full."""
 
-    Args:
-        of_hooks: What the hooks cost, with the bytes of the records.
-    """
-    compared = setup.between.exchange(_HASH_BYTES).without_bytes
-    cost = Cost(between=compared) if of_hooks.is_compared else Cost()
-    if setup.keeps_parts:
-        return cost + setup.header if is_backward else cost + setup.header + setup.header
-    cost += setup.header
-    if not of_hooks.held:
-        return cost
-    between = setup.between.to_first(GRID, of_hooks.held).without_bytes
-    return cost + Cost(payloads=1, between=between)
+    def __init__(self, specs: dict[int, TensorSpec]) -> None:
+        self._specs = specs  # by site
+
+    def shard_of(self, call: HookCall, leaf: Tensor) -> tuple[HookCall, Tensor, None]:
+        return call, leaf, None
+
+    def pick_of_full(self, call: HookCall, leaf: Tensor) -> Pick | None:
+        return self._specs[call.registration.site].pick
+
+    def lookup(self, call: HookCall, *of_tensors: Any) -> TensorSpec:
+        return self._specs[call.registration.site]
+
+    def of_edit_gradient(
+        self, call: HookCall, grad: Tensor | None, layout: ShardLayout
+    ) -> Placement:
+        return Replicate()
+
+
+def _registered(tensors: Sequence[HookedTensor], number: int) -> list[Registration]:
+    """Stand-ins for the registrations of the hooks of one call."""
+    first, indices = tensors[0], tuple(range(len(tensors)))
+    function = HookFunction(
+        f"hook {number}",
+        None,
+        _edit if first.edits else None,
+        indices,
+        select=[tensor.select for tensor in tensors],
+        record=first.records,
+    )
+    # A mean over data-parallel ranks is passed as the gradient of an activation.
+    kind = "full_backward_pre" if first.is_mean else first.kind
+    joint = Joint(indices)
+    return [
+        Registration(member, kind, i, number, None, function, member.module_name, joint)
+        for i, member in enumerate(function.members)
+    ]
+
+
+def _edit(module: nn.Module | None, fulls: Sequence[Tensor], save_ctx: Any, modules: Any) -> Any:
+    """Stands for the user's function, and changes all tensors."""
+    return tuple(full.clone() for full in fulls)
+
+
+def _made(tensor: HookedTensor, shape: Shape) -> Tensor:
+    needs = tensor.needs_gradient
+    return torch.empty(shape, dtype=tensor.dtype, device="cpu", requires_grad=needs)

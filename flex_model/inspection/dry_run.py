@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.placement import Shape, ShardLayout
+from flex_model.distributed.costs import Cost
+from flex_model.distributed.placement import Shape, Shard, ShardLayout
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.own_batch import refuse_local
 from flex_model.hooks.registration import Registration
-from flex_model.inspection import call_costs, text
-from flex_model.inspection.call_costs import CallCosts, Cost, Setup
+from flex_model.inspection import text
+from flex_model.inspection.call_costs import CallCosts, HookedTensor, Setup
 from flex_model.inspection.edits.calls import FakeInput
 from flex_model.inspection.edits.check_edits import check_edits
 from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Finding
@@ -29,6 +29,8 @@ from flex_model.runs.run import Run
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
+
+_MOST_RANKS = 8  # that are listed one by one
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class DryRunRow:
 class DryRun(list[DryRunRow], text.Printed):
     """A list of ``DryRunRow`` that prints as a table.
 
+    Args:
+        has_checked: Whether editing functions were looked at.
+
     Attributes:
         forward, backward: Of all hooks together, with what they share: one header at the end, and
             one message with all records that wait for it.
@@ -91,11 +96,13 @@ class DryRun(list[DryRunRow], text.Printed):
         forward: Cost,
         backward: Cost,
         findings: Iterable[Finding] = (),
+        has_checked: bool = True,
     ) -> None:
         super().__init__(rows)
         self.forward = forward
         self.backward = backward
         self.findings = list(findings)
+        self._has_checked = has_checked
 
     def raise_if_wrong(self, *, warnings: bool = False) -> None:
         """HookError with all errors that were found in editing functions; with ``warnings``, with
@@ -114,10 +121,35 @@ class DryRun(list[DryRunRow], text.Printed):
         headers = ("site", "kind", "calls", "full shape", "dtype", "layout", "owners", "forward")
         yield text.Table([*headers, "backward", "source"], [self._row(row) for row in self])
         yield "costs: headers (64 bytes) + payload collectives, bytes that the busiest rank moves"
-        yield f"all hooks: forward {self.forward}; backward {self.backward}"
-        if self.findings or any(row.edits for row in self):
+        kept = self.forward.record_bytes + self.backward.record_bytes
+        yield (
+            f"all hooks: forward {_text_of(self.forward)}; backward {_text_of(self.backward)}; "
+            f"records of {text.size(kept)}"
+        )
+        if self._has_checked and any(row.edits for row in self):
             yield self._checks()
         yield from map(str, self.findings)
+
+    def json(self) -> dict[str, Any]:
+        """Return the costs as plain values for JSON."""
+        return {
+            "hooks": [
+                {
+                    "name": row.name,
+                    "kind": row.kind,
+                    "edits": row.edits,
+                    "calls": row.calls,
+                    "full_shape": row.full_shape,
+                    "layout": None if row.layout is None else str(row.layout),
+                    "source": row.source,
+                    "forward": _json_of(row.forward),
+                    "backward": _json_of(row.backward),
+                }
+                for row in self
+            ],
+            "forward": _json_of(self.forward),
+            "backward": _json_of(self.backward),
+        }
 
     def _checks(self) -> str:
         if not self.findings:
@@ -135,11 +167,36 @@ class DryRun(list[DryRunRow], text.Printed):
             text.shape(row.full_shape) if row.calls else "",
             str(row.dtype).removeprefix("torch.") if row.calls else "",
             str(row.layout or ""),
-            ", ".join(map(str, row.owners)),
-            "" if row.forward.is_nothing else str(row.forward),
-            "" if row.backward.is_nothing else str(row.backward),
+            _text_of_ranks(row.owners),
+            *("" if cost.is_nothing else _text_of(cost) for cost in (row.forward, row.backward)),
             row.source,
         ]
+
+
+def _text_of(cost: Cost) -> str:
+    most = max(cost.bytes_by_rank, default=0)
+    moved = f"{cost.headers} + {cost.payloads}, {text.size(most)}"
+    between = cost.between.most_bytes
+    if between:
+        moved += f", {text.size(between)} between hosts"
+    messages = cost.between.most_messages
+    return f"{moved} in {messages} messages" if messages else moved
+
+
+def _text_of_ranks(ranks: Sequence[int]) -> str:
+    shown = ranks if len(ranks) <= _MOST_RANKS else (*ranks[:3], "...", ranks[-1])
+    return ", ".join(map(str, shown))
+
+
+def _json_of(cost: Cost) -> dict[str, int]:
+    return {
+        "headers": cost.headers,
+        "transfers": cost.payloads,
+        "bytes_of_busiest_rank": max(cost.bytes_by_rank, default=0),
+        "messages": cost.between.most_messages,
+        "bytes_on_busiest_link": cost.between.most_bytes,
+        "record_bytes": cost.record_bytes,
+    }
 
 
 # ---- The run -------------------------------------------------------------------------------------
@@ -234,14 +291,20 @@ def summary(
     """
     rows: dict[tuple[Any, ...], DryRunRow] = {}
     edits: list[tuple[Registration, Sequence[Seen], DryRunRow]] = []
-    setup = Setup.of(core)
+    costs = CallCosts(Setup.of(core))
+    together: dict[int, list[tuple[Registration, Sequence[Seen]]]] = {}  # edited by one function
     for ranks in calls:
         registration = registrations[ranks[0].hook]
-        row = row_of(setup, registration, ranks)
-        if registration.edits:
-            edits.append((registration, ranks, row))
-        key = (ranks[0].hook, row.local_shapes, row.dtype, row.layout, row.source)
-        rows[key] = row if key not in rows else rows[key].with_calls(row)
+        of_call = together.setdefault(id(registration.given), [])
+        of_call.append((registration, ranks))
+        if registration.edits and not registration.calls_function:
+            continue
+        del together[id(registration.given)]
+        for (one, seen), row in zip(of_call, rows_of_call(costs, of_call)):
+            if one.edits:
+                edits.append((one, seen, row))
+            key = (one.index, row.local_shapes, row.dtype, row.layout, row.source)
+            rows[key] = row if key not in rows else rows[key].with_calls(row)
     found: dict[int, list[Finding]] = {}
     if any(registration.edits for registration in registrations.values()):
         found = check_edits(core, _edit_calls(edits))
@@ -252,7 +315,7 @@ def summary(
         of_all = by_hook.get(id(registration.given), ())
         ordered += [replace(row, findings=of_all) for row in own or [_empty_row(registration)]]
     findings = [finding for index in registrations for finding in found.get(index, ())]
-    return DryRun(ordered, *totals(setup, ordered), findings)
+    return DryRun(ordered, *totals(costs, ordered), findings)
 
 
 def _edit_calls(
@@ -291,57 +354,77 @@ def _empty_row(registration: Registration) -> DryRunRow:
     return DryRunRow(registration.name, registration.kind, function.unpack_idx, registration.edits)
 
 
-def row_of(setup: Setup, registration: Registration, ranks: Sequence[Seen]) -> DryRunRow:
-    """The row of one call, from what all ranks saw. Local."""
-    mesh = setup.mesh
-    shapes = [one.shape for one in ranks]
-    row = replace(
-        _empty_row(registration), calls=1, local_shapes=tuple(shapes), dtype=ranks[0].dtype
-    )
+def rows_of_call(
+    costs: CallCosts, call: Sequence[tuple[Registration, Sequence[Seen]]]
+) -> list[DryRunRow]:
+    """The rows of one call, from what all ranks saw of each of its tensors. Local."""
+    rows, tensors = [], []
+    for registration, ranks in call:
+        row, tensor = _row_of(costs, registration, ranks)
+        rows.append(row)
+        tensors += [] if tensor is None else [tensor]
+    if len(tensors) < len(rows):
+        return rows
+    return [
+        replace(row, forward=forward, backward=backward)
+        for row, (forward, backward) in zip(rows, costs.of_call(tensors))
+    ]
+
+
+def _row_of(
+    costs: CallCosts, registration: Registration, ranks: Sequence[Seen]
+) -> tuple[DryRunRow, HookedTensor | None]:
+    """The row of one tensor without its costs, and the tensor if its layout is known."""
+    setup, first = costs.setup, ranks[0]
+    function, shapes = registration.hook_function, tuple(one.shape for one in ranks)
+    row = replace(_empty_row(registration), calls=1, local_shapes=shapes, dtype=first.dtype)
     try:
         layout = layout_from_shapes(
             registration.layout_site,
             ranks,
-            mesh,
-            registration.hook_function.placements,
+            setup.mesh,
+            function.placements,
             registration.expected_shape,
             registration.is_backward,
             setup.rows_dim,
             setup.statements,
         )
-    except (HookError, ValueError) as error:
+        tensor = HookedTensor(
+            registration.kind,
+            registration.edits,
+            function.record,
+            registration.select,
+            layout,
+            shapes,
+            first.dtype,
+            any(one.needs_gradient for one in ranks),
+            first.known is not None and isinstance(first.known.dp, Shard),  # FSDP2 made it
+        )
+        spec = tensor.spec(costs.first_rank)
+    except (HookError, IndexError, TypeError, ValueError) as error:
         text = " ".join(str(error).split())  # in one line of the table
-        return replace(row, source=f"a run would raise an error: {text}")
-    try:
-        ranks_only: Any = setup  # of the communicator, the spec's sizes depend on the mesh alone
-        spec = TensorSpec.of(ranks_only, layout, shapes, ranks[0].dtype, registration.select)
-    except (IndexError, TypeError, ValueError) as error:
-        return replace(row, source=f"a run would raise an error: {error}")
-    costs = CallCosts(setup, registration, spec, ranks)
-    forward, backward = costs.of_calls(any(one.needs_gradient for one in ranks))
-    return replace(
+        return replace(row, source=f"a run would raise an error: {text}"), None
+    row = replace(
         row,
         full_shape=spec.full_shape,
         layout=layout,
         source=layout.source,
-        owners=tuple(mesh.stage_ranks[place] for place in spec.ranks_of_first),
-        forward=forward,
-        backward=backward,
+        owners=tuple(setup.mesh.stage_ranks[place] for place in spec.ranks_of_first),
     )
+    return row, tensor
 
 
-def totals(setup: Setup, rows: Sequence[DryRunRow]) -> tuple[Cost, Cost]:
+def totals(costs: CallCosts, rows: Sequence[DryRunRow]) -> tuple[Cost, Cost]:
     """What all hooks cost together, with the end of the forward and of the backward."""
-    forward, backward = Cost(), Cost()
-    for row in rows:
-        forward, backward = forward + row.forward, backward + row.backward
-    if setup.is_local or not rows:
+    forward = sum((row.forward for row in rows), Cost())
+    backward = sum((row.backward for row in rows), Cost())
+    if costs.setup.is_local or not rows:
         return forward, backward
     if any(row.kind != "tensor" for row in rows):
-        forward += setup.header  # at the start, which has the key of the layouts
-    forward += call_costs.of_end(setup, forward, is_backward=False)
+        forward += costs.of_header()  # at the start, which has the key of the layouts
+    forward += costs.of_end(is_backward=False)
     if any(row.calls and _is_of_backward(row) for row in rows):
-        backward += call_costs.of_end(setup, backward, is_backward=True)
+        backward += costs.of_end(is_backward=True)
     return forward, backward
 
 

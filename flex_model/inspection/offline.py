@@ -90,15 +90,11 @@ class OfflineRun:
         mesh: The ranks, seen from the first one.
         nodes: The modules, by name.
         calls: The first input and output tensor of each call of a module, as all ranks see it.
-        with_parameters: The names of modules that have parameters, or whose children do.
-        num_rows: The rows of the batch.
     """
 
     mesh: Mesh
     nodes: dict[str, Node]
     calls: list[Call]
-    with_parameters: frozenset[str]
-    num_rows: int
 
     def tree(self) -> ModelTree:
         """The modules with their tensors."""
@@ -220,9 +216,7 @@ def _run(
     simulated = ranks if source.is_for_all_ranks else ranks[:tp]  # data-parallel ranks are equal
     calls: list[list[Observed]] = []
     nodes: dict[str, Node] = {}
-    modules: dict[str, nn.Module] = {}
     followers: list[Follower] = []
-    with_parameters: frozenset[str] = frozenset()
     for rank in progress(simulated, "ranks", show_progress):
         mesh = Mesh(ranks, rank, 1, dp, tp)
         with _fake_ranks(rank, len(simulated)):
@@ -239,14 +233,10 @@ def _run(
                     f"{str(error)[:600]}); run it with values, and call flex.layouts()"
                 ) from error
             if rank == 0:
-                modules = named(module)
                 nodes = {
                     name: Node(name, type(part).__name__, has_forward=is_called(part))
-                    for name, part in modules.items()
+                    for name, part in named(module).items()
                 }
-                with_parameters = frozenset(
-                    name for name, part in modules.items() if any(True for _ in part.parameters())
-                )
     chunks = [follower.log.take() for follower in followers] * (len(ranks) // len(simulated))
     concluded = []
     for rank, (observed, follower) in enumerate(zip(calls, followers)):
@@ -257,8 +247,7 @@ def _run(
         (per_rank[0][0], per_rank[0][1], [seen for _, _, seen in per_rank])
         for per_rank in zip(*concluded)
     ]
-    num_rows = inputs[0][0][0]
-    return OfflineRun(Mesh(ranks, 0, 1, dp, tp), nodes, of_all, with_parameters, num_rows)
+    return OfflineRun(Mesh(ranks, 0, 1, dp, tp), nodes, of_all)
 
 
 def _observe(

@@ -14,7 +14,7 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.inspection.shapes_only import shapes_only
-from flex_model.layouts import replicas, resolve
+from flex_model.layouts import resolve
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
@@ -85,11 +85,6 @@ class Seen:
     known: ShardLayout | None = field(default=None, compare=False)
     device: torch.device = field(default=torch.device("cpu"), compare=False)  # this rank's
     value: Any = field(default=None, compare=False)
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether the end of a run compares replicas of it: see ``replicas.are_compared``."""
-        return replicas.are_compared(self.shape)
 
     def concluded(self, follower: Follower) -> Seen:
         """Return a copy with the placements that the run proves."""

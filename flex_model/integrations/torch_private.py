@@ -28,6 +28,14 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device, _pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+# ---- Tensors without values. Without them: no runs on shapes -------------------------------------
+
+
+def makes_fakes() -> bool:
+    """Whether tensors that are made now have no values."""
+    return type(torch.empty(0, device="cpu")) is FakeTensor
+
+
 # ---- The dispatcher: which operations there are. Without it: a list of names, kept by hand ------
 
 all_operation_names = torch._C._dispatch_get_all_op_names

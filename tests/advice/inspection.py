@@ -9,7 +9,7 @@ from torch import nn
 
 from advice.row import BATCH, Row, wrapped
 from flex_model import FlexModel, HookFunction
-from flex_model.inspection import hook_costs, step_costs
+from flex_model.inspection import hook_costs
 from flex_model.inspection.offline import inspect, run_on_shapes
 from flex_model.layouts import register_rule
 from flex_model.layouts.propagation import rules
@@ -88,51 +88,7 @@ def costs(hooks="fc1 edit", num_hosts=2):
         file.flush()
         lines = hook_costs.read(file.name)
     run = run_on_shapes("models:mlp", 1, 2, [((4, 6), "float64")])
-    return hook_costs.predict(run, lines, hosts, "all", hook_costs.Link(1e9, 1e-5))
-
-
-class WithActivation(nn.Module):
-    """Behind its blocks is a module without parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.Sequential(*[nn.Linear(6, 6) for _ in range(4)])
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        return self.act(self.blocks(x))
-
-
-class Mean(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.fc(x).mean(0)
-
-
-class WithMean(WithActivation):
-    """Behind its blocks is a module whose output has no rows."""
-
-    def __init__(self):
-        super().__init__()
-        self.mean = Mean()
-
-    def forward(self, x):
-        return self.mean(super().forward(x))
-
-
-def step(hooks="blocks.0 read", num_stages=2, number=2, num_rows=8, model="WithActivation"):
-    """The costs of a step of a pipeline."""
-    inputs = step_costs.of_microbatch([((num_rows, 6), "float32")], number)
-    run = run_on_shapes(f"advice.inspection:{model}", 1, 1, inputs)
-    with tempfile.NamedTemporaryFile("w+") as file:
-        file.write(hooks)
-        file.flush()
-        lines = hook_costs.read(file.name)
-    hosts, link = tuple(map(str, range(num_stages))), hook_costs.Link(1e9, 1e-5)
-    return step_costs.predict_step(run, lines, hosts, "all", link, num_stages, number)
+    return hook_costs.predict(run, lines, hosts, "all")
 
 
 def of_one_rank():
@@ -207,36 +163,6 @@ ROWS = [
         "give a number of hosts that divides the ranks",
         lambda: costs(num_hosts=3),
         lambda: costs(num_hosts=1),
-    ),
-    Row(
-        "give --microbatches 1, for batch_mode='full'",
-        lambda: step("mean read full_backward_pre", model="WithMean"),
-        lambda: step("mean read full_backward_pre", number=1, model="WithMean"),
-    ),
-    Row(
-        "give a number of stages that divides them",
-        lambda: step(num_stages=3),
-        lambda: step(num_stages=4),
-    ),
-    Row(
-        "several stages may have it; hook a module in a block",
-        lambda: step("act read"),
-        lambda: step("blocks.3 read"),
-    ),
-    Row(
-        "is spread over the stages; hook a module that one of them has",
-        lambda: step("blocks read"),
-        lambda: step("blocks.* read"),
-    ),
-    Row(
-        "micro-batches of one row; give inputs of more rows",
-        lambda: step(num_rows=2),
-        step,
-    ),
-    Row(
-        "give a number of micro-batches that divides the rows",
-        lambda: step(number=3),
-        lambda: step(number=4),
     ),
     Row("leave out --hooks to see all", lambda: costs("fc7 edit"), lambda: costs("fc? edit")),
     Row(

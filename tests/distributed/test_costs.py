@@ -1,8 +1,9 @@
-"""The formulas of what moves between hosts: against what real runs, and the kernel, count."""
+"""What is recorded of transfers between hosts: against what real runs, and the kernel, count."""
 
 import contextlib
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -16,13 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import models
 from counted_traffic import counting, hosts, take
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookFunction, cli
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.costs import SUMMED_BYTES, BetweenHosts
+from flex_model.distributed.costs import SUMMED_BYTES
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.placement import Shard, ShardLayout
+from flex_model.distributed.placement import Replicate, Shard, ShardLayout
+from flex_model.distributed.recording import CostRecorder
 from flex_model.distributed.transports.transport import Gathered
+from flex_model.inspection.offline import run_on_shapes
 
 PREAMBLE_BYTES = 48  # of each message of gloo's
 
@@ -34,6 +37,15 @@ def double(module, full, save_ctx, modules):
     return full * 2
 
 
+def double_both(module, fulls, save_ctx, modules):
+    return [full * 2 for full in fulls]
+
+
+class Pair(nn.Module):
+    def forward(self, x):
+        return x, x.sin()
+
+
 class Model(models.MLP):
     """With a term that is the same on all data-parallel ranks: it does not depend on the batch."""
 
@@ -43,9 +55,11 @@ class Model(models.MLP):
         super().__init__()
         self.pos = nn.Linear(6, 8)
         self.register_buffer("table", torch.randn(1, 6))
+        self.pair = Pair()
 
     def forward(self, x):
-        return self.out(self.fc2(self.act(self.fc1(self.inp(x)) + self.pos(self.table))))
+        one, other = self.pair(self.act(self.fc1(self.inp(x)) + self.pos(self.table)))
+        return self.out(self.fc2(one + other))
 
 
 SITES = {
@@ -53,6 +67,7 @@ SITES = {
         ("fc1", double, "forward"),
         ("act", double, "forward_pre"),
         ("inp", double, "forward"),
+        ("pair", double_both, "forward"),
     ],
     "read": [("fc1", None, "forward"), ("act", None, "forward"), ("inp", None, "forward")],
     "shared": [("pos", double, "forward"), ("pos", None, "forward")],
@@ -76,7 +91,9 @@ def check_run(tp, dp, where, settings, sites, monkeypatch):
             model = models.tensor_parallel(model, mesh["tp"].get_group())
         flex = FlexModel(model, records := {}, device_mesh=mesh, **settings)
         for i, (name, edit, kind) in enumerate(SITES[sites]):
-            flex._register(HookFunction(name, None, edit, output_name=f"{i} {name} {kind}"), kind)
+            tensors = (0, 1) if name == "pair" else 0
+            hook = HookFunction(name, None, edit, tensors, output_name=f"{i} {name} {kind}")
+            flex._register(hook, kind)
         full = models.random(4 * dp, 6)
         x = full.chunk(dp)[mesh.get_local_rank("dp")]
         dry = flex.dry_run(x)
@@ -161,33 +178,46 @@ def test_a_run_on_sixteen_ranks_moves_what_is_predicted(settings, sites, monkeyp
         check_run(4, 4, where, settings, sites, monkeypatch)
 
 
+def recorded(recorder, transfer, *args):
+    """What a transfer of tensors without values moves between hosts."""
+    return recorder.record(lambda to: transfer(to, *args)).total()
+
+
+def sum_over(to, axes, size):
+    to.all_reduce_sum(axes, torch.ones(size))
+
+
+def broadcast(to, size, dtype=torch.int64):
+    full = torch.zeros(size, dtype=dtype)
+    return to.broadcast(full + 1 if to.mesh.group_rank == 0 else None, full)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("where", ["two hosts", "interleaved hosts", "a host of each"])
 def test_sums_and_broadcasts_move_what_is_predicted(where, monkeypatch):
     made = counting(monkeypatch)
     with hosts(where):
         communicator = Communicator(Mesh.from_sizes(2, 1, 2), 30.0)
-        between = BetweenHosts(communicator.mesh, communicator.hosts)
+        names = communicator.hosts
+        recorder = CostRecorder(communicator.mesh, names)
         for axes in (("dp", "tp"), ("dp",), ("tp",)):
             communicator.transport(axes)
             for size in (3, 3000, 100_003):
-                take(made, between.hosts)
-                communicator.all_reduce_sum(axes, torch.ones(size))
-                of_run = between.all_reduce(axes, [4 * size] * 4)
-                none = (0,) * len(set(between.hosts))
+                take(made, names)
+                sum_over(communicator, axes, size)
+                of_run = recorded(recorder, sum_over, axes, size)
+                none = (0,) * len(set(names))
                 predicted = of_run.sent or none, of_run.received or none, of_run.messages or none
-                assert predicted == take(made, between.hosts), (axes, size)
+                assert predicted == take(made, names), (axes, size)
                 num_hosts = len(none)
                 if size > 10_000 and len(axes) == 2:  # in parts: not each summand to each host
                     parts = (4 // num_hosts + 1) * 4 * size * (num_hosts - 1) / num_hosts
                     assert max(of_run.sent) <= 1.001 * parts
         for size in (3, 3000, 100_003):
-            take(made, between.hosts)
-            full = torch.arange(size)
-            got = communicator.broadcast(full if dist.get_rank() == 0 else None, full * 0)
-            assert torch.equal(got, full)
-            of_run = between.broadcast(8 * size)
-            assert (of_run.sent, of_run.received, of_run.messages) == take(made, between.hosts)
+            take(made, names)
+            assert torch.equal(broadcast(communicator, size), torch.ones(size, dtype=torch.int64))
+            of_run = recorded(recorder, broadcast, size)
+            assert (of_run.sent, of_run.received, of_run.messages) == take(made, names)
         communicator.close()
 
 
@@ -246,16 +276,16 @@ def test_the_command_predicts_what_a_run_moves(edit_on, tmp_path, monkeypatch):
         flex.restore()
     if rank > 0:
         return
-    rows = command(tmp_path, edit_on)["rows"]
-    assert [row["hooks"] for row in rows[-2:]] == ["all hooks, and what they share"] * 2
-    for i, row in enumerate(rows[-2:]):
+    predicted = command(tmp_path, edit_on)
+    rows = [predicted["forward"], predicted["backward"]]
+    for i, row in enumerate(rows):
         sent, received, messages = counts[i]
         moved = [after - before for before, after in zip(numbers[i], numbers[i + 1])]
         assert [row["headers"], row["transfers"]] == moved
         assert row["messages"] == max(messages)
         assert row["bytes_on_busiest_link"] == max(*sent, *received)
     kept = sum(record.nbytes for of_one in records.values() for record in of_one)
-    assert sum(row["record_bytes"] for row in rows[-2:]) == kept
+    assert sum(row["record_bytes"] for row in rows) == kept
 
 
 # ---- The kernel's counts -------------------------------------------------------------------------
@@ -283,7 +313,7 @@ def bytes_sent(sockets):
 
 
 @pytest.mark.ranks(4)
-def test_the_kernel_counts_what_the_formulas_of_gloo_say():
+def test_the_kernel_counts_what_is_recorded_of_gloo():
     """Four hosts of a rank."""
     with contextlib.ExitStack() as stack, hosts("a host of each"):
         before = tcp_sockets(stack)
@@ -294,73 +324,115 @@ def test_the_kernel_counts_what_the_formulas_of_gloo_say():
         check_transfers(communicator, made)
 
 
+ROWS = [20_000, 30_000, 0, 10_000]
+
+
+def transfer(to, number, full=None):
+    """One transfer of each kind."""
+    full = torch.empty(sum(ROWS), dtype=torch.int64) if full is None else full
+    rank, shapes = to.mesh.group_rank, [(n,) for n in ROWS]
+    spec = TensorSpec.of(to, ShardLayout(tp=Shard(0)), shapes, full.dtype)
+    axes, shard, on_first = spec.axes, full.split(ROWS)[rank], full if rank == 0 else None
+    kinds = [
+        lambda: to.exchange(torch.arange(9)),
+        lambda: to.all_gather(axes, shard, spec.plan),
+        lambda: to.all_reduce_sum(axes, torch.zeros(SUMMED_BYTES // 8 + 1000).double()),
+        lambda: to.gather_to_first(axes, [Gathered(spec.plan, list(range(4)), shard)]),
+        lambda: to.scatter_from_first(axes, on_first, shard, spec.plan),
+        lambda: to.broadcast(on_first, full),
+    ]
+    kinds[number]()
+    return number + 1 < len(kinds)
+
+
 def check_transfers(communicator, sockets):
-    rank = communicator.mesh.group_rank
-    between = BetweenHosts(communicator.mesh, communicator.hosts)
-    assert len(set(between.hosts)) == 4
-    rows = [20_000, 30_000, 0, 10_000]
-    full = torch.arange(60_000)
-    shard, held = full.split(rows)[rank], [8 * n for n in rows]
-    shapes = [(n,) for n in rows]
-    spec = TensorSpec.of(communicator, ShardLayout(tp=Shard(0)), shapes, full.dtype)
-    gathered = Gathered(spec.plan, list(range(4)), shard)
-    on_first = full if rank == 0 else None
-    large = torch.zeros(SUMMED_BYTES // 8 + 1000)
-
-    def transfers(axes):
-        yield lambda: communicator.exchange(torch.arange(9)), between.exchange(72)
-        yield (
-            lambda: communicator.all_gather(axes, shard, spec.plan),
-            between.all_gather(axes, held),
-        )
-        yield (
-            lambda: communicator.all_reduce_sum(axes, large.double()),
-            between.all_reduce(axes, [8 * large.numel()] * 4),
-        )
-        yield (
-            lambda: communicator.gather_to_first(axes, [gathered]),
-            between.to_first(axes, held),
-        )
-        yield (
-            lambda: communicator.scatter_from_first(axes, on_first, shard, spec.plan),
-            between.from_first(axes, held),
-        )
-        yield lambda: communicator.broadcast(on_first, full), between.broadcast(full.nbytes)
-
-    for i, (transfer, predicted) in enumerate(transfers(spec.axes)):
+    rank, names = communicator.mesh.group_rank, communicator.hosts
+    assert len(set(names)) == 4
+    recorder, full = CostRecorder(communicator.mesh, names), torch.arange(sum(ROWS))
+    number, has_more = 0, True
+    while has_more:
+        predicted = recorded(recorder, transfer, number)
+        assert any(predicted.sent)
         dist.barrier()
         start = bytes_sent(sockets)
-        transfer()
+        has_more = transfer(communicator, number, full)
         dist.barrier()
         more = bytes_sent(sockets) - start - predicted.sent[rank]
         # Of each message one is sent before it, and one comes back; or one of them.
         most = 2 * (predicted.messages[rank] + max(predicted.messages))
-        assert more % PREAMBLE_BYTES == 0 and 0 <= more <= PREAMBLE_BYTES * most, (i, more)
+        assert more % PREAMBLE_BYTES == 0 and 0 <= more <= PREAMBLE_BYTES * most, (number, more)
+        number += 1
 
 
-def test_steps_and_the_time_of_links():
+def to_first_and_back(to, back):
+    """A gather of 10 bytes of each rank, or their scatter."""
+    layout, shapes = ShardLayout(dp=Shard(0), tp=Shard(1)), [(1, 10)] * 16
+    spec = TensorSpec.of(to, layout, shapes, torch.uint8)
+    shard = torch.empty(1, 10, dtype=torch.uint8)
+    if back:
+        return spec.scatter_from_first(torch.empty(2, 80, dtype=torch.uint8), shard)
+    return spec.gather_to_first(shard)
+
+
+def test_messages_of_eight_hosts():
     """Eight hosts of two ranks."""
     names = tuple(f"host {rank // 2}" for rank in range(16))
     mesh = Mesh(tuple(range(16)), 0, 1, 2, 8)
-    between = BetweenHosts(mesh, names)
-    header = between.exchange(64)
-    assert (header.steps, header.waited_bytes, header.most_messages) == (3, 7 * 128, 3)
+    recorder = CostRecorder(mesh, names)
+
+    def exchange(to):
+        return to.exchange(torch.empty(64, dtype=torch.uint8))
+
+    header = recorded(recorder, exchange)
+    assert (header.most_bytes, header.most_messages) == (7 * 128, 3)
     assert header.sent == header.received == (7 * 128,) * 8
-    small, large = between.broadcast(1000), between.broadcast(80_000)
-    sent = small
-    assert (large.steps, large.waited_bytes) == (1 + 3, 2 * 70_000)
-    assert (sent.steps, sent.waited_bytes) == (3, 3000)
+    sent, large = (recorded(recorder, broadcast, n, torch.uint8) for n in (1000, 80_000))
+    assert (large.most_bytes, large.most_messages) == (2 * 70_000, 7 + 3)
     assert sent.sent == (3000, 2000, 1000, 1000, 0, 0, 0, 0)
     assert sent.received == (0, *[1000] * 7)
-    there = between.to_first(("dp", "tp"), [10] * 16)
-    back = between.from_first(("dp", "tp"), [10] * 16)
+    there, back = (recorded(recorder, to_first_and_back, back) for back in (False, True))
     assert there.received == back.sent == (140, *[0] * 7)
-    both = there + back
-    assert (both.most_bytes, both.waited_bytes, both.steps) == (140, 280, 2)
-    assert both.seconds(1000.0, 0.5) == pytest.approx(0.28 + 1.0)
+    assert (there + back).most_bytes == 140
     # Each pair of data-parallel ranks is on two hosts, and all eight pairs sum at once.
-    summed = between.all_reduce(("dp",), [10] * 16)
-    assert (summed.steps, summed.sent) == (1, (20,) * 8)
-    one = BetweenHosts(mesh, ("host",) * 16)
-    assert one.exchange(64) == one.broadcast(9) == one.to_first(("tp",), [9] * 16)
-    assert one.exchange(64).most_bytes == one.exchange(64).steps == 0
+    summed = recorded(recorder, lambda to: to.all_reduce_sum(("dp",), torch.zeros(5).short()))
+    assert (summed.messages, summed.sent) == ((2,) * 8, (20,) * 8)
+    one = CostRecorder(mesh, ("host",) * 16)
+    for moved in recorded(one, exchange), recorded(one, broadcast, 9):
+        assert moved.most_bytes == moved.most_messages == 0
+
+
+# ---- The command ---------------------------------------------------------------------------------
+
+
+class Scrambled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).flatten().unfold(0, 8, 1)
+
+
+class Loses(models.MLP):
+    """Ends in a module whose output has no known layout."""
+
+    def __init__(self):
+        super().__init__()
+        self.loses = Scrambled(5, 8)
+
+    def forward(self, x):
+        return self.loses(super().forward(x))
+
+
+def test_layouts_are_known_on_a_grid():
+    """DTensor's caches take the meshes of a grid's rows for one another; here is one process."""
+    run = run_on_shapes(f"{__file__}:sharded", 2, 2, [((8, 6), "float64")])
+    pairs = {name: {one.pair for one in ranks} for name, kind, ranks in run.calls if kind[0] == "o"}
+    assert pairs["fc1"] == {(Shard(0), Shard(1))}
+    assert pairs["fc2"] == {(Shard(0), Replicate())}
+
+
+def test_hooks_without_a_layout_are_in_no_sum(tmp_path, capsys):
+    (tmp_path / "hooks.txt").write_text("inp read\nloses read\n")
+    command = ["inspect", f"{__file__}:Loses", "--dp", "2", "--input", "8,6"]
+    assert cli.main([*command, "--hooks", str(tmp_path / "hooks.txt")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^loses  .* a run would raise an error: ", printed, re.M)
+    (sums,) = re.findall("^all hooks: .*", printed, re.M)
+    assert "records of 192 B" in sums  # of 8 x 6 numbers

@@ -1,4 +1,4 @@
-"""`python tests/simulation`: a job of many ranks in one process, beside what the costs predict.
+"""`python tests/simulation`: a job of many ranks in one process, beside what is predicted of it.
 
 python tests/simulation --ranks 1024 --hosts 128 --seed 0
 python tests/simulation --ranks 64 --hosts 8 --fail "silent host" 9 20
@@ -53,7 +53,7 @@ def report(job: Job) -> str:
     plan = job.plan
     title = f"{plan.num_ranks} ranks on {plan.num_hosts} hosts, {plan.num_runs} runs"
     lines = [f"{what:38} {counted:>14} {expected:>14}" for what, counted, expected in rows]
-    return "\n".join([title, f"{'':38} {'simulated':>14} {'cost model':>14}", *lines])
+    return "\n".join([title, f"{'':38} {'simulated':>14} {'predicted':>14}", *lines])
 
 
 def outcome(job: Job) -> str:

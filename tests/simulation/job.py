@@ -8,18 +8,23 @@ with the full tensor.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from counted_traffic import Connected
+from flex_model.distributed import rounds
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.costs import BetweenHosts, Connected, Traffic
+from flex_model.distributed.costs import Traffic
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.mesh import GRID, Mesh
+from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shard, ShardLayout
+from flex_model.distributed.recording import CostRecorder
 from simulation.cluster import Cluster, Counted, Fault, Process, Speeds
 from simulation.product import simulated
 from simulation.scheduler import Signal, current_owner
@@ -123,9 +128,7 @@ class Job:
             self._begin("wrap")
             communicator = Communicator(mesh, plan.timeout_s)
             self._begin("runs")
-            layout = ShardLayout(Shard(0), Shard(1))
-            shape = plan.rows, plan.columns
-            spec = TensorSpec.of(communicator, layout, [shape] * len(mesh.stage_ranks), _DTYPE)
+            spec = self._spec(communicator)
             full, shard = self._tensors(mesh)
             for _ in range(plan.num_runs):
                 if plan.rest_s and rank == plan.num_ranks - 1:
@@ -141,6 +144,11 @@ class Job:
         dp = len(ranks) // plan.tp // plan.pp
         return Mesh(ranks, ranks.index(rank), plan.pp, dp, plan.tp)
 
+    def _spec(self, communicator: Communicator) -> TensorSpec:
+        layout, shape = ShardLayout(Shard(0), Shard(1)), (self.plan.rows, self.plan.columns)
+        shapes = [shape] * len(communicator.mesh.stage_ranks)
+        return TensorSpec.of(communicator, layout, shapes, _DTYPE)
+
     def _tensors(self, mesh: Mesh) -> tuple[Tensor, Tensor]:
         """The full tensor, and this rank's shard of it."""
         sizes = self.plan.rows * mesh.dp_size, self.plan.columns * mesh.tp_size
@@ -154,9 +162,7 @@ class Job:
     ) -> None:
         def compare(kind: str) -> None:
             self._step()
-            communicator.check_consistency(
-                Header(kind, _SITE, dtype=_DTYPE, shape=tuple(shard.shape)), f"a {kind} hook"
-            )
+            _check(communicator, kind, shard)
 
         is_first = communicator.mesh.group_rank == 0
 
@@ -200,8 +206,9 @@ class Job:
         """The virtual seconds from the last rank's begin of one phase to that of another."""
         return self.began_s[until] - self.began_s[phase]
 
-    # ---- The cost model --------------------------------------------------------------------------
+    # ---- What is predicted -----------------------------------------------------------------------
 
+    @cached_property
     def predicted(self) -> list[Traffic]:
         """What one run of each stage moves between hosts."""
         return [self._predicted_of(first) for first in range(0, self.plan.num_ranks, self._stage)]
@@ -209,17 +216,24 @@ class Job:
     def _predicted_of(self, first: int) -> Traffic:
         mesh = self.mesh(first)
         hosts = tuple(self.cluster.processes[rank].host.name for rank in mesh.stage_ranks)
-        between = BetweenHosts(mesh, hosts)
-        sizes = [self.plan.rows * self.plan.columns * _DTYPE.itemsize] * len(hosts)
-        headers = [between.exchange(64) for _ in range(3)]
-        edit = between.all_gather(GRID, sizes)
-        on_first = between.to_first(GRID, sizes) + between.from_first(GRID, sizes)
-        return sum([*headers, edit, on_first, between.to_first(GRID, sizes)], Traffic())
+
+        def run(communicator: Communicator) -> None:
+            spec, (full, shard) = self._spec(communicator), self._tensors(communicator.mesh)
+            _check(communicator, "forward", shard)
+            spec.all_gather(shard)
+            _check(communicator, "forward_pre", shard)
+            spec.gather_to_first(shard)
+            is_first = communicator.mesh.group_rank == 0
+            spec.scatter_from_first(full if is_first else None, shard)
+            _check(communicator, "end of the run", shard)
+            spec.gather_to_first(shard)
+
+        return CostRecorder(mesh, hosts).record(run).total()
 
     def predicted_by_host(self) -> Counted:
         """The same of all stages and runs together, by host."""
         counted = Counted()
-        for first, traffic in zip(range(0, self.plan.num_ranks, self._stage), self.predicted()):
+        for first, traffic in zip(range(0, self.plan.num_ranks, self._stage), self.predicted):
             ranks = range(first, first + self._stage)
             of_stage = dict.fromkeys(self.cluster.processes[rank].host.name for rank in ranks)
             for what in ("sent", "received", "messages"):
@@ -229,9 +243,33 @@ class Job:
 
     def predicted_s(self) -> float:
         """The seconds of all runs; stages run at the same time."""
-        speeds = self.cluster.speeds
-        of_stages = [t.seconds(speeds.bytes_per_s, speeds.latency_s) for t in self.predicted()]
-        return max(of_stages) * self.plan.num_runs
+        return max(map(self._seconds_of, range(0, self.plan.num_ranks, self._stage))) * (
+            self.plan.num_runs
+        )
+
+    def _seconds_of(self, first: int) -> float:
+        """Those of one run of a stage, by the rounds of its transfers."""
+        processes = self.cluster.processes[first : first + self._stage]
+        num_ranks = list(Counter(process.host.name for process in processes).values())
+        places, speeds = range(len(num_ranks)), self.cluster.speeds
+        shards = [n * self.plan.rows * self.plan.columns * _DTYPE.itemsize for n in num_ranks]
+
+        def seconds(of_hosts: list[list[rounds.Round]]) -> float:
+            moved = [
+                sum(stop - start for one in of_host for _, start, stop in one[way])
+                for of_host in of_hosts
+                for way in (0, 1)
+            ]
+            steps = sum(any(sends for sends, _ in at_once) for at_once in zip(*of_hosts))
+            return max(moved) / speeds.bytes_per_s + steps * speeds.latency_s
+
+        def all_gather(sizes: list[int]) -> float:
+            return seconds([rounds.all_gather(place, sizes)[1] for place in places])
+
+        there = seconds([rounds.gather_to_first(place, shards) for place in places])
+        back = seconds([rounds.scatter_from_first(place, shards) for place in places])
+        headers = all_gather([64 * n for n in num_ranks])
+        return 3 * headers + all_gather(shards) + 2 * there + back
 
     @property
     def _stage(self) -> int:
@@ -306,3 +344,8 @@ def named_in(text: str) -> set[int]:
     for listed in re.findall(r"global ranks \[([\d, ]+)\]", text):
         named |= {int(number) for number in listed.split(",")}
     return named
+
+
+def _check(communicator: Communicator, kind: str, shard: Tensor) -> None:
+    header = Header(kind, _SITE, dtype=_DTYPE, shape=tuple(shard.shape))
+    communicator.check_consistency(header, f"a {kind} hook")

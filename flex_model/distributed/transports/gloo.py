@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory, rounds
-from flex_model.distributed.costs import is_in_parts
 from flex_model.distributed.process_groups import PrivateGroup
-from flex_model.distributed.rounds import Round, even_parts
+from flex_model.distributed.rounds import Round, even_parts, is_in_parts
 from flex_model.distributed.transports import transport
 from flex_model.distributed.transports.transport import (
     Gathered,
