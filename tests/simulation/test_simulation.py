@@ -1,4 +1,4 @@
-"""Many ranks in one process: what is counted is what the cost model predicts."""
+"""Many ranks in one process: what is counted is what is predicted."""
 
 import functools
 from dataclasses import replace
