@@ -275,12 +275,12 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
     )
 
 
-# ---- Splitting of models into stages ---------------------------------------------------------
+# ---- Splitting of models into stages. Without them: no pipeline(method="modules") ------------
+
+no_torch_function = torch._C._disabled_torch_function_impl
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Return what tensors over the same memory have in common, while it lives; on meta too."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # a wrapper around other tensors
-        return id(tensor)
+def wrapper_tensor(kind: type, elem: torch.Tensor, device: torch.device) -> Any:
+    """Return a tensor of a class that handles its operations itself, with the sizes of another."""
+    make = torch.Tensor._make_wrapper_subclass
+    return make(kind, elem.shape, strides=elem.stride(), dtype=elem.dtype, device=device)

@@ -91,6 +91,7 @@ ELSEWHERE = {
     "give pipeline() an example of these": "test_pipeline_splitting: calls unlike the example",
     "give an example that does": "test_pipeline_splitting: calls unlike the example",
     "give pipeline() an example with these": "test_pipeline_splitting: other keywords",
+    "with the sizes of the example only": "test_pipeline_splitting: sizes that are equal by chance",
     "whose records hold every call": "test_pipelining_edges: stages that torch traced",
     "give what this rank gives to the model": "store/test_stored_ranks: what ranks do not agree on",
     "on a file system that they share": "store/test_stored_ranks: what ranks do not agree on",

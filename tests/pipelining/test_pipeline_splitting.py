@@ -488,6 +488,42 @@ def test_a_length_that_later_stages_lack_is_refused():
         pipeline(seeded(Cut), (tokens(),), split_spec=split, method="modules")
 
 
+def test_sizes_of_the_example_that_are_equal_by_chance_are_refused():
+    class Steps(Tower):
+        def __init__(self):
+            super().__init__()
+            self.inp = nn.Embedding(64, 16)
+
+        def forward(self, ids):
+            hidden = self.inp(ids).transpose(0, 1)
+            for layer in self.layers:
+                hidden = layer(hidden, torch.arange(ids.shape[1])[:, None, None])
+            return self.out(self.norm(hidden))
+
+    model, split = seeded(Steps), {"layers.2": BEGINNING}
+    with pytest.raises(ValueError, match="run with the sizes of the example only"):
+        pipeline(model, (tokens(4, 4),), split_spec=split, method="modules")
+    by_keyword = pipeline(model, (), {"ids": tokens(4, 4)}, split_spec=split, method="modules")
+    pipe = pipeline(model, (tokens(4, 5),), split_spec=split, method="modules")
+    for ids in (tokens(1, 6), tokens(5, 1)):
+        assert_equal(pipe(ids), model(ids))
+        assert_equal(by_keyword(ids=ids), model(ids))
+
+
+def test_a_decision_that_makes_no_difference_holds_for_the_examples_keywords():
+    class Turned(Tower):
+        def forward(self, x, scale=None):
+            is_first = x.sum() > 0 if scale is None else x.sum() > 1
+            hidden = super().forward(x if is_first else -x)
+            return hidden if scale is None else hidden * (scale if is_first else 1)
+
+    model, x, split = seeded(Turned), torch.randn(4, 5), {"layers.2": BEGINNING}
+    pipe = pipeline(model, (x,), split_spec=split, method="modules")
+    assert_equal(pipe(-x), model(-x))
+    with pytest.raises(RuntimeError, match=r"depends on values that it does not have .input x."):
+        pipe(x, scale=2)
+
+
 def test_keywords_with_which_later_stages_lack_something_are_refused():
     class Padded(Tower):
         def __init__(self):

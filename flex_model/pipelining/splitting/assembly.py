@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from flex_model.pipelining.splitting.block_list import BlockList
 from flex_model.pipelining.splitting.clones import clone_tree
-from flex_model.pipelining.splitting.learning import Learned
+from flex_model.pipelining.splitting.placeholder import Placeholder, without_values
+from flex_model.pipelining.splitting.recording import Recording
 from flex_model.pipelining.splitting.stage_forward import StageForward
 from flex_model.pipelining.splitting.stand_in import Entry, StandIn
-from flex_model.pipelining.splitting.templates import Template
 
 Parts = dict[str, nn.Module | nn.Parameter]
+
+
+@dataclass
+class Held:
+    """What a stage holds.
+
+    Attributes:
+        names: Of parts.
+        answer: See `StageForward`.
+    """
+
+    names: set[str]
+    answer: int | None = None
 
 
 def find_parts(model: nn.Module, blocks: BlockList, called: Iterable[str]) -> Parts:
@@ -46,33 +59,34 @@ def find_parts(model: nn.Module, blocks: BlockList, called: Iterable[str]) -> Pa
 
 def build(
     model: nn.Module,
-    learned: Learned,
+    recording: Recording,
     parts: Parts,
     index: int,
-    held: set[str],
+    held: Held,
     *,
     with_hooks: bool,
 ) -> nn.Module:
-    """Make a stage that holds the parts of these names, and stand-ins of the others."""
-    blocks = learned.blocks
-    enters = learned.crossings[index - 1] if index else None
-    leaves = learned.crossings[index] if index < len(learned.crossings) else None
+    """Make a stage that holds these parts, and stand-ins of the others."""
+    blocks, crossings = recording.blocks, recording.crossings
+    enters = crossings[index - 1] if index else None
+    leaves = crossings[index] if index < len(crossings) else None
+    received = None if enters is None else enters.hidden
     own = blocks.of_stage(index)
     ends = {} if leaves is None else {blocks.blocks[own.stop]: leaves.argument}
-
-    def outputs_of(name: str) -> list[Template]:
-        return [Template(name, runs, enters) for runs in learned.outputs(name)]
-
-    exchange: dict[int, Any] = {}
-    for name, part in parts.items():
-        if name in held or isinstance(part, nn.Parameter):
-            continue
-        exchange[id(part)] = StandIn(part, name, outputs_of, name, ends.get(name))
+    others = {name: part for name, part in parts.items() if name not in held.names}
+    exchange: dict[int, Any] = {
+        id(part): StandIn(part, name, recording.outputs, received, name, ends.get(name))
+        for name, part in others.items()
+        if isinstance(part, nn.Module)
+    }
     stage = clone_tree(model, exchange, with_hooks=with_hooks)
-    for name, part in parts.items():
-        if name not in held and isinstance(part, nn.Parameter):
+    for name, part in others.items():
+        if isinstance(part, nn.Parameter):
             parent, _, key = name.rpartition(".")
-            _forget(stage.get_submodule(parent), key, part)
+            module = stage.get_submodule(parent)
+            del module._parameters[key]
+            absent = Placeholder(without_values(part), None, is_fixed=True).make(None, {name})
+            vars(module)[key] = absent
     if enters is not None:
         stage.get_submodule(blocks.blocks[own.start]).register_forward_pre_hook(
             Entry(enters.argument), prepend=True, with_kwargs=True
@@ -81,21 +95,13 @@ def build(
         stage.forward,
         is_first=index == 0,
         is_last=leaves is None,
-        signature=learned.signature,
-        num_positional=len(learned.examples[0][0]),
+        signature=recording.signature,
+        num_positional=len(recording.args),
         absent={
-            name: Template(f"input {name}", runs, enters)
-            for name, runs in learned.positional().items()
+            name: Placeholder(value, received) for name, value in recording.positional().items()
         },
-        fixed=learned.fixed,
-        example=learned.examples[0][1],
+        fixed=recording.fixed,
+        example=recording.kwargs,
+        answer=held.answer,
     )
     return stage
-
-
-def _forget(module: nn.Module, key: str, parameter: nn.Parameter) -> None:
-    """Replace a parameter by a placeholder: a buffer of NaN."""
-    fill = float("nan") if parameter.dtype.is_floating_point else 0
-    nothing = torch.full((), fill, dtype=parameter.dtype, device=parameter.device)
-    del module._parameters[key]
-    module.register_buffer(key, nothing.expand(parameter.shape), persistent=False)

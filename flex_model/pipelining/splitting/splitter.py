@@ -6,27 +6,29 @@ of earlier blocks are run through, the first own block is given what the stage h
 the call of the block after the last own one ends the forward. So masks, rotary embeddings and all
 else without parameters are computed in every stage, by the model's own code.
 
-Runs of the model on the example show how the hidden state is passed and which sizes values have.
-Then every stage is run with all values that are not its own marked: what its output depends on is
-what it must hold. It may not depend on another stage's block, nor on an input that only the first
-stage gets, and all stages together must equal the model.
+A run of the model on the example shows how the hidden state is passed. Then every stage is run.
+What it lacks is there without its values (`absent_tensor`), so a stage must hold what it can't run
+without. That may not be another stage's block, nor an input that only the first stage gets, and all
+stages together must equal the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
+from torch.utils import _pytree
 
-from flex_model.pipelining.splitting.assembly import Parts, build, find_parts
+from flex_model.pipelining.splitting.absent_tensor import AbsentError
+from flex_model.pipelining.splitting.assembly import Held, Parts, build, find_parts
 from flex_model.pipelining.splitting.block_list import BlockList, cannot_split
 from flex_model.pipelining.splitting.clones import users_hooks
-from flex_model.pipelining.splitting.dependence import Dependence
-from flex_model.pipelining.splitting.learning import Learned, learn
 from flex_model.pipelining.splitting.observe import find_difference, quietly, tensors_in
-from flex_model.pipelining.splitting.templates import UnknownSizesError
+from flex_model.pipelining.splitting.recording import Recording, record
 
 
 def split_modules(
@@ -37,29 +39,35 @@ def split_modules(
 ) -> list[nn.Module]:
     """The stages, verified. ValueError if there is no right split at these points."""
     with quietly(model):
-        learned = learn(model, args, kwargs, split_spec)
-        blocks = learned.blocks
+        recording = record(model, args, kwargs, split_spec)
+        blocks = recording.blocks
         _check_hooks(model, blocks)
-        parts = find_parts(model, blocks, learned.recordings[0].calls)
-        held: list[set[str]] = []
+        parts = find_parts(model, blocks, recording.calls)
+        stages_hold: list[Held] = []
         given: tuple[Any, ...] = args
         for index in range(blocks.num_stages):
-            names, output = _examine(model, learned, parts, index, given)
-            held.append(names)
+            held, output = _examine(model, recording, parts, index, given)
+            stages_hold.append(held)
             given = (output,)
         order = [name for name, _ in model.named_modules()]
-        for name in parts.keys() - set().union(*held):  # no stage needed it on the example
+        # No stage needed these on the example.
+        for name in parts.keys() - set().union(*(held.names for held in stages_hold)):
             holder = name if name in order else name.rpartition(".")[0]
             is_in_front = order.index(holder) < order.index(blocks.blocks[0])
-            held[0 if is_in_front else -1].add(name)
+            stages_hold[0 if is_in_front else -1].names.add(name)
 
         def stages(with_hooks: bool) -> list[nn.Module]:
             return [
-                build(model, learned, parts, index, names, with_hooks=with_hooks)
-                for index, names in enumerate(held)
+                build(model, recording, parts, index, held, with_hooks=with_hooks)
+                for index, held in enumerate(stages_hold)
             ]
 
-        _compare(stages(with_hooks=False), learned, type(model).__name__)
+        examples = [recording]
+        more_args, more_kwargs = _one_row_more(args, kwargs)
+        with contextlib.suppress(Exception):  # a size that the model does not take
+            examples.append(record(model, more_args, more_kwargs, split_spec))
+        for example in examples:
+            _compare(model, stages(with_hooks=False), example)
     return stages(with_hooks=True)
 
 
@@ -74,64 +82,50 @@ def _check_hooks(model: nn.Module, blocks: BlockList) -> None:
 
 
 def _examine(
-    model: nn.Module, learned: Learned, parts: Parts, index: int, given: tuple[Any, ...]
-) -> tuple[set[str], Any]:
-    """The parts that a stage must hold, and what it returns: its blocks, and all that its output
-    depends on. ValueError if it depends on a value that it cannot have.
+    model: nn.Module, recording: Recording, parts: Parts, index: int, given: tuple[Any, ...]
+) -> tuple[Held, Any]:
+    """What a stage must hold, and what it returns: its blocks, and all that it can't run without.
+    ValueError if that is a value that it cannot have.
     """
-    kwargs = learned.examples[0][1]
-    held = {learned.blocks.blocks[number] for number in learned.blocks.of_stage(index)}
+    blocks, read = recording.blocks.blocks, None
+    held = Held({blocks[number] for number in recording.blocks.of_stage(index)})
 
-    def follow(dependence: Dependence) -> Any:
-        for name, buffer in stage.named_buffers():
-            if name in parts:
-                dependence.mark(buffer, {name})
+    def run(held: Held) -> Any:
+        stage = build(model, recording, parts, index, held, with_hooks=False)
+        return stage(*given, **recording.kwargs)
+
+    while True:
         try:
-            with dependence:
-                return stage(*given, **kwargs)
-        except UnknownSizesError as error:
-            if error.name not in parts.keys() - held - set(learned.blocks.blocks):
-                raise ValueError(cannot_split(model, f"stage {index}: {error}")) from error
-            raise
+            output = run(held)
+            break
+        except AbsentError as error:
+            needed = error.names & parts.keys() - held.names - set(blocks)
+            held.names |= needed
+            if not needed and not error.is_read:
+                _refuse(model, index, error)
+            if not needed:  # `if ids.eq(0).any(): warn()`: it may make no difference
+                held.answer, read = 0, error
         except Exception as error:
             why = f"stage {index} does not run without the others: {error}"
             raise ValueError(cannot_split(model, why)) from error
-
-    def is_same_with(lie: int) -> bool:
-        try:
-            other = follow(Dependence(lie=lie))
-        except (ValueError, UnknownSizesError):
-            return False
-        return find_difference(tensors_in(other), tensors_in(output)) is None
-
-    while True:
-        stage = build(model, learned, parts, index, held, with_hooks=False)
-        try:
-            output = follow(dependence := Dependence())
-        except UnknownSizesError as error:  # no placeholder: the stage computes it itself
-            held.add(error.name)
-            continue
-        labels = dependence.labels_of(output)
-        needed = {name for name in labels & parts.keys() if name not in learned.blocks.blocks}
-        if not needed:
-            break
-        held |= needed
-    _refuse(model, index, labels)
-    # Where Python decides something by a value that is not here, it must not matter how.
-    if dependence.read and not all(is_same_with(lie) for lie in (1, -1)):
-        read = ", ".join(sorted(dependence.read))
-        why = f"what stage {index} runs depends on values that it does not have ({read})"
-        raise ValueError(cannot_split(model, f"{why}: .item(), .tolist(), or an if"))
+    if read is not None:
+        for answer in (1, -1, 99):
+            try:
+                other = tensors_in(run(Held(held.names, answer)))
+            except Exception:
+                other = []
+            if find_difference(other, tensors_in(output)) is not None:
+                _refuse(model, index, read)
     return held, output
 
 
-def _refuse(model: nn.Module, index: int, labels: set[str]) -> None:
-    """ValueError if a stage's output depends on these: inputs of the first, or other blocks."""
-    if not labels:
-        return
-    label = min(labels, key=lambda label: (label.startswith("input "), label))
+def _refuse(model: nn.Module, index: int, error: AbsentError) -> NoReturn:
+    """ValueError for a stage that needs inputs of the first, or other blocks."""
+    label = min(error.names, key=lambda label: (label.startswith("input "), label))
     name = label.removeprefix("input ")
-    if name != label:
+    if error.is_read:
+        why = f"stage {index}: {error}"
+    elif name != label:
         why = (
             f"stage {index} needs the model's input {name!r}, which only the first stage is given "
             "(a skip connection past the blocks, or a mask made of it?); give it by keyword, so "
@@ -142,19 +136,37 @@ def _refuse(model: nn.Module, index: int, labels: set[str]) -> None:
             f"what stage {index} computes depends on blocks of other stages ({name!r}) other than "
             "by the hidden state"
         )
-    raise ValueError(cannot_split(model, why))
+    raise ValueError(cannot_split(model, why)) from error
 
 
-def _compare(stages: list[nn.Module], learned: Learned, name: str) -> None:
-    for (args, kwargs), answer in zip(learned.examples, learned.answers):
-        difference = find_difference(tensors_in(run_stages(stages, args, kwargs)), answer)
-        if difference is not None:
-            raise ValueError(
-                f"the stages of {name} do not compute what the model computes on the example "
-                f"({difference}). Does it return values of blocks beside the hidden state "
-                "(output_hidden_states, output_attentions), draw random numbers other than by "
-                "dropout, or keep state from call to call? In eval() it may not"
-            )
+def _compare(model: nn.Module, stages: list[nn.Module], recording: Recording) -> None:
+    try:
+        output = run_stages(stages, recording.args, recording.kwargs)
+    except RuntimeError as error:
+        why = (
+            f"its stages run with the sizes of the example only ({error}); give the inputs by "
+            "keyword, so that every stage has them"
+        )
+        raise ValueError(cannot_split(model, why)) from error
+    difference = find_difference(tensors_in(output), recording.answer)
+    if difference is not None:
+        raise ValueError(
+            f"the stages of {type(model).__name__} do not compute what the model computes on the "
+            f"example ({difference}). Does it return values of blocks beside the hidden state "
+            "(output_hidden_states, output_attentions), draw random numbers other than by "
+            "dropout, or keep state from call to call? In eval() it may not"
+        )
+
+
+def _one_row_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The example with its first row once more: sizes that were equal by chance differ there."""
+    tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    rows = next((one.shape[0] for one in tensors if one.dim()), None)
+
+    def longer(one: Tensor) -> Tensor:
+        return torch.cat([one, one[:1]]) if one.dim() and one.shape[0] == rows else one
+
+    return _pytree.tree_map_only(Tensor, longer, (args, kwargs))
 
 
 def run_stages(stages: list[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from flex_model import pytree
 from flex_model.pipelining.own_tensor import OwnTensor
-from flex_model.pipelining.splitting.dependence import Dependence, mark_absent
-from flex_model.pipelining.splitting.templates import Template
+from flex_model.pipelining.splitting.absent_tensor import AbsentError, answering, names_in
+from flex_model.pipelining.splitting.placeholder import Placeholder
 
 _current: ContextVar[StageCall | None] = ContextVar("flex_model_stage_call", default=None)
 
@@ -29,12 +29,10 @@ class StageCall:
 
     Attributes:
         hidden: What the stage has received; None for the first.
-        counts: How often each stand-in was called.
     """
 
     def __init__(self, hidden: Tensor | None) -> None:
         self.hidden = hidden
-        self.counts: Counter[Any] = Counter()
 
     def receive(self, stand_in: Tensor) -> Tensor:
         """What the stage has received, in place of ``stand_in``."""
@@ -75,7 +73,9 @@ class StageForward:
         num_positional: How many positional arguments the first stage gets.
         absent: Placeholders for them in a later stage, by parameter name.
         fixed: Keyword arguments that are always these (``use_cache=False``).
-        example: Keyword arguments on which the stage was examined.
+        example: The keyword arguments on which the stage was examined.
+        answer: What Python reads for values that are not here, with these keyword arguments: where
+            it makes no difference to the output. None: that is an error.
     """
 
     def __init__(
@@ -86,9 +86,10 @@ class StageForward:
         is_last: bool,
         signature: inspect.Signature,
         num_positional: int,
-        absent: Mapping[str, Template],
+        absent: Mapping[str, Placeholder],
         fixed: Mapping[str, Any],
         example: Mapping[str, Any],
+        answer: int | None,
     ) -> None:
         self._forward = forward
         self._is_first, self._is_last = is_first, is_last
@@ -96,29 +97,23 @@ class StageForward:
         self._num_positional = num_positional
         self._absent = dict(absent)
         self._fixed = dict(fixed)
-        self._examined = {self._kind(example)}
+        self._example, self._answer = _names_given(example), answer
         self.__name__ = "forward"
         self.__signature__ = signature if is_first else _later_signature(signature, absent)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        kind = self._kind(kwargs)
-        if self._is_first or kind in self._examined:
-            return self._run(args, kwargs)
-        with Dependence() as dependence:  # the model may do something else with these
+        given = _names_given({**kwargs, **self._fixed})
+        with answering(self._answer if given == self._example else None):
             output = self._run(args, kwargs)
-        needed = sorted(dependence.labels_of(output))
+        needed = names_in(output)
         if needed:
-            raise RuntimeError(
-                f"a pipeline stage needs {', '.join(needed)}, which it does not have, when the "
-                f"keyword arguments are {sorted(kind)}; give pipeline() an example with these, and "
-                "by keyword what every stage needs"
+            raise AbsentError(
+                needed,
+                f"a pipeline stage needs {', '.join(sorted(needed))}, which it does not have, when "
+                f"the keyword arguments are {given}; give pipeline() an example with these, and by "
+                "keyword what every stage needs",
             )
-        self._examined.add(kind)
         return output
-
-    def _kind(self, kwargs: Mapping[str, Any]) -> frozenset[str]:
-        given = {name for name, value in kwargs.items() if value is not None}
-        return frozenset(given | self._fixed.keys())
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = StageCall(None if self._is_first else self._hidden(args))
@@ -162,18 +157,21 @@ class StageForward:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The model's arguments, with placeholders for those that this stage does not get."""
         kwargs, filled = dict(kwargs), OrderedDict[str, Any]()
-        for name, template in self._absent.items():
+        for name, absent in self._absent.items():
             if name in kwargs:
                 filled[name] = kwargs.pop(name)
             else:
-                filled[name] = template.make(hidden)
-                mark_absent(filled[name], f"input {name}")
+                filled[name] = absent.make(hidden, {f"input {name}"})
         bound = inspect.BoundArguments(self._signature, filled)
         return bound.args, {**bound.kwargs, **kwargs}
 
 
+def _names_given(kwargs: Mapping[str, Any]) -> list[str]:
+    return sorted(name for name, value in kwargs.items() if value is not None)
+
+
 def _later_signature(
-    signature: inspect.Signature, absent: Mapping[str, Template]
+    signature: inspect.Signature, absent: Mapping[str, Placeholder]
 ) -> inspect.Signature:
     hidden = inspect.Parameter("hidden_states", inspect.Parameter.POSITIONAL_ONLY)
     others = []

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flex_model.pipelining.pass_through import PassThrough
-from flex_model.pipelining.splitting.dependence import mark_absent
+from flex_model.pipelining.splitting.absent_tensor import names_in
+from flex_model.pipelining.splitting.placeholder import Placeholder, without_values
 from flex_model.pipelining.splitting.stage_forward import StageEnd, current_call
-from flex_model.pipelining.splitting.templates import Seen, Template
 
 
 class StandIn(PassThrough):
     """A module of another stage, in a stage whose model code still calls it.
 
-    It returns placeholders of the structure, sizes and dtypes that the module returns: NaN, so that
-    one that should not be used is seen. Attributes that model code reads are there: plain ones
-    (``layer_idx``), modules in it as stand-ins too, sizes and dtypes of its parameters
-    (``embed.weight.dtype``), and the module's own (``tower.dtype``, ``tower.device``).
+    It returns placeholders of what the module returned on the example. Attributes that model code
+    reads are there: plain ones (``layer_idx``), modules in it as stand-ins too, sizes and dtypes of
+    its parameters (``embed.weight.dtype``), and the module's own (``tower.dtype``,
+    ``tower.device``).
 
     Args:
         original: The module; nothing of it is kept alive.
         name: Its name in the model.
-        outputs_of: What modules return, by name: per call in one run of the model.
+        outputs: What modules returned on the example, by name, without values.
+        received: The hidden state that the stage received on it; None: none.
         part: The name of what another stage has as a whole: this module, or one that it is in.
         ends: Which of its arguments is the hidden state, of the block after the stage's last one: a
             call of it ends the stage's forward.
@@ -37,7 +37,8 @@ class StandIn(PassThrough):
         self,
         original: nn.Module,
         name: str,
-        outputs_of: Callable[[str], Sequence[Template]],
+        outputs: Mapping[str, Any],
+        received: Tensor | None,
         part: str,
         ends: int | None = None,
     ) -> None:
@@ -45,31 +46,30 @@ class StandIn(PassThrough):
         # None of it is registered: what is in __dict__ is no parameter or module of the stage.
         kept = {key: value for key, value in original.__dict__.items() if _is_plain(value)}
         for key, child in original._modules.items():
-            kept[key] = None if child is None else StandIn(child, f"{name}.{key}", outputs_of, part)
+            inner = f"{name}.{key}"
+            kept[key] = None if child is None else StandIn(child, inner, outputs, received, part)
         self.__dict__.update({**kept, **self.__dict__, "training": original.training})
         self.stands_for = f"{name}: {type(original).__name__}"
         self._name, self._part, self._ends = name, part, ends
-        self._outputs = tuple(outputs_of(name))
+        self._output = Placeholder(outputs[name], received) if name in outputs else None
         tensors = (*original._parameters.items(), *original._buffers.items())
-        self._tensors = {key: Seen.of(tensor) for key, tensor in tensors if tensor is not None}
+        self._tensors = {
+            key: Placeholder(without_values(tensor), received, is_fixed=True)
+            for key, tensor in tensors
+            if tensor is not None
+        }
         first = next(original.parameters(), None)
         if first is not None and {"dtype", "device"} <= set(dir(type(original))):
-            self._first = Seen.of(first)  # of which a Hugging Face model has them
+            self._first = Placeholder(without_values(first), received)  # a Hugging Face model's
 
     def __getattr__(self, name: str) -> Any:
-        is_of_first = name in ("dtype", "device") and "_first" in self.__dict__
-        seen = self._first if is_of_first else self.__dict__.get("_tensors", {}).get(name)
-        if seen is None:
-            return super().__getattr__(name)
-        call, dtype, device = current_call(), seen.dtype, seen.device
-        if call is not None and call.hidden is not None:
-            dtype = call.hidden.dtype if dtype.is_floating_point else dtype
-            device = call.hidden.device
-        if is_of_first:
-            return dtype if name == "dtype" else device
-        tensor = torch.full((), seen.fill, dtype=dtype, device=device).expand(seen.sizes)
-        mark_absent(tensor, self._part)
-        return tensor
+        call, own = current_call(), self.__dict__
+        hidden = None if call is None else call.hidden
+        if name in ("dtype", "device") and "_first" in own:
+            return getattr(self._first.make(hidden, ()), name)
+        if name in own.get("_tensors", ()):
+            return self._tensors[name].make(hidden, {self._part})
+        return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = current_call()
@@ -77,15 +77,12 @@ class StandIn(PassThrough):
             return super().forward(*args, **kwargs)
         if self._ends is not None:
             raise StageEnd(call, _pytree.tree_leaves((args, kwargs))[self._ends])
-        if not self._outputs:
+        if self._output is None:
             raise RuntimeError(
                 f"a pipeline stage calls {self._name!r}, which another stage has, and the example "
                 "given to pipeline() did not call it; give an example that does"
             )
-        output = self._outputs[min(call.counts[self], len(self._outputs) - 1)].make(call.hidden)
-        call.counts[self] += 1
-        mark_absent(output, self._part, (args, kwargs))
-        return output
+        return self._output.make(call.hidden, {self._part} | names_in((args, kwargs)))
 
     def extra_repr(self) -> str:
         return f"for {self.stands_for}"
@@ -127,4 +124,4 @@ def _is_plain(value: Any) -> bool:
         return all(_is_plain(item) for item in value)
     if isinstance(value, dict):
         return all(_is_plain(item) for item in value.values())
-    return not isinstance(value, (nn.Module, torch.Tensor)) and not callable(value)
+    return not isinstance(value, (nn.Module, Tensor)) and not callable(value)

@@ -1,0 +1,138 @@
+"""Tensors without values: they stand in a pipeline stage for those that it does not have."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from flex_model.integrations import torch_private
+
+_answer: ContextVar[int | None] = ContextVar("flex_model_answer", default=None)
+_SIZES_ONLY = re.compile(r"new_.*|.*_like")  # `zeros_like(x)` needs no value of x
+
+
+class AbsentError(RuntimeError):
+    """A stage needs values that it does not have.
+
+    Attributes:
+        names: What they are, or depend on.
+        is_read: Whether Python reads them, as ``if mask.any()`` does.
+    """
+
+    def __init__(self, names: Iterable[str], message: str, is_read: bool = False) -> None:
+        super().__init__(message)
+        self.names, self.is_read = frozenset(names), is_read
+
+
+class Absent(Tensor):
+    """Stands for a tensor that is not here, or that depends on one.
+
+    The results of operations on it are of this class, too, with the right sizes and dtypes. That
+    Python reads a value of it is an error, except in ``answering``.
+
+    Args:
+        elem: The tensor, on meta. (With its values while `Recording` finds what depends on what.)
+        names: What it stands for, and what that depends on.
+        device: That of the tensor for which it stands.
+    """
+
+    @staticmethod
+    def __new__(cls, elem: Tensor, names: Iterable[str], device: torch.device) -> Absent:
+        return torch_private.wrapper_tensor(cls, elem, device)
+
+    def __init__(self, elem: Tensor, names: Iterable[str], device: torch.device) -> None:
+        super().__init__()
+        self.elem, self.names = elem, frozenset(names)
+
+    __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
+
+    def read(self) -> Tensor:
+        """Return it with values, for Python: its own, or those of ``answering``."""
+        if not self.elem.is_meta:
+            return self.elem
+        answer = _answer.get()
+        if answer is None:
+            raise _read_error(self.names)
+        return torch.full(self.shape, answer, dtype=self.dtype, device=self.device)
+
+    def tolist(self) -> Any:
+        return self.read().tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.read().numpy(*args, **kwargs)
+
+    def __array__(self, *args: Any) -> Any:
+        return self.read().__array__(*args)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        kwargs = kwargs or {}
+        found = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
+        names = names_in(found)
+        device = kwargs.get("device") or found[0].device
+        if _SIZES_ONLY.fullmatch(func.overloadpacket.__name__):
+            return func(*_pytree.tree_map_only(Absent, _blank, args), **kwargs)
+        is_meta = any(one.elem.is_meta for one in found)
+        if is_meta:
+            arguments = func._schema.arguments
+            given = [*zip(arguments, args), *((a, kwargs.get(a.name)) for a in arguments)]
+            is_written = any(a.is_write and type(one) is Tensor for a, one in given)
+            if torch.Tag.data_dependent_output in func.tags:  # such as ``item()``
+                return func(*_pytree.tree_map_only(Absent, Absent.read, args), **kwargs)
+            if is_written:
+                raise _read_error(names)
+            kwargs = {**kwargs, "device": "meta"} if "device" in kwargs else kwargs
+
+        def elem_of(tensor: Tensor) -> Tensor:
+            return present(tensor).to("meta") if is_meta else present(tensor)
+
+        try:
+            result = func(
+                *_pytree.tree_map_only(Tensor, elem_of, args),
+                **_pytree.tree_map_only(Tensor, elem_of, kwargs),
+            )
+        except NotImplementedError as error:  # the sizes of the result depend on values
+            raise _read_error(names) from error
+        return _pytree.tree_map_only(Tensor, lambda one: Absent(one, names, device), result)
+
+
+@contextmanager
+def answering(answer: int | None) -> Iterator[None]:
+    """A context in which Python reads this for each absent value; None: that is an error."""
+    token = _answer.set(answer)
+    try:
+        yield
+    finally:
+        _answer.reset(token)
+
+
+def present(tensor: Tensor) -> Tensor:
+    """Return the tensor itself, of which an ``Absent`` has the values or the sizes."""
+    return tensor.elem if isinstance(tensor, Absent) else tensor
+
+
+def _blank(absent: Absent) -> Tensor:
+    return torch.empty_like(absent.elem, device=absent.device)
+
+
+def _read_error(names: Iterable[str]) -> AbsentError:
+    listed = ", ".join(sorted(names))
+    return AbsentError(
+        names,
+        f"what it runs depends on values that it does not have ({listed}): .item(), .tolist(), an "
+        "if, or sizes that depend on values",
+        is_read=True,
+    )
+
+
+def names_in(tree: Any) -> frozenset[str]:
+    """Return what the tensors of a tree stand for or depend on, as far as they are not here."""
+    leaves = _pytree.tree_leaves(tree)
+    return frozenset(name for leaf in leaves if isinstance(leaf, Absent) for name in leaf.names)
