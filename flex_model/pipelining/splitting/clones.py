@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import operator
+import copy
 import types
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_REGISTRIES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+_REGISTRIES = ("_parameters", "_buffers")
 
 
 def clone_tree(
@@ -28,72 +27,48 @@ def clone_tree(
         twin.head = nn.Identity()  # model.head is still there
 
     What modules keep outside of nn.Module's registries is shared, except for lists, tuples, dicts,
-    bound methods, partials and weak references that lead to modules: these lead to the clones.
+    bound methods and partials that lead to modules: these lead to the clones.
 
     Args:
         exchange: What takes the place of an object, by the object's id: mostly modules.
         with_hooks: False leaves out users' hooks. Those of torch and transformers are always kept:
             they are part of what the model computes (weight norm, captured outputs).
     """
-    return _Cloning(dict(exchange or {}), with_hooks).module(module)
+    memo: dict[int, Any] = {}
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if name in _REGISTRIES or is_hook_registry(name, value):
+                for item in value.values():
+                    _leads_to_modules(item, memo)
+            elif name not in ("_modules", "_non_persistent_buffers_set"):
+                _leads_to_modules(value, memo)
+    clone = copy.deepcopy(module, {**memo, **(exchange or {})})
+    for child in () if with_hooks else clone.modules():
+        for name, registry in vars(child).items():
+            if is_hook_registry(name, registry):
+                for key in [key for key, hook in registry.items() if is_users_hook(hook)]:
+                    del registry[key]
+    return clone
 
 
-class _Cloning:
-    def __init__(self, clones: dict[int, Any], with_hooks: bool) -> None:
-        self._clones = clones
-        self._with_hooks = with_hooks
-
-    def module(self, module: nn.Module) -> Any:
-        if id(module) in self._clones:
-            return self._clones[id(module)]
-        if isinstance(module, torch.jit.ScriptModule):  # its state is not in Python
-            return module
-        clone = module.__class__.__new__(module.__class__)
-        self._clones[id(module)] = clone
-        # Children first: attributes may refer to them.
-        children = {
-            name: None if child is None else self.module(child)
-            for name, child in module._modules.items()
-        }
-        for name, value in module.__dict__.items():
-            if name == "_modules":
-                clone.__dict__[name] = children
-            elif name in _REGISTRIES:
-                clone.__dict__[name] = value.copy()
-            elif is_hook_registry(name, value):
-                clone.__dict__[name] = OrderedDict(
-                    (key, self._value(hook))
-                    for key, hook in value.items()
-                    if self._with_hooks or not is_users_hook(hook)
-                )
-            else:
-                clone.__dict__[name] = self._value(value)
-        return clone
-
-    def _value(self, value: Any) -> Any:
-        """``value``, leading to clones where it leads to modules; itself where it does not."""
-        if id(value) in self._clones:
-            return self._clones[id(value)]
-        parts, join = _take_apart(value)
-        changed = [self._value(part) for part in parts]
-        return value if all(map(operator.is_, parts, changed)) else join(changed)
-
-
-def _take_apart(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """What a value leads to, and how to make another that leads elsewhere."""
+def _leads_to_modules(value: Any, shared: dict[int, Any]) -> bool:
+    """Whether a value leads to modules. What does not is added to ``shared``, by its id."""
     kind = type(value)
+    parts: Iterable[Any] = ()
     if kind in (list, tuple):
-        return list(value), kind
-    if kind in (dict, OrderedDict):
-        return list(value.values()), lambda parts: kind(zip(value, parts))
-    if kind is types.MethodType:
-        return [value.__self__], lambda parts: types.MethodType(value.__func__, *parts)
-    if kind is partial:
+        parts = value
+    elif kind in (dict, OrderedDict):
+        parts = value.values()
+    elif kind is types.MethodType:
+        parts = [value.__self__]
+    elif kind is partial:
         parts = [value.func, value.args, value.keywords]
-        return parts, lambda parts: partial(parts[0], *parts[1], **parts[2])
-    if kind is weakref.ref:
-        return [value()], lambda parts: weakref.ref(*parts)
-    return [], lambda parts: value
+    is_module = isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule)
+    found = [_leads_to_modules(part, shared) for part in parts]
+    if is_module or any(found):
+        return True
+    shared[id(value)] = value
+    return False
 
 
 def is_hook_registry(name: str, value: Any) -> bool:
