@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.distributed.tensor_dicts import Description, describe
-from flex_model.pipelining.row_proofs import BatchRows, InputDims
+from flex_model.pipelining.row_proofs import BatchRows
 
 
 def batch_dim(schedule: Any) -> int:
@@ -155,30 +155,6 @@ def _default_specs(value: Any, rows: int | None) -> Any:
 def shapes_of(values: Any) -> list[Description]:
     """Return the dtypes and shapes of all tensors in it, as JSON."""
     return describe([leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)])
-
-
-def input_dims(
-    schedule: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, rows: int | None
-) -> InputDims:
-    """Return the dims along which ``split_args`` and ``split_kwargs`` split the tensors in these
-    inputs of the whole batch.
-    """
-    if number == 1:
-        return InputDims([], {})
-    of_args, of_kwargs = _specs_of_args(schedule, args), _specs_of_kwargs(schedule, kwargs, rows)
-    return InputDims(
-        [dim for arg, spec in zip(args, of_args) for dim in _dims(arg, spec)],
-        {name: _dims(value, of_kwargs[name]) for name, value in kwargs.items()},
-    )
-
-
-def _dims(value: Any, specs: Any) -> list[int | None]:
-    leaves, tree = pytree.tree_flatten(value)
-    return [
-        spec.split_dim if isinstance(spec, TensorChunkSpec) else None
-        for leaf, spec in zip(leaves, tree.flatten_up_to(specs), strict=True)
-        if isinstance(leaf, Tensor)
-    ]
 
 
 def join(

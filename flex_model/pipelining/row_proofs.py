@@ -47,19 +47,6 @@ class BatchRows:
     selected: int | None = None
 
 
-@dataclass(frozen=True)
-class InputDims:
-    """The dims along which inputs are split into micro-batches; None: each gets all of it.
-
-    Attributes:
-        args: By tensor in the positional arguments, in the order of pytrees.
-        kwargs: By keyword argument, the same.
-    """
-
-    args: list[int | None]
-    kwargs: dict[str, list[int | None]]
-
-
 @dataclass(eq=False)
 class _Microbatch:
     """What was recorded of one micro-batch.
@@ -81,7 +68,7 @@ class StageRecording:
     Args:
         buffers: What the rank's buffers contain as the step begins.
         registrations: The hooks at modules of this rank: those that record, and those that edit.
-        dims: How the step's inputs are split into micro-batches.
+        inputs: The arguments of the step, of the whole batch.
         is_first: Whether the stage gets the step's positional inputs, not another stage's outputs.
     """
 
@@ -91,7 +78,7 @@ class StageRecording:
         core: HookCore,
         buffers: Buffers,
         registrations: Sequence[Registration],
-        dims: InputDims,
+        inputs: tuple[tuple[Any, ...], dict[str, Any]],
         is_first: bool,
         number: int,
     ) -> None:
@@ -101,7 +88,7 @@ class StageRecording:
             registration: [site for site in registration.places if site.module in modules]
             for registration in registrations
         }
-        self._dims, self._is_first, self._number = dims, is_first, number
+        self._inputs, self._is_first, self._number = inputs, is_first, number
         self._buffers = buffers
         self._microbatches: dict[int, _Microbatch] = {}
 
@@ -131,14 +118,16 @@ class StageRecording:
     def _note_inputs(
         self, follower: Follower, found: _Microbatch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        of_args, of_kwargs = self._inputs
         for name, value in kwargs.items():
-            dims = self._dims.kwargs.get(name, [])
-            for i, (tensor, dim) in enumerate(zip(_tensors(value), dims)):
-                follower.note_input(tensor, f"input {name!r}, tensor {i}", (_placed(dim), None))
+            for i, (tensor, whole) in enumerate(zip(_tensors(value), _tensors(of_kwargs[name]))):
+                follower.note_input(
+                    tensor, f"input {name!r}, tensor {i}", (_split(whole, tensor), None)
+                )
         tensors = _tensors(args)
         if self._is_first:
-            for i, (tensor, dim) in enumerate(zip(tensors, self._dims.args)):
-                follower.note_input(tensor, f"input {i}", (_placed(dim), None))
+            for i, (tensor, whole) in enumerate(zip(tensors, _tensors(of_args))):
+                follower.note_input(tensor, f"input {i}", (_split(whole, tensor), None))
             return
         for i, tensor in enumerate(tensors):
             follower.note_input(tensor, f"what the stage before sends, tensor {i}", (None, None))
@@ -257,8 +246,12 @@ def _rows(
     return BatchRows(None, next(filter(None, texts), ""))
 
 
-def _placed(dim: int | None) -> Placement:
-    return Replicate() if dim is None else Shard(dim)
+def _split(whole: Tensor, part: Tensor) -> Placement:
+    """Return how an input of the whole batch is split into parts, of which this is one of several;
+    each gets all of it where none of its sizes is smaller.
+    """
+    dims = (dim for dim, size in enumerate(part.shape) if size != whole.shape[dim])
+    return next(map(Shard, dims), Replicate())
 
 
 def _tensors(tree: Any) -> list[Tensor]:

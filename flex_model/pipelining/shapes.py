@@ -7,9 +7,8 @@ as it was: buffers (BatchNorm's) and random generators are restored.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from flex_model.distributed.tensor_dicts import (
 from flex_model.integrations.torch_pipelining import is_traced, to_meta
 from flex_model.pipelining.instrumented_stage import InstrumentedStage, sendable
 from flex_model.pipelining.local_pipeline import LocalPipeline
+from flex_model.pipelining.unchanged import unchanged
 
 
 def infer_shapes(
@@ -172,24 +172,6 @@ def _text(shapes: Sequence[Description]) -> str:
 
 def _run(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the module's output; the module is left as it was."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        _left_as_it_was(module),
-        warnings.catch_warnings(),
-    ):
+    with torch.inference_mode(False), unchanged(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of zeros and of no gradients; the step itself warns
         return sendable(module(*inputs, **kwargs))
-
-
-@contextlib.contextmanager
-def _left_as_it_was(module: nn.Module) -> Iterator[None]:
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    devices = {buffer.device.index for buffer in module.parameters() if buffer.is_cuda}
-    with torch.random.fork_rng(devices=sorted(device or 0 for device in devices)):
-        try:
-            yield
-        finally:
-            for buffer, before in buffers:
-                if buffer.shape == before.shape:
-                    buffer.copy_(before)

@@ -24,7 +24,6 @@ from flex_model.layouts.sources import named_inputs
 from flex_model.parameters.trainable import refuse_different
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.local_pipeline import LocalPipeline
-from flex_model.pipelining.row_proofs import InputDims
 from flex_model.pipelining.stage_index import StageIndex
 from flex_model.pipelining.step_conditions import digest_of_inputs
 
@@ -64,7 +63,6 @@ class StepPlan:
         conditions: A hash of the inputs, and, with micro-batches, of the modules, their hooks and
             attributes, and torch's modes, on all ranks.
         number: The number of micro-batches.
-        input_dims: How this rank's inputs are split into them.
         rows: By data-parallel rank: its number of rows in each micro-batch.
         seed: The seed of random edits.
     """
@@ -73,7 +71,6 @@ class StepPlan:
     is_prepared: bool
     conditions: int
     number: int
-    input_dims: InputDims
     arg_chunks: list[Any]
     kwarg_chunks: list[Any]
     target_chunks: list[Any] | None
@@ -164,7 +161,6 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
         all(of_rank["prepared"] == inputs for of_rank in gathered),
         site_hash(inputs, *(of_rank["conditions"] for of_rank in gathered)),
         number,
-        microbatches.input_dims(schedule, args, call.kwargs, number, own_rows),
         microbatches.split_args(schedule, args, number),
         microbatches.split_kwargs(schedule, call.kwargs, number, own_rows),
         None if target is None else list(torch.tensor_split(target, number)),

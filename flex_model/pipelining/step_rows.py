@@ -53,7 +53,7 @@ class StepRows:
                 core,
                 self._buffers,
                 here,
-                plan.input_dims,
+                (call.args, call.kwargs),
                 of_torch.is_first,
                 plan.number,
             )

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 _REGISTRIES = ("_parameters", "_buffers")
 
@@ -108,8 +108,3 @@ def _home(hook: Any) -> str:
     while isinstance(hook, partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__)
-
-
-def tensors_of(module: nn.Module) -> list[Tensor]:
-    """All parameters and buffers."""
-    return [*module.parameters(), *module.buffers()]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flex_model import pytree
-from flex_model.pipelining.splitting.clones import tensors_of
+from flex_model.pipelining.unchanged import unchanged
 
 
 class ComparableRun(TorchFunctionMode):
@@ -39,20 +39,6 @@ class ComparableRun(TorchFunctionMode):
                 args = (*args[:4], 0.0, *args[5:])
             kwargs.pop("dropout_p", None)
         return func(*args, **kwargs)
-
-
-@contextmanager
-def unchanged(model: nn.Module, *others: nn.Module) -> Iterator[None]:
-    """No gradients; afterwards buffers and random states are what they were before."""
-    buffers = [(b, b.clone()) for module in (model, *others) for b in module.buffers()]
-    devices = {tensor.device.index for tensor in tensors_of(model) if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
-        try:
-            yield
-        finally:
-            for tensor, before in buffers:  # what has not changed is not written to
-                if not tensor.is_meta and not torch.equal(tensor, before):
-                    tensor.copy_(before)
 
 
 @contextmanager
