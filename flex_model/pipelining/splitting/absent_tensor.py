@@ -49,7 +49,7 @@ class Absent(Tensor):
 
     def __init__(self, elem: Tensor, names: Iterable[str], device: torch.device) -> None:
         super().__init__()
-        self.elem, self.names = elem, frozenset(names)
+        self.elem, self.labels = elem, frozenset(names)  # ``names`` is a Tensor's own
 
     __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
 
@@ -59,7 +59,7 @@ class Absent(Tensor):
             return self.elem
         answer = _answer.get()
         if answer is None:
-            raise _read_error(self.names)
+            raise _read_error(self.labels)
         return torch.full(self.shape, answer, dtype=self.dtype, device=self.device)
 
     def tolist(self) -> Any:
@@ -135,4 +135,4 @@ def _read_error(names: Iterable[str]) -> AbsentError:
 def names_in(tree: Any) -> frozenset[str]:
     """Return what the tensors of a tree stand for or depend on, as far as they are not here."""
     leaves = _pytree.tree_leaves(tree)
-    return frozenset(name for leaf in leaves if isinstance(leaf, Absent) for name in leaf.names)
+    return frozenset(name for leaf in leaves if isinstance(leaf, Absent) for name in leaf.labels)
