@@ -98,7 +98,7 @@ class Absent(Tensor):
                 *_pytree.tree_map_only(Tensor, elem_of, args),
                 **_pytree.tree_map_only(Tensor, elem_of, kwargs),
             )
-        except NotImplementedError as error:  # the sizes of the result depend on values
+        except RuntimeError as error:  # it has no meta kernel, or one that takes less
             raise _read_error(names) from error
         return _pytree.tree_map_only(Tensor, lambda one: Absent(one, names, device), result)
 

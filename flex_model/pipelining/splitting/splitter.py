@@ -101,7 +101,7 @@ def _examine(
         except AbsentError as error:
             needed = error.names & parts.keys() - held.names - set(blocks)
             held.names |= needed
-            if not needed and not error.is_read:
+            if not needed and not (error.is_read and read is None):
                 _refuse(model, index, error)
             if not needed:  # `if ids.eq(0).any(): warn()`: it may make no difference
                 held.answer, read = 0, error
