@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _autograd, _functorch
 from torch._C._dynamo import eval_frame as eval_frame  # compiled.outside_graphs does without it
+from torch._decomp import decomposition_table as decomposition_table
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses import fake_tensor as fake_tensor  # tensors without values; nothing else is
@@ -26,7 +27,10 @@ from torch.autograd import forward_ad
 from torch.nn.utils import stateless
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device, _pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 # ---- Tensors without values. Without them: no runs on shapes -------------------------------------
 
@@ -39,6 +43,7 @@ def makes_fakes() -> bool:
 # ---- The dispatcher: which operations there are. Without it: a list of names, kept by hand ------
 
 all_operation_names = torch._C._dispatch_get_all_op_names
+disabled_modes = _disable_current_modes  # without it: modes of the user see shapes of ours
 DisableTorchFunction = torch._C.DisableTorchFunction  # else an empty TorchFunctionMode
 
 
@@ -46,6 +51,18 @@ def is_composite(operation: Any) -> bool:
     """Whether an operation is composed of others."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(operation.name(), "CompositeImplicitAutograd")
+
+
+def decomposition_of(operation: Any) -> Callable[..., Any]:
+    """Return a function that runs an operation as a sequence of others. NotImplementedError if
+    there is none. Without torch's table: only for those that are composed of others.
+    """
+    found = decomposition_table.get(operation)
+    if found is not None:
+        return found
+    if not is_composite(operation):
+        raise NotImplementedError(operation)
+    return operation.decompose
 
 
 # ---- Autograd and torch.func. Without them: hooks on the graph's nodes; no check ----------------

@@ -1,20 +1,24 @@
-"""``python -m flex_model.layouts [operation ...]``: list the ATen operations that have no
-propagation rule.
+"""``python -m flex_model.layouts [operation ...]``: list the ATen operations that are not
+followed: they have no propagation rule and no decomposition.
 
 Of the operations named, or of all: those that read and return tensors, are not private, not the
 in-place or ``out=`` form of another, and not composed of others (those are followed through their
-components). Without a rule, nothing is known of an operation's result, unless all its operands are
-replicated.
+components). Nothing is known of their results, unless all their operands are replicated.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 
-from flex_model.integrations.torch_private import OpOverload, all_operation_names, is_composite
+from flex_model.integrations.torch_private import (
+    OpOverload,
+    all_operation_names,
+    decomposition_table,
+    is_composite,
+)
 from flex_model.layouts.propagation import has_rule
 
 _GROUPS = (
@@ -52,8 +56,19 @@ def _needs_rule(op: OpOverload) -> bool:
 
 
 def without_rule(names: Sequence[str] = ()) -> list[str]:
-    """Return the names of the given operations, or of all, that have no rule."""
-    return sorted(name for name in names or operations() if not has_rule(name))
+    """Return the names of the given operations, or of all, that have no rule and no
+    decomposition.
+    """
+    known = set(all_operation_names())
+    return sorted(name for name in names or operations() if not _is_followed(name, known))
+
+
+def _is_followed(name: str, known: Container[str]) -> bool:
+    if has_rule(name):
+        return True
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::"))
+    found = [getattr(packet, overload) for overload in packet.overloads()]
+    return any(op in decomposition_table or is_composite(op) for op in found if op.name() in known)
 
 
 def _group(name: str) -> str:
@@ -65,9 +80,9 @@ def _group(name: str) -> str:
 
 
 def main(names: Sequence[str]) -> int:
-    """Print them by group. The exit status is 1 if a named operation has no rule."""
+    """Print them by group. The exit status is 1 if one was named."""
     missing = without_rule(names)
-    print(f"{len(missing)} ATen operations without a propagation rule")
+    print(f"{len(missing)} ATen operations without a propagation rule and a decomposition")
     for group, _ in _GROUPS:
         of_group = [name for name in missing if _group(name) == group]
         if of_group:

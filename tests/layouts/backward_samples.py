@@ -5,7 +5,6 @@ Their kernels trust the shapes of what the forward left, so programs look at the
 
 import torch
 
-from model_samples import FLASH, FLASH_BACKWARD, K, Q, V, look
 from product_samples import on
 from virtual_ranks import floats, ints, sample
 
@@ -71,14 +70,6 @@ def fit(tensor, shape):
     return tensor
 
 
-def own_slice(op, rank, g):
-    """The gradient of a rank's own part of a replicated tensor of 4 x 12."""
-    start, end = 0, 12
-    if rank.index is not None:
-        start, end = (i * 12 // rank.count for i in (rank.index, rank.index + 1))
-    return op(fit(g, (4, end - start)), [4, 12], 1, start, end, 1)
-
-
 SLICES = [
     *[
         sample(
@@ -106,7 +97,6 @@ SLICES = [
             program=lambda op, g: op(g, [4, 2 * g.shape[1]], 1, 0, g.shape[1], 1),
         ),
     ],
-    sample("slice_backward", floats(4, 12), program=own_slice, of_rank=True),
     sample(
         "select_backward",
         floats(4, 6),
@@ -134,22 +124,7 @@ SLICES = [
 ]
 
 
-def embedding(name, scale, *more):
-    def program(op, grad, indices):
-        fit(grad[..., 0], indices.shape)
-        if int(indices.min()) < 0 or int(indices.max()) >= 8:
-            raise ValueError("indices out of range")
-        return op(grad, indices, 8, -1, scale, *more)
-
-    return sample(name, floats(4, 3, 6), ints(8, 4, 3), program=program, takes_empty=False)
-
-
-INDICES = [
-    embedding("embedding_dense_backward", False),
-    embedding("embedding_dense_backward", True),
-    embedding("embedding_backward", False, False),
-    like("_prelu_kernel_backward", X, Y, floats(1, 6), same=2),
-]
+PRELU = [like("_prelu_kernel_backward", X, Y, floats(1, 6), same=2)]
 
 
 def norm_backward(name, x, shape, mask, affine=True):
@@ -266,41 +241,6 @@ NORMS = [
     batch_norm_backward("batch_norm_backward", False),
 ]
 
-
-def attention_backward(q, k, v, mask=None, **kwargs):
-    out, sums = getattr(torch.ops.aten, FLASH)(q, k, v, attn_mask=mask, **kwargs)
-    masks = [] if mask is None else [mask]
-    is_causal = kwargs.get("is_causal", False)
-
-    def program(op, grad, q, k, v, out, sums, *mask):
-        look(FLASH_BACKWARD, q, k, v, *mask)
-        for t in (grad, out):
-            fit(t, (*q.shape[:-1], v.shape[-1]))
-        fit(sums, q.shape[:-1])
-        given = {"attn_mask": mask[0]} if mask else {}
-        return op(grad, q, k, v, out, sums, 0.0, is_causal, **given)
-
-    return sample(
-        FLASH_BACKWARD,
-        floats(*out.shape),
-        q,
-        k,
-        v,
-        out,
-        sums,
-        *masks,
-        program=program,
-        takes_empty=False,
-        together=tuple((*[d] * 6, *[None] * len(masks)) for d in (0, 1))
-        + ((2, 2, None, None, 2, 2, *[None] * len(masks)),),
-    )
-
-
-ATTENTION = [
-    attention_backward(Q, K, V),
-    attention_backward(Q, K, V, floats(1, 1, 6, 5)),
-    attention_backward(Q, floats(2, 4, 6, 8), floats(2, 4, 6, 8), is_causal=True),
-]
 
 REDUCTIONS = (0, 1, 2)
 CLASSES, WEIGHT = ints(6, 4), torch.rand(6).double()
@@ -435,4 +375,4 @@ LOSSES = [
     sample("cross_entropy_loss", X, PROBABLE, program=lambda op, x, t: op(x, t, None, 0)),
 ]
 
-SAMPLES = [*ALONG, *SLICES, *INDICES, *NORMS, *ATTENTION, *LOSSES]
+SAMPLES = [*ALONG, *SLICES, *PRELU, *NORMS, *LOSSES]

@@ -3,7 +3,6 @@ so that the labels of its rule are checked, if not the kernel.
 """
 
 import torch
-import torch.nn.functional as F
 
 from backward_samples import fit
 from model_samples import Q, look
@@ -59,15 +58,6 @@ def overrideable(q, k, v, bias=None, *_):
     return (*attention(q, k, v, bias), *STATE)
 
 
-def gradients(grad, q, k, v, bias=None, mask=(True, True, True, False)):
-    given = [q, k, v, *([] if bias is None or bias.numel() == 0 else [bias])]
-    leaves = [t.detach().clone().requires_grad_() for t in given]
-    with torch.enable_grad():
-        out, _ = attention(*leaves)
-        found = torch.autograd.grad(out, leaves, grad)
-    return tuple(g for g, is_made in zip(found, mask) if is_made)
-
-
 K, V = floats(2, 4, 5, 8), floats(2, 4, 5, 8)
 FEW = (floats(2, 2, 5, 8), floats(2, 2, 5, 8))
 BIAS = floats(1, 4, 6, 5)
@@ -84,42 +74,6 @@ def forward(name, function, q, k, v, *bias, tail=()):
     return written(name, function, q, k, v, *bias, program=program, skips_outputs=(2, 3, 4, 5))
 
 
-def backward(name, function, q, k, v, order, *bias):
-    """``order`` puts the arguments where the operation has them."""
-    out, sums = attention(q, k, v, *bias)
-
-    def program(op, grad, q, k, v, out, sums, *bias):
-        look(name, q, k, v)
-        for t in (grad, out):
-            fit(t, q.shape)
-        fit(sums, q.shape[:-1])
-        for own in bias:
-            own.expand(*q.shape[:-1], k.shape[-2])
-        return op(*order(grad, q, k, v, out, sums, bias[0] if bias else NONE, q.shape[2]))
-
-    of_bias = [None] * len(bias)
-    together = (
-        *[(*[d] * 6, *([d] if bias and d == 1 else of_bias)) for d in (0, 1)],
-        (2, 2, None, None, 2, 2, *([2] if bias else [])),
-    )
-    return written(
-        name,
-        function,
-        floats(*out.shape),
-        q,
-        k,
-        v,
-        out,
-        sums,
-        *bias,
-        program=program,
-        together=together,
-    )
-
-
-SEED, OFFSET = torch.zeros(1), torch.zeros(2)  # states of random numbers
-ALL = [True] * 4
-
 ATTENTION = [
     forward("_scaled_dot_product_efficient_attention", efficient, Q, K, V, tail=(True,)),
     forward("_scaled_dot_product_efficient_attention", efficient, Q, K, V, BIAS, tail=(True,)),
@@ -127,113 +81,13 @@ ATTENTION = [
     forward("_scaled_dot_product_flash_attention", flash, Q, *FEW),
     forward("_scaled_dot_product_cudnn_attention", cudnn, Q, K, V, BIAS, tail=(True,)),
     forward("_scaled_dot_product_fused_attention_overrideable", overrideable, Q, K, V, BIAS),
-    *[
-        backward(
-            "_scaled_dot_product_flash_attention_backward",
-            lambda g, q, k, v, *_: gradients(g, q, k, v),
-            Q,
-            *kv,
-            lambda g, q, k, v, o, s, b, n: (
-                g,
-                q,
-                k,
-                v,
-                o,
-                s,
-                SEED,
-                SEED,
-                n,
-                5,
-                0.0,
-                False,
-                SEED,
-                OFFSET,
-            ),
-        )
-        for kv in ((K, V), FEW)
-    ],
-    *[
-        backward(
-            "_scaled_dot_product_efficient_attention_backward",
-            lambda g, q, k, v, b, *_: gradients(g, q, k, v, b, [True] * (3 + (b.numel() > 0))),
-            Q,
-            K,
-            V,
-            lambda g, q, k, v, o, s, b, n: (
-                g,
-                q,
-                k,
-                v,
-                b,
-                o,
-                s,
-                SEED,
-                OFFSET,
-                0.0,
-                [True] * 3 + [b.numel() > 0],
-            ),
-            *bias,
-        )
-        for bias in ((), (BIAS,))
-    ],
-    backward(
-        "_scaled_dot_product_cudnn_attention_backward",
-        lambda g, q, k, v, o, s, seed, offset, b, *_: gradients(g, q, k, v, b, [True] * 3),
-        Q,
-        K,
-        V,
-        lambda g, q, k, v, o, s, b, n: (
-            g,
-            q,
-            k,
-            v,
-            o,
-            s,
-            SEED,
-            OFFSET,
-            b,
-            SEED,
-            SEED,
-            n,
-            5,
-            0.0,
-            False,
-        ),
-        BIAS,
-    ),
-    backward(
-        "_scaled_dot_product_fused_attention_overrideable_backward",
-        lambda g, q, k, v, b, *_: gradients(g, q, k, v, b, ALL),
-        Q,
-        K,
-        V,
-        lambda g, q, k, v, o, s, b, n: (
-            g,
-            q,
-            k,
-            v,
-            b,
-            ALL,
-            o,
-            s,
-            SEED,
-            SEED,
-            n,
-            5,
-            0.0,
-            False,
-            SEED,
-            OFFSET,
-        ),
-        BIAS,
-    ),
 ]
 
 
 def rms_backward(grad, x, shape, rstd, weight, mask):
-    x, weight = (t.detach().clone().requires_grad_() for t in (x, weight))
-    with torch.enable_grad():
-        return torch.autograd.grad(F.rms_norm(x, shape, weight, 1e-5), (x, weight), grad)
+    normed, inner = x * rstd, grad * weight
+    of_x = rstd * (inner - normed * (inner * normed).mean(-1, keepdim=True))
+    return of_x, (grad * normed).sum((0, 1))
 
 
 def run_rms(op, grad, x, rstd, weight):
@@ -256,37 +110,12 @@ def lstm_cell(gates, more, cx, a=None, b=None):
     return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
 
 
-def lstm_cell_backward(grad_hy, grad_cy, cx, cy, workspace, has_bias):
-    """Linear in both gradients, row by row."""
-    i, f, g, o = workspace.chunk(4, 1)
-    d = grad_cy + grad_hy * o * (1 - cy.tanh() ** 2)
-    gates = torch.cat([d * g, d * cx, d * i, grad_hy * cy.tanh()], 1)
-    return gates, d * f, gates.sum(0)
-
-
-def run_lstm_backward(op, grad_hy, grad_cy, cx, cy, workspace):
-    for t in (grad_cy, cx, cy):
-        fit(t, grad_hy.shape)
-    fit(workspace, (len(cx), 4 * cx.shape[1]))
-    return op(grad_hy, grad_cy, cx, cy, workspace, True)
-
-
 def gru_cell(gates, more, hx, a=None, b=None):
     if gates.shape != more.shape or gates.shape != (len(hx), 3 * hx.shape[1]):
         raise ValueError("shapes that don't fit")
     r, z, n = (gates + more).chunk(3, 1)
     hy = z.sigmoid() * hx + (1 - z.sigmoid()) * (n * r.sigmoid()).tanh()
     return hy, torch.cat([gates, more[:, : 2 * hx.shape[1]]], 1)
-
-
-def gru_cell_backward(grad, workspace, has_bias):
-    wide = grad.repeat(1, 3) * workspace[:, : 3 * grad.shape[1]]
-    return wide, wide * 2, grad * workspace[:, : grad.shape[1]], wide.sum(0), 2 * wide.sum(0)
-
-
-def run_gru_backward(op, grad, workspace):
-    fit(workspace, (len(grad), 5 * grad.shape[1]))
-    return op(grad, workspace, True)
 
 
 SAMPLES = [
@@ -302,21 +131,7 @@ SAMPLES = [
         together=((0, 0, 0, None), (1, 1, 1, None)),
     ),
     written("_thnn_fused_lstm_cell", lstm_cell, floats(4, 4 * H), floats(4, 4 * H), floats(4, H)),
-    written(
-        "_thnn_fused_lstm_cell_backward_impl",
-        lstm_cell_backward,
-        *[floats(4, H)] * 4,
-        floats(4, 4 * H),
-        program=run_lstm_backward,
-    ),
     written("_thnn_fused_gru_cell", gru_cell, floats(4, 3 * H), floats(4, 3 * H), floats(4, H)),
-    written(
-        "_thnn_fused_gru_cell_backward",
-        gru_cell_backward,
-        floats(4, H),
-        floats(4, 5 * H),
-        program=run_gru_backward,
-    ),
     written(
         "_masked_scale",
         lambda x, m, s: x * m * s,

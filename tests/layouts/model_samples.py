@@ -72,7 +72,7 @@ def look(name, q, k, v, *mask):
     """The kernels don't, and read past the end or divide by zero."""
     if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
         raise ValueError("not as many values as keys")
-    if name in (FLASH, FLASH_BACKWARD):
+    if name == FLASH:
         if q.shape[:-3] != k.shape[:-3] or q.shape[-3] % k.shape[-3]:
             raise ValueError("not as many rows or heads")
         for given in mask:
@@ -94,7 +94,6 @@ FEW = (floats(2, 2, 5, 8), floats(2, 2, 5, 8))
 ONE = (floats(2, 1, 5, 8), floats(2, 1, 5, 8))
 SDPA = "scaled_dot_product_attention"
 MATH = "_scaled_dot_product_attention_math"
-FLASH_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 
 ATTENTION = [

@@ -1,4 +1,5 @@
-"""Every propagation rule against its own operation: shards in, claims out, put together, compared.
+"""Every propagation rule, and operations without one that are decomposed, against the operation
+itself: shards in, claims out, put together, compared.
 
 See `virtual_ranks`. The samples are in one file for each family of operations.
 """
@@ -40,13 +41,10 @@ WITHOUT_SAMPLE = {
     "bitsandbytes::dequantize_4bit",
     "bitsandbytes::dequantize_blockwise",
     "bitsandbytes::gemm_4bit",
-    "_cudnn_rnn",
-    "_cudnn_rnn_backward",
     "_fused_dropout",
-    "_scaled_dot_product_attention_math_for_mps",
     "cudnn_batch_norm",
-    "cudnn_batch_norm_backward",
     "miopen_batch_norm",
+    "_scaled_dot_product_attention_math_for_mps",
 }
 
 

@@ -60,41 +60,8 @@ CONVOLUTIONS = [
 ]
 
 
-def convolution_backward(grad, x, weight, groups=None, mask=(True, True, True), transposed=False):
-    def program(op, g, x, w):
-        count = groups(x, w) if groups else 1
-        outs = w.shape[1] * count if transposed else w.shape[0]
-        ins = w.shape[0] if transposed else w.shape[1] * count
-        if g.shape[:2] != (x.shape[0], outs) or ins != x.shape[1]:
-            raise ValueError("shapes that don't fit")
-        return op(g, x, w, [outs], [1], [0], [1], transposed, [0], count, list(mask))
-
-    return sample("convolution_backward", grad, x, weight, program=program, takes_empty=False)
-
-
-CONVOLUTIONS += [
-    convolution_backward(floats(4, 8, 3), X1, floats(8, 6, 3)),
-    convolution_backward(floats(4, 8, 3), X1, floats(8, 6, 3), mask=(False, True, False)),
-    convolution_backward(floats(4, 8, 3), X1, floats(8, 6, 3), mask=(True, False, True)),
-    convolution_backward(floats(4, 6, 3), X1, floats(6, 1, 3), groups=by_weight),
-    convolution_backward(floats(2, 8, 3), floats(2, 8, 5), floats(8, 2, 3), groups=by_weight),
-    convolution_backward(floats(2, 4, 3), floats(2, 8, 5), floats(4, 2, 3), groups=by_weight),
-    convolution_backward(floats(4, 8, 7), X1, floats(6, 8, 3), transposed=True),
-]
-
 P1, P2, P3 = floats(2, 4, 6), floats(2, 4, 6, 6), floats(2, 4, 4, 4, 4)
 OF = {1: P1, 2: P2, 3: P3}
-
-
-def checked(name, *tensors, args=(), same=()):
-    """Kernels that don't look at the shapes of what the forward left."""
-
-    def program(op, *own):
-        if any(own[i].shape[:-2] != own[0].shape[:-2] for i in range(1, len(own))):
-            raise ValueError("shapes that don't fit")
-        return op(*own[: len(own)], *args)
-
-    return sample(name, *tensors, program=program, takes_empty=False)
 
 
 def windows():
@@ -109,43 +76,22 @@ def windows():
         yield on(f"reflection_pad{n}d", x, args=([1] * 2 * n,), takes_empty=False)
         yield on(f"replication_pad{n}d", x, args=([1] * 2 * n,), takes_empty=False)
         big = floats(2, 4, *[s + 2 for s in x.shape[2:]])
-        for kind in ("reflection", "replication"):
-            yield padding_backward(f"{kind}_pad{n}d_backward", big, x, [1] * 2 * n)
+        yield padding_backward(f"reflection_pad{n}d_backward", big, x, [1] * 2 * n)
         nearest = [f"upsample_nearest{n}d", f"_upsample_nearest_exact{n}d"]
         for name in nearest:
             yield on(name, x, args=([5] * n,), takes_empty=False)
-            yield upsampling_backward(f"{name}_backward", floats(2, 4, *[5] * n), x)
     for name, n in (("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)):
         name = f"upsample_{name}{n}d"
         yield on(name, OF[n], args=([5] * n, False), takes_empty=False)
-        yield upsampling_backward(f"{name}_backward", floats(2, 4, *[5] * n), OF[n], False)
     for name in ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"):
         yield on(name, P2, args=([5, 5], False), takes_empty=False)
-        yield upsampling_backward(f"{name}_backward", floats(2, 4, 5, 5), P2, False)
     yield on("upsample_bilinear2d.vec", P2, args=(None, False, [2.0, 2.0]), takes_empty=False)
     yield on("_adaptive_avg_pool2d", P2, args=([2, 2],), takes_empty=False)
     yield on("_adaptive_avg_pool3d", P3, args=([2, 2, 2],), takes_empty=False)
     yield on("avg_pool2d", P2[0], args=([2, 2],), takes_empty=False)
-    for n in (2, 3):
-        x, small = OF[n], floats(2, 4, *[2] * n)
-        yield padding_backward(f"_adaptive_avg_pool{n}d_backward", small, x)
-        half = floats(2, 4, *[s // 2 for s in x.shape[2:]])
-        two, none = [2] * n, [0] * n
-        yield padding_backward(f"avg_pool{n}d_backward", half, x, two, two, none, False, True, None)
-        indices = getattr(torch.ops.aten, f"max_pool{n}d_with_indices")(x, two)[1]
-        yield of_indices(
-            f"max_pool{n}d_with_indices_backward",
-            half,
-            x,
-            indices,
-            two,
-            two,
-            none,
-            [1] * n,
-            False,
-        )
-        indices = getattr(torch.ops.aten, f"adaptive_max_pool{n}d")(x, two)[1]
-        yield of_indices(f"adaptive_max_pool{n}d_backward", small, x, indices)
+    half, indices = floats(2, 4, 3, 3), torch.ops.aten.max_pool2d_with_indices(P2, [2, 2])[1]
+    args = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+    yield of_indices("max_pool2d_with_indices_backward", half, P2, indices, *args)
 
 
 def padding_backward(name, grad, x, *args):
@@ -171,26 +117,9 @@ def of_indices(name, grad, x, indices, *args):
     return sample(name, grad, x, indices, program=program, takes_empty=False)
 
 
-def upsampling_backward(name, grad, x, *args):
-    def program(op, g):
-        return op(g, [5] * (x.ndim - 2), [*g.shape[:2], *x.shape[2:]], *args)
-
-    return sample(name, grad, program=program, sizes=("input_size",), takes_empty=False)
-
-
-def grid_backward(n):
-    name, x, grid = f"grid_sampler_{n}d", OF[n], floats(2, *[3] * n, n)
-    grad = floats(2, 4, *[3] * n)
-
-    def program(op, g, x, grid):
-        if g.shape[:2] != x.shape[:2] or g.shape[2:] != grid.shape[1:-1] or len(grid) != len(x):
-            raise ValueError("shapes that don't fit")
-        return op(g, x, grid, 0, 0, False, [True, True])
-
-    return [
-        on(name, x, grid, args=(0, 0, False), takes_empty=False),
-        sample(f"{name}_backward", grad, x, grid, program=program, takes_empty=False),
-    ]
+def grid(n):
+    x, at = OF[n], floats(2, *[3] * n, n)
+    return on(f"grid_sampler_{n}d", x, at, args=(0, 0, False), takes_empty=False)
 
 
 def weight_norm(name, *tensors, dim, together=()):
@@ -208,8 +137,8 @@ def weight_norm(name, *tensors, dim, together=()):
 A, B = floats(2, 4, 6), floats(2, 5, 6)
 
 OTHERS = [
-    *grid_backward(2),
-    *grid_backward(3),
+    grid(2),
+    grid(3),
     on("grid_sampler", P2, floats(2, 3, 3, 2), args=(0, 0, False), takes_empty=False),
     on("im2col", P2, args=([2, 2], [1, 1], [0, 0], [2, 2]), takes_empty=False),
     on("im2col", P2[0], args=([2, 2], [1, 1], [0, 0], [2, 2]), takes_empty=False),
@@ -233,15 +162,6 @@ OTHERS = [
     weight_norm("_weight_norm", floats(4, 6), floats(4, 1), dim=0),
     weight_norm("_weight_norm_interface", floats(4, 6), floats(4, 1), dim=0),
     weight_norm("_weight_norm_interface", floats(4, 6), floats(1, 6), dim=1),
-    weight_norm(
-        "_weight_norm_interface_backward",
-        floats(4, 6),
-        floats(4, 6),
-        floats(4, 1),
-        torch.rand(4, 1).double() + 1,
-        dim=0,
-        together=((0, 0, 0, 0),),
-    ),
 ]
 
 L, H = 1, 3
@@ -278,110 +198,11 @@ def recurrent(name, states, batch_first, gates):
     )
 
 
-def cell(name, states, gates):
-    weights = [floats(gates * H, 2), floats(gates * H, H), floats(gates * H), floats(gates * H)]
-
-    def program(op, x, *rest):
-        hx, params = rest[:states], rest[states:]
-        look(weights, params)
-        if x.shape[-1] != 2 or any(h.shape != (len(x), H) for h in hx):
-            raise ValueError("shapes that don't fit")
-        return op(x, list(hx) if states == 2 else hx[0], *params)
-
-    return sample(
-        name,
-        floats(4, 2),
-        *[floats(4, H) for _ in range(states)],
-        *weights,
-        program=program,
-        takes_empty=False,
-        together=((0, *[0] * states, *[None] * 4),),
-    )
-
-
 RECURRENT = [
     *[recurrent("lstm", 2, first, 4) for first in (True, False)],
     recurrent("gru", 1, False, 3),
     recurrent("rnn_tanh", 1, True, 1),
     recurrent("rnn_relu", 1, False, 1),
-    cell("lstm_cell", 2, 4),
-    cell("gru_cell", 1, 3),
-    cell("rnn_tanh_cell", 1, 1),
-    cell("rnn_relu_cell", 1, 1),
-]
-
-# On the CPU torch runs an LSTM by these two, in float32.
-LSTM = 2  # its mode
-TAIL = (False, [], LSTM, H, L, True, False, False, True)
-MKLDNN = [
-    floats(5, 4, 2),
-    *[floats(4 * H, 2), floats(4 * H, H), floats(4 * H), floats(4 * H)],
-    *[floats(4, H), floats(4, H)],
-]
-MKLDNN = [t.float() for t in MKLDNN]
-
-
-def fits(x, weights, states):
-    look(MKLDNN[1:5], weights)
-    if x.shape[::2] != (5, 2) or any(s.shape != (x.shape[1], H) for s in states):
-        raise ValueError("shapes that don't fit")
-
-
-def mkldnn(op, x, *rest):
-    fits(x, rest[:4], rest[4:])
-    return op(x, *rest, *TAIL)
-
-
-def mkldnn_backward(op, grad, x, *rest):
-    """The forward runs here, for its workspace."""
-    weights, states, (y, hy, cy) = rest[:4], rest[4:6], rest[6:]
-    fits(x, weights, (*states, hy, cy))
-    if grad.shape != (*x.shape[:2], H) or y.shape != grad.shape:
-        raise ValueError("shapes that don't fit")
-    workspace = torch.ops.aten.mkldnn_rnn_layer(x, *weights, *states, *TAIL)[3]
-    return op(
-        x,
-        *weights,
-        *states,
-        y,
-        hy,
-        cy,
-        grad,
-        None,
-        None,
-        False,
-        LSTM,
-        H,
-        L,
-        True,
-        True,
-        False,
-        [],
-        False,
-        workspace,
-    )
-
-
-RECURRENT += [
-    sample(
-        "mkldnn_rnn_layer",
-        *MKLDNN,
-        program=mkldnn,
-        takes_empty=False,
-        atol=1e-4,
-        skips_outputs=(3,),
-        together=((1, *[None] * 4, 0, 0),),
-    ),
-    sample(
-        "mkldnn_rnn_layer_backward",
-        floats(5, 4, H).float(),
-        *MKLDNN,
-        *torch.ops.aten.mkldnn_rnn_layer(*MKLDNN, *TAIL)[:3],
-        program=mkldnn_backward,
-        takes_empty=False,
-        atol=1e-4,
-        together=((1, 1, *[None] * 4, 0, 0, 1, 0, 0),),
-    ),
 ]
 
 SAMPLES = [*CONVOLUTIONS, *windows(), *OTHERS, *RECURRENT]

@@ -16,7 +16,6 @@ from flex_model.layouts.propagation.labels import (
     Output,
     Placements,
     Term,
-    by_mask,
     resolve,
     words,
 )
@@ -57,16 +56,15 @@ def _mask(operation: Operation) -> Operand | None:
 class _Parts:
     """The operands with their labels."""
 
-    def __init__(self, operation: Operation, value_label: Label = "v"):
+    def __init__(self, operation: Operation):
         query = operation["query"]
         if operation.get("dropout_mask") is not None:
             raise ValueError("a dropout mask that is given")
         self.row: Label = None if operation["is_causal"] else "l"
-        self.value_label = value_label
         key, value = (_as_heads_of(query, operation[name]) for name in ("key", "value"))
         self.query = Input(query, _labels(query.ndim, self.row, None), broadcasts=True)
         self.key = Input(key, _labels(key.ndim, None, None), broadcasts=True)
-        self.value = Input(value, _labels(value.ndim, None, value_label), broadcasts=True)
+        self.value = Input(value, _labels(value.ndim, None, "v"), broadcasts=True)
         mask = _mask(operation)
         self.mask: tuple[Input, ...] = ()
         if mask is not None and mask.shapes[0] != (0,):
@@ -78,7 +76,7 @@ class _Parts:
         return (self.query, self.key, *self.mask)
 
     def result(self, made: Operand) -> Labels:
-        return _labels(made.ndim, self.row, self.value_label)
+        return _labels(made.ndim, self.row, "v")
 
 
 def attention(operation: Operation) -> Placements:
@@ -99,55 +97,6 @@ def attention(operation: Operation) -> Placements:
             continue
         outputs.append(Output(labels, inputs))
     return resolve(operation, outputs)
-
-
-def attention_backward(operation: Operation) -> Placements:
-    """Compute gradients, linear in the output's. The kernel's saved state is ignored."""
-    parts = _Parts(operation, None)
-    name = "grad_out" if "grad_out" in operation.arguments[0] else "grad_out_"
-    grad, out, sums = operation[name], operation["out"], operation["logsumexp"]
-    labels = _labels(grad.ndim, parts.row, None)
-    given = (
-        *parts.scores,
-        parts.value,
-        Input(out, labels),
-        Input(sums, labels[:-1]),
-    )
-    terms = (Term((Input(grad, labels),), given),)
-    key, value = operation["key"], operation["value"]
-    outputs = [
-        Output(parts.query.labels, terms=terms),
-        Output(_but_broadcast(parts.key.labels, key), terms=terms),
-        Output(_but_broadcast(parts.value.labels, value), terms=terms),
-    ]
-    for i in parts.mask:
-        outputs.append(Output(_but_broadcast(i.labels, i.operand), terms=terms))
-    if "grad_input_mask" in operation.arguments[0]:
-        return resolve(_with_all_heads(operation), by_mask(operation, outputs))
-    return resolve(_with_all_heads(operation), outputs[:3])
-
-
-def _but_broadcast(labels: Labels, operand: Operand) -> Labels:
-    """Return the labels of the gradient: for a broadcast operand it is a sum along the broadcast
-    dim.
-    """
-    if operand.placement != REPLICATED:
-        return labels
-    return tuple(None if size == 1 else x for x, size in zip(labels, operand.shapes[0]))
-
-
-def _with_all_heads(operation: Operation) -> Operation:
-    """Return the operation as if the gradients of keys and values had the heads of the queries, as
-    labels require.
-    """
-    query = operation["query"]
-    return replace(
-        operation,
-        outputs=tuple(
-            _as_heads_of(query, made) if made.ndim == query.ndim else made
-            for made in operation.outputs
-        ),
-    )
 
 
 def encoder_layer(operation: Operation) -> Placements:
@@ -177,17 +126,8 @@ _scaled_dot_product_cudnn_attention _scaled_dot_product_fused_attention_override
 """
 )
 
-_BACKWARDS = words(
-    """
-_scaled_dot_product_flash_attention_backward _scaled_dot_product_flash_attention_for_cpu_backward
-_scaled_dot_product_efficient_attention_backward _scaled_dot_product_cudnn_attention_backward
-_scaled_dot_product_fused_attention_overrideable_backward
-"""
-)
-
 RULES = {
     **dict.fromkeys(_FORWARDS, attention),
-    **dict.fromkeys(_BACKWARDS, attention_backward),
     "_transformer_encoder_layer_fwd": encoder_layer,
     "_native_multi_head_attention": encoder_layer,
 }

@@ -1,4 +1,8 @@
-"""Rules for normalization over dims, with weights by channel or by element."""
+"""Rules for normalization over dims, with weights by channel or by element.
+
+These layers are in most models. Torch would decompose them, too, but the first operation that it
+decomposes imports dynamo, 900 modules, where nothing else has.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,6 @@ from flex_model.layouts.propagation.labels import (
     Labels,
     Output,
     Placements,
-    Term,
-    by_mask,
     leading,
     resolve,
     words,
@@ -38,28 +40,6 @@ def layer_norm(operation: Operation) -> Placements:
     )
 
 
-def layer_norm_backward(operation: Operation) -> Placements:
-    """Compute gradients: those of weight and bias are sums over the outer dims."""
-    grad, x = operation["grad_out"], operation["input"]
-    outer = x.ndim - len(operation["normalized_shape"])
-
-    def along(operand: Operand) -> Input:
-        return Input(operand, leading(operand.ndim, outer))
-
-    saved = [operation[name] for name in ("mean", "rstd") if name in operation.arguments[0]]
-    of_grad, given = along(grad), tuple(along(operand) for operand in (x, *saved))
-    inner: Labels = (None,) * (x.ndim - outer)
-    outputs = [
-        Output(
-            leading(x.ndim, outer),
-            terms=(Term((of_grad,), (*given, *_whole(operation["weight"]))),),
-        ),
-        Output(inner, terms=(Term((of_grad,), given),)),
-        Output(inner, terms=(Term((of_grad,)),)),
-    ]
-    return resolve(operation, by_mask(operation, outputs[: len(operation["output_mask"])]))
-
-
 def group_norm(operation: Operation) -> Placements:
     """Normalize over groups of channels and all positions, which must be whole."""
     x = operation["input"]
@@ -71,28 +51,9 @@ def group_norm(operation: Operation) -> Placements:
     return resolve(operation, [Output(leading(made.ndim, 1), inputs) for made in operation.outputs])
 
 
-def group_norm_backward(operation: Operation) -> Placements:
-    def rows(name: str) -> Input:
-        return Input(operation[name], leading(operation[name].ndim, 1))
-
-    grad, given = rows("grad_out"), tuple(map(rows, ("input", "mean", "rstd")))
-    outputs = [
-        Output(
-            leading(grad.operand.ndim, 1),
-            terms=(Term((grad,), (*given, *_whole(operation["weight"]))),),
-        ),
-        Output((None,), terms=(Term((grad,), given),)),
-        Output((None,), terms=(Term((grad,)),)),
-    ]
-    return resolve(operation, by_mask(operation, outputs))
-
-
-_UPDATES = {"_batch_norm_with_update", "cudnn_batch_norm_backward"}
-
-
 def _trains(operation: Operation) -> bool:
     """Whether the batch's own statistics are used."""
-    if operation.name in _UPDATES:
+    if operation.name == "_batch_norm_with_update":
         return True
     for name in ("training", "train", "use_input_stats", "update"):
         if name in operation.arguments[0]:
@@ -123,39 +84,6 @@ def batch_norm(operation: Operation) -> Placements:
     return resolve(operation, outputs)
 
 
-def instance_norm(operation: Operation) -> Placements:
-    """Normalize each row and channel, over all positions."""
-    x = operation["input"]
-    own = operation["use_input_stats"]
-    running = [operation[name] for name in ("running_mean", "running_var")]
-    # Running statistics are means over the rows.
-    labels = _channels(x.ndim, not own or running == [None, None], not own)
-    used = [operation["weight"], operation["bias"], *([] if own else running)]
-    inputs = (Input(x, labels), *(i for operand in used for i in _by_channel(operand)))
-    return resolve(operation, [Output(labels, inputs)])
-
-
-def batch_norm_backward(operation: Operation) -> Placements:
-    trains = _trains(operation)
-    grad = operation.get("grad_out", operation.get("grad_output"))
-    labels = _channels(grad.ndim, not trains, not trains)
-    of_grad, x = Input(grad, labels), Input(operation["input"], labels)
-    names = ["running_mean", "running_var"]
-    if trains:
-        second = "save_invstd" if "save_invstd" in operation.arguments[0] else "save_var"
-        names = ["save_mean", second]
-    stats = [i for name in names for i in _by_channel(operation[name])]
-    weight = _by_channel(operation["weight"])
-    outputs = [
-        Output(labels, terms=(Term((of_grad,), (x, *stats, *weight)),)),
-        Output(("c",), terms=(Term((of_grad,), (x, *stats)),)),
-        Output(("c",), terms=(Term((of_grad,)),)),
-    ]
-    if "output_mask" in operation.arguments[0]:
-        return resolve(operation, by_mask(operation, outputs))
-    return resolve(operation, outputs)
-
-
 BATCH_NORMS = words(
     "batch_norm native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional "
     "_native_batch_norm_legit_no_training _batch_norm_with_update _batch_norm_no_update "
@@ -164,19 +92,9 @@ BATCH_NORMS = words(
 
 RULES = {
     **dict.fromkeys(words("layer_norm native_layer_norm rms_norm _fused_rms_norm"), layer_norm),
-    "native_layer_norm_backward": layer_norm_backward,
-    "_fused_rms_norm_backward": layer_norm_backward,
     "group_norm": group_norm,
     **dict.fromkeys(BATCH_NORMS, batch_norm),
-    **dict.fromkeys(
-        words("native_batch_norm_backward batch_norm_backward cudnn_batch_norm_backward"),
-        batch_norm_backward,
-    ),
-    "instance_norm": instance_norm,
 }
 
-# These are passed the number of rows, which is the rank's own.
-RULES_OF_ROWS = {
-    "native_group_norm": group_norm,
-    "native_group_norm_backward": group_norm_backward,
-}
+# It is passed the number of rows, which is the rank's own.
+RULES_OF_ROWS = {"native_group_norm": group_norm}

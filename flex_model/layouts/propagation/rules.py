@@ -16,10 +16,11 @@ from flex_model.distributed.placement import Partial, Placement, Replicate, Shar
 from flex_model.integrations.torch_private import OpOverload, OpOverloadPacket
 from flex_model.layouts.propagation import (
     attention,
-    backward,
     contractions,
+    decomposition,
     indexing,
     joining,
+    losses,
     normalization,
     pointwise,
     recurrent,
@@ -53,17 +54,16 @@ _BUILT_IN: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     (slicing.RULES, ()),
     (slicing.RULES_OF_BOUNDS, ("start", "end", "length")),
     (slicing.RULES_OF_SPLITS, ("split_size", "split_sizes")),
+    (slicing.RULES_OF_GRADIENTS, ("input_sizes",)),
     (joining.RULES, ()),
     (indexing.RULES, ()),
     (normalization.RULES, ()),
     (normalization.RULES_OF_ROWS, ("N",)),
-    (attention.RULES, ("max_q", "max_k")),
+    (losses.RULES, ()),
+    (attention.RULES, ()),
     (windows.RULES, ()),
-    (windows.RULES_OF_GROUPS, ("groups", "bias_sizes")),
-    (windows.RULES_OF_INPUT_SIZES, ("input_size", "size")),
+    (windows.RULES_OF_GROUPS, ("groups",)),
     (recurrent.RULES, ()),
-    (backward.RULES, ()),
-    (backward.RULES_OF_SIZES, ("input_sizes", "start", "end")),
 )
 
 _rules: dict[str, Rule] = {
@@ -192,7 +192,10 @@ def _propagated(operation: Operation) -> list[Placement | None]:
     varying = _varying(operation)
     if is_aten and not varying and all(o.placement == REPLICATED for o in operands):
         return [REPLICATED] * len(operation.outputs)
-    if rule is None or not varying <= rule.per_rank:
+    if rule is None:
+        overload = getattr(getattr(torch.ops.aten, operation.name), operation.overload or "default")
+        return decomposition.follow(operation, overload, propagate)
+    if not varying <= rule.per_rank:
         return unknown
     found = rule.function(operation)
     if found is None or isinstance(found, (Replicate, Shard, Partial)):

@@ -272,6 +272,23 @@ def _of_width(full: int, width: int) -> list[int]:
     return [min(width, full - start) for start in range(0, full, width)] or [0]
 
 
+def into_zeros(operation: Operation) -> Placements:
+    """Put the gradient of a part of a tensor into zeros: the dims that the part was taken along
+    must be whole.
+    """
+    (made,), name = operation.outputs, operation.name
+    dims = [operation[dim] for dim in ("dim", "dim1", "dim2") if dim in operation.arguments[0]]
+    labels = all_but(made.ndim, dims)
+    stated = operation.full_sizes.get("input_sizes", made.shapes[0])
+    if any(label is None and a != b for label, a, b in zip(labels, stated, made.shapes[0])):
+        return [None]
+    kept = tuple(label for label in labels if label is not None)
+    before = labels if name in ("slice_backward", "unfold_backward") else kept
+    if name in ("unfold_backward", "diagonal_backward"):
+        before = (*before, None)
+    return unary(operation, before, labels, linear=True)
+
+
 RULES_OF_BOUNDS = {"slice": slice_, "narrow": narrow}
 
 RULES_OF_SPLITS = dict.fromkeys(
@@ -280,6 +297,11 @@ RULES_OF_SPLITS = dict.fromkeys(
         "unsafe_split unsafe_split_with_sizes unsafe_chunk"
     ),
     split,
+)
+
+# Their ``input_sizes`` are those of the rank's own part of a tensor.
+RULES_OF_GRADIENTS = dict.fromkeys(
+    words("slice_backward select_backward unfold_backward diagonal_backward"), into_zeros
 )
 
 RULES = {"select": select, "unbind": unbind}
