@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.cost_recorder import CostRecorder, RecordingCommunicator
 from flex_model.distributed.costs import Cost
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.picked import Pick
 from flex_model.distributed.placement import Placement, Replicate, Shape, ShardLayout
-from flex_model.distributed.recording import CostRecorder, RecordingCommunicator
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.hook_executor import HookExecutor

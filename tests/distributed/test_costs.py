@@ -19,11 +19,11 @@ import models
 from counted_traffic import counting, hosts, take
 from flex_model import FlexModel, HookFunction, cli
 from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.cost_recorder import CostRecorder
 from flex_model.distributed.costs import SUMMED_BYTES
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shard, ShardLayout
-from flex_model.distributed.recording import CostRecorder
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.inspection.offline import run_on_shapes
 

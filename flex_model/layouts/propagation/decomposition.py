@@ -19,11 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from flex_model.distributed.placement import Placement
-from flex_model.integrations.torch_private import (
-    decomposition_of,
-    disabled_modes,
-    storage_key,
-)
+from flex_model.integrations.torch_private import decomposition_of, disabled_modes
 from flex_model.layouts.propagation.labels import Placements
 from flex_model.layouts.propagation.operation import (
     PARTIAL,
@@ -118,8 +114,9 @@ class _Recorder(TorchDispatchMode):
                 continue
             if not isinstance(written, Tensor):
                 raise NotImplementedError
-            key = storage_key(written)
-            if any(one is not written and storage_key(one) == key for one in self._kept):
+            memory = written.untyped_storage()._cdata
+            others = [one for one in self._kept if one is not written]
+            if any(one.untyped_storage()._cdata == memory for one in others):
                 raise NotImplementedError
 
 
