@@ -238,7 +238,7 @@ class ScheduleRunner:
             self.index.holders_of_parameter(parameter_name)
         name, local = function.module_name, self._pipeline.root.by_index
         if kind != "tensor":
-            root = local.get(self.index.stage_of(name))
+            root = local.get(self.index.stage_of(name, kind))
             return [] if root is None else find_targets(root, name), "requested"
         root = local.get(self.index.holder_of_gradient(name, "register_hook"))
         if root is None:

@@ -97,16 +97,19 @@ class StageIndex:
             f"{nearest(name, self.module_names, 'module')}{lost}"
         )
 
-    def stage_of(self, name: str) -> int:
-        """Return the one stage in which a hook on this module is called.
+    def stage_of(self, name: str, kind: str = "forward") -> int:
+        """Return the one stage in which a hook of this kind on this module is called. The model
+        itself, ``""``, gets its inputs in the first stage, and returns what the last one does.
 
         Raises:
             ValueError: there is no such module, or it is spread over several stages.
         """
+        if not name:
+            return 0 if kind in ("forward_pre", "full_backward") else self.num_stages - 1
         self._check_is_no_further_call(name)
         found = self.stages_of(name)
         if len(found) > 1:
-            below = [other for other in self._called if not name or other.startswith(f"{name}.")]
+            below = [other for other in self._called if other.startswith(f"{name}.")]
             hint = f", as {below[1]!r}" if len(below) > 1 else ""
             raise ValueError(
                 f"module {name!r} is spread over the stages {list(found)} of the pipeline, and "

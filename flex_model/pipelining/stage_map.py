@@ -27,9 +27,11 @@ def modules_of(core: HookCore, index: StageIndex, schedule: str) -> Modules:
     num_ranks = len(core.mesh.stage_ranks)
 
     def where_of(registration: Registration) -> str:
-        is_parameter = registration.kind == "tensor"
-        find = index.holders_of_parameter if is_parameter else index.stages_of
-        pp_rank = index.pp_ranks[find(registration.name)[0]]
+        if registration.kind == "tensor":
+            stage = index.holders_of_parameter(registration.name)[0]
+        else:
+            stage = index.stage_of(registration.name, registration.kind)
+        pp_rank = index.pp_ranks[stage]
         if pp_rank == core.mesh.coordinates["pp"]:
             return ""
         return f"rank {core.mesh.ranks[pp_rank * num_ranks]} has its cost"

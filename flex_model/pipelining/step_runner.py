@@ -145,14 +145,14 @@ class StepRunner:
         """Begin the step on all stages; with ``until``, for what the last of these sites needs."""
         last = self._index.num_stages
         if call.until is not None:
-            last = max(self._index.stage_of(name) for name, _ in call.until)
+            last = max(self._index.stage_of(*site) for site in call.until)
         for stage in self._local.instrumented:
             sites: list[Site] | None = None
             if call.until is not None and stage.index == last:
                 sites = [
                     (find_targets(stage.stage.submod, name), kind)
                     for name, kind in call.until
-                    if self._index.stage_of(name) == last
+                    if self._index.stage_of(name, kind) == last
                 ]
             stage.begin(call.has_backward, stage.index > last, sites)
 
