@@ -24,7 +24,6 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
 HERE = Path(__file__).parent
-AMBIGUOUS = "which may be a rank's own number"  # in refusals
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
@@ -100,7 +99,6 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
                     refusals[mode][reason_of(outcome.text)] += 1
                 if is_followed and outcome.verdict in ("right", "refused"):
                     counts[mode][f"followed {outcome.verdict}"] += 1
-                    counts[mode]["followed ambiguous"] += AMBIGUOUS in outcome.text
                 worst.add(outcome.verdict)
                 if outcome.verdict == INVALID:
                     print(f"INVALID: {mode} {seed}: {outcome.text}", flush=True)
@@ -151,8 +149,6 @@ def looked_into(
 
 def reason_of(refusal: str) -> str:
     """Where a refusal says that the proof ended; else the error."""
-    if AMBIGUOUS in refusal:
-        return "ambiguous number"
     lost = re.search(r"lost at ([^)]*)\)", refusal)
     return lost[1].partition(" in '")[0] if lost else " ".join(refusal.split())[:60]
 
@@ -163,23 +159,15 @@ def table(counts: dict[str, Counter]) -> str:
         f"{mode:16} {count['programs']:8} "
         + " ".join(f"{count[verdict]:8}" for verdict in VERDICTS)
         + f"   programs wrong: {count['programs wrong']}, refused: {count['programs refused']}"
-        + f"; of what can be followed {share_refused(count):.1%} refused, "
-        + f"{share_refused(count, ambiguous=False):.1%} where numbers are the program's"
+        + f"; of what can be followed {share_refused(count):.1%} refused"
         for mode, count in counts.items()
     ]
     return "\n".join([head, *rows])
 
 
-def share_refused(count: dict[str, int], ambiguous: bool = True) -> float:
-    """Of the hooks in programs that can be followed: how many were refused.
-
-    Args:
-        ambiguous: Count those that are refused for a plain number that may be a rank's own, which
-            only the user can tell.
-    """
+def share_refused(count: dict[str, int]) -> float:
+    """Of the hooks in programs that can be followed: how many were refused."""
     refused, right = count.get("followed refused", 0), count.get("followed right", 0)
-    if not ambiguous:
-        refused -= count.get("followed ambiguous", 0)
     return refused / max(1, refused + right)
 
 

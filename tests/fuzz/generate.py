@@ -22,6 +22,7 @@ from program import (
     State,
     Step,
     take_step,
+    write,
 )
 
 MODULES = (
@@ -67,6 +68,7 @@ def can_be_followed(program: Program) -> bool:
     return not (
         UNFOLLOWED & {step.op for step in program.steps}
         or any(form in UNFOLLOWED_FORMS and program.tp >= UNFOLLOWED_FORMS[form] for form in forms)
+        or write(program).code.has_single_heads
     )
 
 

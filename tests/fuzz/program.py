@@ -222,7 +222,11 @@ class Value:
 
 @dataclass
 class Code:
-    """The module's text as it grows, and the choices of the step that is being written."""
+    """The module's text as it grows, and the choices of the step that is being written.
+
+    ``has_single_heads``: a plain view makes one head a rank, which only a statement can tell from
+    its features.
+    """
 
     program: Program
     rng: random.Random | None = None
@@ -236,6 +240,7 @@ class Code:
     outer: list[str] = field(default_factory=list)  # functions beside the module
     kept: State | None = None  # of ``kept``, a residual
     needs_follow: bool = False
+    has_single_heads: bool = False
     cuts_gradients: bool = False
     uid: int = 0
     choices: list = field(default_factory=list)
