@@ -145,12 +145,19 @@ def grid_sampler(operation: Operation) -> Placements:
     return resolve(operation, [Output(("n", "c", *positions), terms=(Term((of_x,), (of_grid,)),))])
 
 
-_POOLS = words("max_pool2d_with_indices max_pool3d_with_indices")
+_POOLS = words(
+    """
+max_pool2d_with_indices max_pool3d_with_indices
+adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
+"""
+)
 
 _LINEAR = words(
     """
 avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_nearest2d
 upsample_bilinear2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+reflection_pad1d reflection_pad2d reflection_pad3d
+replication_pad1d replication_pad2d replication_pad3d
 """
 )
 
