@@ -26,6 +26,7 @@ REFUSED = {
     "(Bart|MBart|PLBart|Mvp|BigBirdPegasus)ForSequence": "classification_head",  # boolean masks
     "ProphetNet": "decoder",  # one gather joins rows by batch and rows by n-gram
     "Longformer|LED": "^(?!.*embed)",  # rows of global attention by nonzero, chunks by as_strided
+    "Tapas": "^(?!.*(word|token_type)_embeddings)",  # segments of all rows in one index
 }
 #: Layers that read weights of others, which FSDP2 has sharded.
 ONLY_DDP = ("SqueezeBert",)
