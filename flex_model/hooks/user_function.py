@@ -82,7 +82,7 @@ class UserFunction:
         if function.members:
             passed = tuple(fulls)
             before = [(full._version, full.shape, full.dtype, full.device) for full in fulls]
-        references = _num_references(fulls)
+        references = _num_references(fulls) if torch.is_grad_enabled() else ()
         outer, random = communicator.edit_of, None
         ends = [begin("edit", call) for begin in self._observers] if self._observers else ()
         try:
@@ -109,13 +109,16 @@ class UserFunction:
         results = results_of(registration, result)
         replaced = [None if one is full else one for full, one in zip(fulls, results)]
         del result, results  # or they would count
-        is_kept = [
-            torch.is_grad_enabled()
-            and full.requires_grad
-            and (now > once or bool(full._backward_hooks))
-            for full, once, now in zip(fulls, references, _num_references(fulls))
-        ]
+        is_kept = _are_kept(fulls, references) if references else [False] * len(fulls)
         return [_changed(registration, *one) for one in zip(fulls, before, replaced, is_kept)]
+
+
+def _are_kept(tensors: Sequence[Tensor], references: Sequence[int]) -> list[bool]:
+    """Whether there are more references to each tensor than there were, or a hook on it."""
+    return [
+        tensor.requires_grad and (now > once or bool(tensor._backward_hooks))
+        for tensor, once, now in zip(tensors, references, _num_references(tensors))
+    ]
 
 
 def _num_references(tensors: Sequence[Tensor]) -> list[int]:

@@ -103,12 +103,6 @@ class ForwardRunner(ScheduleRunner):
                 "gradients, so no backward can be hooked; load the model without pp_size, or wrap "
                 "the torch.distributed.pipelining schedule that runs its stages"
             )
-        if not function.module_name:
-            raise ValueError(
-                "module '' is spread over the stages of transformers' pipeline (pp_size), and none "
-                "of them sees the whole of its input and output; hook a module that one stage has, "
-                "as the model's last one"
-            )
         return super().targets_of(function, kind)
 
     def modules_to_show(self, args: tuple[Any, ...]) -> Modules:

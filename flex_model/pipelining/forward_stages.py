@@ -56,6 +56,7 @@ class LocalForward:
     """This rank's part of the forwards, as ``LocalSchedule`` is of a schedule's steps."""
 
     needs_shapes = False
+    calls_roots = False  # the model's own forward runs the stages
 
     def __init__(self, schedule: ForwardSchedule, state: MicrobatchState, core: HookCore) -> None:
         self.stages, self.has_last = [schedule._stage], schedule._stage.is_last

@@ -116,4 +116,6 @@ class LocalPipeline:
         missing = [index for index in order if index not in described]
         if missing:
             raise agreed(ValueError(f"FlexModel: no rank of the pipeline has the stages {missing}"))
-        return StageIndex([described[i] for i in order], [pp_ranks[i] for i in order])
+        return StageIndex(
+            [described[i] for i in order], [pp_ranks[i] for i in order], self.local.calls_roots
+        )

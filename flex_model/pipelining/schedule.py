@@ -40,9 +40,11 @@ class LocalSchedule:
         stages: Torch's stages.
         instrumented: Those with their methods replaced.
         needs_shapes: Whether the shapes of what stages send must be known before a step.
+        calls_roots: See `StageIndex`.
     """
 
     needs_shapes = True
+    calls_roots = True
 
     def __init__(self, schedule: Any, state: MicrobatchState, core: HookCore) -> None:
         self._schedule, self._state = schedule, state

@@ -19,6 +19,8 @@ class StageIndex:
     Args:
         described: The result of ``describe_stage`` for every stage, in their order.
         pp_ranks: By stage: the place of its rank along the pipeline.
+        calls_roots: Whether a step calls each stage's module, so that the first one gets the
+            model's inputs, and the last one returns its outputs.
 
     Attributes:
         module_names: The modules of all stages, in their order.
@@ -27,8 +29,11 @@ class StageIndex:
         parameter_names: The parameters of all stages, in their order.
     """
 
-    def __init__(self, described: Sequence[dict[str, Any]], pp_ranks: Sequence[int]) -> None:
+    def __init__(
+        self, described: Sequence[dict[str, Any]], pp_ranks: Sequence[int], calls_roots: bool
+    ) -> None:
         self._described, self.pp_ranks = described, pp_ranks
+        self._calls_roots = calls_roots
         self._called = _by_name(stage["called"] for stage in described)
         self._held = _by_name(stage["held"] for stage in described)
         self._parameters = _by_name(
@@ -104,12 +109,12 @@ class StageIndex:
         Raises:
             ValueError: there is no such module, or it is spread over several stages.
         """
-        if not name:
+        if not name and self._calls_roots:
             return 0 if kind in ("forward_pre", "full_backward") else self.num_stages - 1
         self._check_is_no_further_call(name)
         found = self.stages_of(name)
         if len(found) > 1:
-            below = [other for other in self._called if other.startswith(f"{name}.")]
+            below = [other for other in self._called if not name or other.startswith(f"{name}.")]
             hint = f", as {below[1]!r}" if len(below) > 1 else ""
             raise ValueError(
                 f"module {name!r} is spread over the stages {list(found)} of the pipeline, and "

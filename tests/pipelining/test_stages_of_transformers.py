@@ -220,6 +220,8 @@ def test_what_is_refused(tmp_path):
     for name in ("model", "model.rotary_emb", ""):
         with pytest.raises(ValueError, match=f"module '{name}' is spread over the stages"):
             flex.register_forward_hook(HookFunction(name))
+        with pytest.raises(ValueError, match=f"module '{name}' is spread over the stages"):
+            flex.run_until(name, TOKENS)
     with pytest.raises(ValueError, match=r"no module 'model\.layers\.7'"):
         flex.register_forward_hook(HookFunction("model.layers.7"))
     with pytest.raises(RuntimeError, match="verify is for a model that runs as a whole"):
