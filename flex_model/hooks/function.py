@@ -21,7 +21,7 @@ EditingFunction = Callable[[nn.Module | None, Any, Namespace, nn.ModuleDict], An
 _MAX_TENSORS = 8  # rank 0 describes the results of an edit in 16 bits
 
 _READ_BY_REGISTRATION = frozenset({
-    "dp_batch", "editing_function", "expected_shape", "module_name", "output_name",
+    "dp_batch", "draws", "editing_function", "expected_shape", "module_name", "output_name",
     "parameter_names", "placements", "record", "select", "unpack_idx",
 })  # fmt: skip
 
@@ -82,6 +82,9 @@ class HookFunction:
         record: Whether tensors are recorded in ``output_ptr``. Without it an edit is faster: no
             copy of the tensor is made or kept.
         dp_batch: As ``FlexModel(dp_batch=...)``, for this hook; None: the FlexModel's.
+        draws: Whether the function may draw random numbers in a later call although it drew none in
+            its first one. A function that draws in its first call is seeded in every call, the same
+            on any sharding; one that does not is not, and a later draw is an error without this.
         parameters: Names of parameters of the wrapped model that the function needs in full; they
             are in ``hook_function.parameters[name]`` while it runs, detached.
 
@@ -109,6 +112,7 @@ class HookFunction:
         record: bool = True,
         placements: Mapping[str, Any] | None = None,
         dp_batch: str | None = None,
+        draws: bool = False,
     ) -> None:
         if not isinstance(module_name, str):
             raise TypeError(
@@ -150,6 +154,7 @@ class HookFunction:
         self.record = bool(record)
         self.placements = placements_of(placements)
         self.dp_batch = check_dp_batch(dp_batch, "HookFunction")
+        self.draws = bool(draws)
         self.parameter_names = _names_of_parameters(parameters)
         self.parameters: dict[str, Tensor] = {}
         self.save_ctx: Namespace | None = None
@@ -199,6 +204,7 @@ class HookFunction:
             record=self.record,
             placements=self.placements,
             dp_batch=self.dp_batch,
+            draws=self.draws,
         )
 
     def attach(

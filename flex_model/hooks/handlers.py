@@ -22,6 +22,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.turns import Turns
+from flex_model.hooks.user_function import Before, changed, late_draws
 from flex_model.layouts import active, follow
 from flex_model.runs import remembered_runs
 from flex_model.runs.backward_passes import BackwardPasses
@@ -40,6 +41,7 @@ class HookHandlers:
 
     Attributes:
         runs: The runs of the FlexModel.
+        communicator: Its communicator.
     """
 
     def __init__(
@@ -54,7 +56,8 @@ class HookHandlers:
         on_failure: Callable[[Registration, Exception], None] | None,
     ) -> None:
         self.runs, self._backwards, self._graphs = runs, backwards, graphs
-        self._communicator, self._tracking, self._own_batch = communicator, tracking, own_batch
+        self.communicator = self._communicator = communicator
+        self._tracking, self._own_batch = tracking, own_batch
         self._step, self._on_failure = step, on_failure
         self._turns = Turns(communicator.timeout_s, communicator.is_local)
 
@@ -109,7 +112,8 @@ class HookHandlers:
         self, registration: Registration, module: nn.Module, leaf: Tensor, full: Tensor
     ) -> Tensor | None:
         """Edit a tensor that this process alone holds, in a run; ``full`` is its copy. Return the
-        tensor that the model continues with; None: its own.
+        tensor that the model continues with; None: its own. A function that draws no random numbers
+        is called by the dispatcher itself in the rest of the run.
         """
         runs, run = self.runs, self.runs.current
         if not registration.edits:  # the user has taken the function off
@@ -126,10 +130,38 @@ class HookHandlers:
             else:
                 with follow.paused():
                     (edited,) = function.run(call, (full,), leaf, {})
+            if registration.draws is False and run.save_ctx is None:
+                function.settle(registration)
+                registration.places[0].settle_edits(run.is_recomputed)
             return None if edited is None else copy_for_model(edited, leaf)
         except Exception as error:
             self.hook_failed(registration, error)
             return None
+
+    def finish_edit(
+        self,
+        registration: Registration,
+        leaf: Tensor,
+        full: Tensor,
+        before: Before,
+        result: object,
+        is_kept: bool,
+    ) -> Tensor | None:
+        """Check what a function returned to the dispatcher, as ``edit_whole`` does."""
+        try:
+            edited = changed(registration, full, before, result, is_kept)
+            return None if edited is None else copy_for_model(edited, leaf)
+        except Exception as error:
+            self.hook_failed(registration, error)
+            return None
+
+    def edit_failed(self, registration: Registration, error: Exception) -> None:
+        """Handle what a function raised that the dispatcher called."""
+        self.hook_failed(registration, error)
+
+    def edit_drew(self, registration: Registration) -> None:
+        """Handle that a function drew random numbers that the dispatcher called."""
+        self.hook_failed(registration, late_draws(registration))
 
     def _replay(self, registration: Registration, module: nn.Module, tree: Any) -> Any:
         """Run an edit again while the model is recomputed during backward (activation

@@ -70,7 +70,7 @@ _states = _SeededStates()
 
 class RandomState:
     """Seeds torch's generators (CPU, and the CUDA device of a tensor) for one call of an editing
-    function, until ``restore``.
+    function, until ``end``.
     """
 
     __slots__ = ("_before", "_cuda", "_seeded")
@@ -86,7 +86,7 @@ class RandomState:
             generator.manual_seed(seed_of_call(run_seed, site, call))
             self._cuda = generator, before, generator.get_state()
 
-    def restore(self) -> bool:
+    def end(self) -> bool:
         """Restore the generators; return whether the function drew from one of them."""
         has_drawn = not _C.same_bytes(torch.default_generator.get_state(), self._seeded)
         torch.default_generator.set_state(self._before)
@@ -95,6 +95,29 @@ class RandomState:
             has_drawn |= not torch.equal(generator.get_state(), seeded)
             generator.set_state(before)
         return has_drawn
+
+
+class DrawWatch:
+    """Notices whether a function draws from torch's generators (CPU, and the CUDA device of a
+    tensor), which it leaves as they are.
+    """
+
+    __slots__ = ("_before", "_cuda", "_position")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._before = torch.default_generator.get_state()
+        is_cuda, index = tensor.is_cuda, tensor.device.index
+        self._cuda = torch.cuda.default_generators[index] if is_cuda else None
+        self._position = self._position_on_gpu()
+
+    def _position_on_gpu(self) -> tuple[int, int] | None:
+        cuda = self._cuda
+        return None if cuda is None else (cuda.initial_seed(), cuda.get_offset())
+
+    def end(self) -> bool:
+        """Return whether the function drew."""
+        has_drawn = not _C.same_bytes(torch.default_generator.get_state(), self._before)
+        return has_drawn or self._position_on_gpu() != self._position
 
 
 class RandomCalls:

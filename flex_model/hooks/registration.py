@@ -97,6 +97,7 @@ class Registration:
     site: int = field(init=False)
     seed: int = field(init=False)
     name: str = field(init=False)
+    _first_call: tuple[Any, bool] | None = None  # a function, and whether it drew in its first call
     description: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +134,7 @@ class Registration:
             self,
             function.unpack_idx,
             function.record_name,
+            self.expected_shape,
             is_served and function.record,
             is_served and self.had_edit,
         )
@@ -253,6 +255,20 @@ class Registration:
         parameter's first name.
         """
         self.parameter, self.first_name = sources, first_name
+
+    @property
+    def draws(self) -> bool | None:
+        """Whether the editing function draws random numbers, as its first call did; None before
+        that.
+        """
+        function, has_drawn = self._first_call or (None, False)
+        if self.given.draws:
+            return True
+        return has_drawn if function is self.given.editing_function else None
+
+    def note_first_call(self, has_drawn: bool) -> None:
+        """Record whether the first call of the editing function drew random numbers."""
+        self._first_call = self.given.editing_function, has_drawn
 
     def note_writes(self, has_written: bool) -> None:
         """Record whether a call of the editing function wrote to its tensor."""

@@ -116,6 +116,17 @@ class SiteOwner(Protocol):
     def hook_failed(self, registration: Registration, error: Exception) -> None: ...
     def note_activations(self, registrations: Sequence[Registration], tree: Any) -> None: ...
     def active_in_replay(self, registrations: Sequence[Registration]) -> Sequence[Registration]: ...
+    def finish_edit(
+        self,
+        registration: Registration,
+        leaf: Tensor,
+        full: Tensor,
+        before: Any,
+        result: object,
+        is_kept: bool,
+    ) -> Tensor | None: ...
+    def edit_failed(self, registration: Registration, error: Exception) -> None: ...
+    def edit_drew(self, registration: Registration) -> None: ...
 
 
 class ModuleSite:
@@ -190,6 +201,14 @@ class ModuleSite:
     def module(self) -> nn.Module | None:
         """The module; None where it is gone."""
         return self._module()
+
+    def settle_edits(self, is_recomputed: bool) -> None:
+        """Let the dispatcher call settled editing functions itself, in the rest of the run.
+
+        Args:
+            is_recomputed: Whether the run knows that a checkpoint may recompute what edits made.
+        """
+        self._dispatcher.settle(is_recomputed)
 
     def surround(self, is_input: bool, before: Any, after: Any) -> list[Any]:
         """Register two torch hooks, with keyword arguments, that run directly before and after the

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from flex_model import _C
@@ -117,12 +116,8 @@ class HookTable:
         self._make_dispatcher = functools.partial(
             _C.Dispatcher,
             self._output_ptr,
-            handlers.forward,
-            handlers.edit_whole,
-            torch.Tensor,
-            torch.strided,
-            torch_private.current_graph_task,
-            torch.is_inference_mode_enabled,
+            handlers,
+            torch_private.FOR_DISPATCHER,
         )
         self._dispatcher = self._make_dispatcher()
         self._parameter_dispatcher = self._make_dispatcher()
@@ -234,7 +229,6 @@ class HookTable:
         return (
             self._serves_hooks
             and registration.kind in ("forward", "forward_pre")
-            and function.expected_shape is None
             and function.select is None
             and not registration.is_local_batch
             and not (registration.had_edit and (registration.joint or function.parameter_names))

@@ -17,15 +17,16 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.errors import HookError
 from flex_model.hooks.function import name_of
 from flex_model.hooks.hook_call import HookCall
-from flex_model.hooks.random_state import RandomCalls, RandomState, seed_of_state
+from flex_model.hooks.random_state import DrawWatch, RandomCalls, RandomState, seed_of_state
 from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import FakeTensor
 
 if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
+    from flex_model.runs.run import Run
 
 Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
-
+Before = tuple[int, torch.Size, torch.dtype, torch.device]  # version and kind before a call
 
 Observer = Callable[[str, HookCall], Callable[[], None]]  # see `HookExecutor`
 Parameters = dict[str, Tensor]  # the full parameters that the editing function named
@@ -52,6 +53,11 @@ class UserFunction:
         """Return the ``save_ctx`` of the call's run: the FlexModel's, or a batch's own."""
         return self._save_ctx if call.run.save_ctx is None else call.run.save_ctx
 
+    def settle(self, registration: Registration) -> None:
+        """Let the dispatcher call the hook's function, where it is called as in this call."""
+        function = registration.given.editing_function
+        registration.hook.settle(function, self._save_ctx, self._modules)
+
     def run(
         self, call: HookCall, fulls: Sequence[Tensor], leaf: Tensor, parameters: Parameters
     ) -> Edits:
@@ -65,20 +71,17 @@ class UserFunction:
             Exception: whatever the function raised.
         """
         registration, run, communicator = call.registration, call.run, self._communicator
-        function = registration.given
-        seed = run.seed
-        if seed is None:  # on one process; ranks have exchanged it
-            run.use_seed(seed := seed_of_state())
+        function, draws = registration.given, registration.draws
         save_ctx = self._save_ctx if run.save_ctx is None else run.save_ctx
         index = registration.index
         if call.is_replay:
             save_ctx = copy_for_replay(save_ctx)
-            number = _number_of_replay(call, leaf)
+            number = 0 if draws is False else _number_of_replay(call, leaf)
         else:
             number = run.calls.get(index, 0)
             run.calls[index] = number + 1
         passed: Any = fulls[0]
-        before = [(passed._version, passed.shape, passed.dtype, passed.device)]
+        before: list[Before] = [(passed._version, passed.shape, passed.dtype, passed.device)]
         if function.members:
             passed = tuple(fulls)
             before = [(full._version, full.shape, full.dtype, full.device) for full in fulls]
@@ -89,18 +92,26 @@ class UserFunction:
             communicator.set_edit(registration.description)
             if parameters:
                 function.pass_parameters(parameters)
-            random = RandomState(seed, registration.seed, number, fulls[0])
+            random = (
+                DrawWatch(fulls[0])
+                if draws is False
+                else RandomState(_seed_of(run), registration.seed, number, fulls[0])
+            )
             result: object = function.editing_function(  # type: ignore[misc]
                 call.module, passed, save_ctx, self._modules
             )
         finally:
-            has_drawn = random is not None and random.restore()
+            has_drawn = random is not None and random.end()
             communicator.set_edit(outer)
             if parameters:
                 function.pass_parameters({})
             for end in ends:
                 end()
+        if draws is None and not isinstance(fulls[0], FakeTensor):
+            registration.note_first_call(has_drawn)
         if has_drawn:
+            if draws is False:
+                raise late_draws(registration)
             _note_draws(call, leaf, number)
         if not self._is_local:
             has_written = any(full._version != of_full[0] for full, of_full in zip(fulls, before))
@@ -110,7 +121,14 @@ class UserFunction:
         replaced = [None if one is full else one for full, one in zip(fulls, results)]
         del result, results  # or they would count
         is_kept = _are_kept(fulls, references) if references else [False] * len(fulls)
-        return [_changed(registration, *one) for one in zip(fulls, before, replaced, is_kept)]
+        return [changed(registration, *one) for one in zip(fulls, before, replaced, is_kept)]
+
+
+def _seed_of(run: Run) -> int:
+    seed = run.seed
+    if seed is None:  # on one process; ranks have exchanged it
+        run.use_seed(seed := seed_of_state())
+    return seed
 
 
 def _are_kept(tensors: Sequence[Tensor], references: Sequence[int]) -> list[bool]:
@@ -140,6 +158,15 @@ def _note_draws(call: HookCall, leaf: Tensor, number: int) -> None:
         )
 
 
+def late_draws(registration: Registration) -> HookError:
+    """The error of a function that is not seeded, since it drew nothing in its first call."""
+    return HookError(
+        f"{registration.describe()}: the editing function draws random numbers, and drew none in "
+        "its first call, so it is not seeded, and other ranks or shardings would draw others; "
+        "register it with HookFunction(..., draws=True)"
+    )
+
+
 def results_of(registration: Registration, result: object) -> Sequence[object]:
     """Return the function's result for each of its tensors. TypeError if the number is wrong."""
     size = len(registration.given.members)
@@ -156,10 +183,10 @@ def results_of(registration: Registration, result: object) -> Sequence[object]:
     return result
 
 
-def _changed(
+def changed(
     registration: Registration,
     full: Tensor,
-    before: tuple[int, torch.Size, torch.dtype, torch.device],
+    before: Before,
     result: object,
     is_kept: bool,
 ) -> Tensor | None:

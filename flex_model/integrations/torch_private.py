@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -245,6 +246,20 @@ enable_saved_hooks = _autograd._saved_tensors_hooks_enable
 top_saved_hooks = functools.partial(_autograd._top_saved_tensors_default_hooks, True)
 push_saved_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_hooks = _autograd._pop_saved_tensors_default_hooks
+
+# What the compiled dispatcher calls: without any of these, it leaves all hooks to Python.
+FOR_DISPATCHER = SimpleNamespace(
+    Tensor=torch.Tensor,
+    strided=torch.strided,
+    current_graph_task=current_graph_task,
+    is_inference_mode=torch.is_inference_mode_enabled,
+    is_grad_enabled=torch.is_grad_enabled,
+    inference_mode=torch._C._InferenceMode,
+    num_dispatch_modes=torch._C._len_torch_dispatch_stack,
+    saved_hooks=top_saved_hooks,
+    random_state=torch.default_generator.get_state,
+    storage_uses=torch._C._storage_Use_Count,
+)
 
 num_transforms = _functorch.get_dynamic_layer_stack_depth  # of torch.func that are in progress
 pop_transform = _functorch.pop_dynamic_layer_stack

@@ -5,12 +5,14 @@ itself.
 import copy
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from flex_model import _C
+from flex_model.integrations import torch_private
 
 
 class Calls:
@@ -32,22 +34,23 @@ def edit(registration, module, leaf, full):
 def make(records=None, graph_task=lambda: -1, run_hook=None):
     calls = Calls() if run_hook is None else run_hook
     records = {} if records is None else records
-    dispatcher = _C.Dispatcher(
-        records,
-        calls,
-        edit,
-        torch.Tensor,
-        torch.strided,
-        graph_task,
-        torch.is_inference_mode_enabled,
+    handlers = SimpleNamespace(
+        forward=calls,
+        edit_whole=edit,
+        finish_edit=None,
+        edit_failed=None,
+        edit_drew=None,
+        communicator=SimpleNamespace(edit_of="", set_edit=lambda hook: None),
     )
+    torch_functions = vars(torch_private.FOR_DISPATCHER) | {"current_graph_task": graph_task}
+    dispatcher = _C.Dispatcher(records, handlers, SimpleNamespace(**torch_functions))
     dispatcher.activate([0], False)
     dispatcher.set_in_run(True)
     return dispatcher, calls, records
 
 
 def add(site, name, groups=(0,), records_here=False, unpack_idx=0, edits_here=False):
-    hook = _C.Hook(name, unpack_idx, name, records_here, edits_here)
+    hook = _C.Hook(name, unpack_idx, name, None, records_here, edits_here)
     for group in groups:
         hook.tag(group)
     site.add(hook)
@@ -135,17 +138,30 @@ def test_an_edit_gets_a_copy_and_its_result_replaces_the_tensor_in_the_tree(reco
     assert site.call(module, unchanged) is unchanged
 
 
-def test_python_runs_hooks_that_are_installed_for_a_backward_and_all_in_inference_mode():
+def test_python_runs_hooks_that_are_installed_for_a_backward():
     dispatcher, calls, _ = make()
     module = nn.Identity()
     site = dispatcher.add_site(weakref.ref(module))
     hook = add(site, "a", records_here=True, edits_here=True)
     dispatcher.activate([0], False)
-    with torch.inference_mode():
-        site.call(module, torch.zeros(1))
     hook.set_replays(True)
     site.call(module, torch.zeros(1))
-    assert calls.seen == ["a", "a"]
+    assert calls.seen == ["a"]
+
+
+def test_copies_in_inference_mode_are_plain_tensors():
+    dispatcher, calls, records = make()
+    module = nn.Identity()
+    site = dispatcher.add_site(weakref.ref(module))
+    add(site, "a", records_here=True, edits_here=True)
+    dispatcher.activate([0], False)
+    with torch.inference_mode():
+        edited = site.call(module, torch.ones(2))
+        assert torch.is_inference_mode_enabled()
+    assert edited.tolist() == [2, 2]
+    assert records["a"][0].tolist() == [1, 1]
+    assert not records["a"][0].is_inference()
+    assert calls.seen == []
 
 
 @pytest.mark.parametrize(

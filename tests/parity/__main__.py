@@ -1,13 +1,16 @@
 """`python tests/parity`: run every cell of the parity table and write docs/parity.md.
 
-Arguments go to pytest, for a part of the table: ``python tests/parity -k fsdp`` prints its rows and
-leaves docs/parity.md as it is. Rows on emulated GPUs: ``-p tests.cuda.emulated.plugin -k gpus``.
+Arguments go to pytest, for a part of the table: ``python tests/parity -k fsdp`` runs and replaces
+these rows. Rows on emulated GPUs: ``-p tests.cuda.emulated.plugin -k gpus``. What every row gave is
+kept in tests/parity/results, a file for each version of torch: run it in an environment with other
+versions, and the page compares them.
 """
 
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,6 +19,7 @@ from datetime import date
 from pathlib import Path
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "results"
 ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE.parent), str(ROOT)]
 
@@ -37,7 +41,7 @@ PACKAGES = (
 INTRODUCTION = """\
 # Parity: sharded runs against the unsharded model
 
-Written by `make parity` on {date}; Python {python}, {versions}; CPU, gloo.
+Written by `make parity`; in an environment with other versions: `python tests/parity`.
 
 Each row is a model that a framework has sharded over the given number of ranks. Each column is a
 kind of hook. A cell counts the hooks that were **right**, in four numbers: *read* (every module, or
@@ -75,53 +79,92 @@ determine; over the runs that counted them. `bare`: layers that state nothing. E
 was ever wrong is fixed, and stays as a program that the tests run (tests/fuzz).
 """
 AMBIGUOUS = "followed ambiguous"
-ON_GPUS = HERE / "test_frameworks.py::test_one_process[device-map-gpus-one]"
 COUNTS = ("programs", "right", "refused", "wrong", "crash", "hang", "invalid")
 
 
 def main(arguments):
     with tempfile.TemporaryDirectory() as folder:
-        status = run_pytest(folder, *(arguments or [HERE]))
+        status = run_pytest(folder, *arguments)
         if not arguments:  # a process of its own, which has no other devices
-            status |= run_pytest(folder, "-p", "tests.cuda.emulated.plugin", ON_GPUS)
-        rows = {
-            name: json.loads(path.read_text())
-            for name in CASES
-            if (path := Path(folder, f"{name}.json")).exists()
-        }
-    text = page(rows)
-    if arguments:
-        print(text)
-    else:
-        (ROOT / "docs" / "parity.md").write_text(text)
+            status |= run_pytest(folder, "-p", "tests.cuda.emulated.plugin", "-k", "gpus")
+        store({path.stem: json.loads(path.read_text()) for path in Path(folder).glob("*.json")})
+    (ROOT / "docs" / "parity.md").write_text(page())
     return status
 
 
 def run_pytest(folder, *arguments):
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow"]
     environment = os.environ | {"PARITY_ROWS": folder}
+    command += [str(HERE / "test_frameworks.py"), *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
-def page(rows):
+def store(rows):
+    """Replace these rows among the results of this version of torch."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"torch_{version('torch')}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
-    intro = INTRODUCTION.format(
-        date=date.today(), python=platform.python_version(), versions=versions
-    )
+    for name, outcomes in rows.items():
+        cells = {kind: cell(outcomes, kind) for kind in KINDS}
+        total = Counter(row["result"] for row in outcomes)
+        known[name] = {
+            "date": str(date.today()),
+            "versions": f"Python {platform.python_version()}, {versions}",
+            "cells": cells,
+            "total": total,
+            "errors": list(errors(outcomes)),
+        }
+    path.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+def page():
+    """The newest version's table, and where others differ from it."""
+    paths = sorted(RESULTS.glob("*.json"), key=lambda path: natural(path.stem), reverse=True)
+    newest, *others = [json.loads(path.read_text()) for path in paths]
     titles = " | ".join(kind.replace("_", " ") for kind in KINDS[:-1])
-    lines = [
-        intro,
+    header = [
         f"| framework | model | ranks | {titles} | parameter gradient |",
         "|---" * (3 + len(KINDS)) + "|",
     ]
-    for name, case in CASES.items():
-        cells = [cell(rows.get(name), kind) for kind in KINDS]
-        lines.append(f"| {case.framework} | {case.model} | {case.ranks} | {' | '.join(cells)} |")
-    total = Counter(row["result"] for outcomes in rows.values() for row in outcomes)
-    lines.append(
-        f"\n{total['right']} hooks right, {total['error']} errors, {total['wrong']} wrong.\n"
-    )
-    return "\n".join([*lines, *errors(rows), *random_programs()]) + "\n"
+    lines = [INTRODUCTION, *summary(newest), "", *header, *table(newest, CASES), ""]
+    for rows in others:
+        differ = [name for name in CASES if name in rows and is_other(rows[name], newest.get(name))]
+        lines += [*summary(rows), ""]
+        lines += ["Where they differ:\n", *header, *table(rows, differ), ""] if differ else []
+    lines.append("## Errors\n")
+    for name, row in newest.items():
+        case = CASES[name]
+        ranks = "1 rank" if case.ranks == 1 else f"{case.ranks} ranks"
+        lines += [f"- {case.framework}, {case.model}, {ranks}: {why}" for why in row["errors"]]
+    return "\n".join([*lines, *random_programs()]) + "\n"
+
+
+def natural(text):
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", text)]
+
+
+def is_other(row, newest):
+    return newest is not None and row["cells"] != newest["cells"]
+
+
+def summary(rows):
+    """What was run, when, with which packages, and how many hooks were right."""
+    total = sum((Counter(row["total"]) for row in rows.values()), Counter())
+    dates = sorted({row["date"] for row in rows.values()})
+    versions = Counter(row["versions"] for row in rows.values()).most_common(1)[0][0]
+    return [
+        f"**{versions}**; CPU, gloo; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}; "
+        f"{len(rows)} of {len(CASES)} rows: {total['right']} hooks right, {total['error']} errors, "
+        f"{total['wrong']} wrong."
+    ]
+
+
+def table(rows, names):
+    for name in names:
+        case, row = CASES[name], rows.get(name)
+        cells = ["not run" if row is None else row["cells"][kind] for kind in KINDS]
+        yield f"| {case.framework} | {case.model} | {case.ranks} | {' | '.join(cells)} |"
 
 
 def random_programs():
@@ -154,14 +197,12 @@ def refused(count, but_for=0):
 
 def version(package):
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(package).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return "(not installed)"
 
 
 def cell(outcomes, kind):
-    if outcomes is None:
-        return "not run"
     if not any(row["cell"]["kind"] == kind for row in outcomes):
         return "-"
     texts = []
@@ -177,26 +218,18 @@ def cell(outcomes, kind):
     return " · ".join(texts)
 
 
-def errors(rows):
-    """The errors, by framework and reason, with the sites and hooks that they are about."""
-    lines = []
-    for name, outcomes in rows.items():
-        case = CASES[name]
-        by_reason = {}
-        for row in outcomes:
-            if row["result"] != "right":
-                why = row["reason"] if row["result"] == "error" else f"WRONG: {row['text']}"
-                by_reason.setdefault((row["result"], why or row["text"]), []).append(row["cell"])
-        for (result, why), cells in by_reason.items():
-            sites = sorted({f"`{cell['site']}`" for cell in cells})
-            kinds = [kind for kind in KINDS if any(cell["kind"] == kind for cell in cells)]
-            doings = [doing for doing in DOINGS if any(cell["doing"] == doing for cell in cells)]
-            ranks = "1 rank" if case.ranks == 1 else f"{case.ranks} ranks"
-            lines.append(
-                f"- {case.framework}, {case.model}, {ranks}: {result}: {why} "
-                f"({', '.join(kinds)}; {', '.join(doings)}; {', '.join(sites)})"
-            )
-    return ["## Errors\n", *lines] if lines else []
+def errors(outcomes):
+    """The errors of a row by reason, with the sites and hooks that they are about."""
+    by_reason = {}
+    for row in outcomes:
+        if row["result"] != "right":
+            why = row["reason"] if row["result"] == "error" else f"WRONG: {row['text']}"
+            by_reason.setdefault(why or row["text"], []).append(row["cell"])
+    for why, cells in by_reason.items():
+        sites = sorted({f"`{cell['site']}`" for cell in cells})
+        kinds = [kind for kind in KINDS if any(cell["kind"] == kind for cell in cells)]
+        doings = [doing for doing in DOINGS if any(cell["doing"] == doing for cell in cells)]
+        yield f"{why} ({', '.join(kinds)}; {', '.join(doings)}; {', '.join(sites)})"
 
 
 if __name__ == "__main__":

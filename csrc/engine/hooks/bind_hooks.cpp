@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -58,17 +59,28 @@ py::list registrations(const HookList& hooks) {
 void bind_hooks(py::module_& m) {
   py::class_<Hook, std::shared_ptr<Hook>>(
       m, "Hook", "The part of a registered hook that the dispatcher needs.")
-      .def(py::init([](py::object registration, Py_ssize_t unpack_idx, py::object record_name,
-                       bool records_here, bool edits_here) {
-             return std::make_shared<Hook>(Hook{std::move(registration),
-                                                unpack_idx,
-                                                std::move(record_name),
-                                                records_here,
-                                                edits_here,
-                                                {}});
-           }),
-           py::arg("registration"), py::arg("unpack_idx"), py::arg("record_name"),
-           py::arg("records_here"), py::arg("edits_here"))
+      .def(
+          py::init([](py::object registration, Py_ssize_t unpack_idx, py::object record_name,
+                      std::optional<py::tuple> expected_shape, bool records_here, bool edits_here) {
+            auto hook = std::make_shared<Hook>();
+            hook->registration = std::move(registration);
+            hook->unpack_idx = unpack_idx;
+            hook->record_name = std::move(record_name);
+            hook->expected_shape = py::cast(expected_shape);
+            hook->records_here = records_here;
+            hook->edits_here = edits_here;
+            return hook;
+          }),
+          py::arg("registration"), py::arg("unpack_idx"), py::arg("record_name"),
+          py::arg("expected_shape"), py::arg("records_here"), py::arg("edits_here"))
+      .def(
+          "settle",
+          [](Hook& hook, py::object function, py::object save_ctx, py::object modules) {
+            hook.settled = {std::move(function), std::move(save_ctx), std::move(modules),
+                            hook.registration.attr("description")};
+          },
+          "Note what its function, which draws no random numbers, is called with from now on.",
+          py::arg("function"), py::arg("save_ctx"), py::arg("modules"))
       .def(
           "tag", [](Hook& hook, size_t group) { hook.groups.insert(group); }, "Add it to a group.",
           py::arg("group"))
@@ -119,10 +131,8 @@ void bind_hooks(py::module_& m) {
       py::arg("root"), py::arg("before"), py::arg("tensor_type"), py::arg("module_type"));
 
   py::class_<Dispatcher>(m, "Dispatcher", "Selects the hooks that run now.")
-      .def(py::init<py::dict, py::object, py::object, py::type, py::object, py::function,
-                    py::function>(),
-           py::arg("records"), py::arg("run_hook"), py::arg("edit"), py::arg("tensor_type"),
-           py::arg("strided"), py::arg("current_graph_task"), py::arg("is_inference_mode"))
+      .def(py::init<py::dict, const py::object&, const py::object&>(), py::arg("records"),
+           py::arg("handlers"), py::arg("torch"))
       .def("close", &Dispatcher::close, "Detach all sites and drop the callbacks.")
       .def("add_site", &Dispatcher::add_site,
            "Make a site; `module_ref` is a weak reference, or None.", py::arg("module_ref"))
@@ -132,12 +142,13 @@ void bind_hooks(py::module_& m) {
            py::arg("groups"), py::arg("complement"))
       .def("clear_records", &Dispatcher::clear_records,
            "Delete the record lists of the active hooks.")
-      .def(
-          "set_in_run",
-          [](Dispatcher& dispatcher, bool in_run) {
-            return std::exchange(dispatcher.in_run, in_run);
-          },
-          "Set whether an outermost run has begun; returns the former value.", py::arg("in_run"));
+      .def("settle", &Dispatcher::settle,
+           "Let the rest of the run call settled functions from here. `is_recomputed`: the run "
+           "knows "
+           "that a checkpoint may recompute what edits made.",
+           py::arg("is_recomputed"))
+      .def("set_in_run", &Dispatcher::set_in_run,
+           "Set whether an outermost run has begun; returns the former value.", py::arg("in_run"));
 }
 
 }  // namespace flex_model

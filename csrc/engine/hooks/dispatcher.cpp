@@ -1,36 +1,38 @@
 #include "dispatcher.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "pytree/tree.h"
+#include "settled_edit.h"
 
 namespace flex_model {
 namespace {
 
-struct Strings {
-  PyObject* detach = PyUnicode_InternFromString("detach");
-  PyObject* clone = PyUnicode_InternFromString("clone");
-  PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
-  PyObject* layout = PyUnicode_InternFromString("layout");
-  PyObject* is_quantized = PyUnicode_InternFromString("is_quantized");
-  PyObject* is_nested = PyUnicode_InternFromString("is_nested");
-  PyObject* is_inference = PyUnicode_InternFromString("is_inference");
-};
-
-// Never destroyed: the interpreter is gone before static destructors run.
-const Strings& strings() {
-  static const Strings* strings = new Strings();
-  return *strings;
-}
-
-py::object steal(PyObject* object) { return py::reinterpret_steal<py::object>(object); }
-
-py::object checked(PyObject* object) {
-  if (object == nullptr) throw py::error_already_set();
-  return steal(object);
+// Whether a tensor has these sizes, of which None is any.
+bool has_shape(const py::object& tensor, const py::object& sizes) {
+  const py::object shape = names().shape.of(tensor);
+  const Py_ssize_t num_dims = PyTuple_GET_SIZE(sizes.ptr());
+  if (PyTuple_GET_SIZE(shape.ptr()) != num_dims) return false;
+  for (Py_ssize_t dim = 0; dim < num_dims; ++dim) {
+    PyObject* size = PyTuple_GET_ITEM(sizes.ptr(), dim);
+    if (size != Py_None &&
+        PyLong_AsSsize_t(size) != PyLong_AsSsize_t(PyTuple_GET_ITEM(shape.ptr(), dim)))
+      return false;
+  }
+  return true;
 }
 
 }  // namespace
+
+Handlers::Handlers(const py::object& handlers)
+    : forward(handlers.attr("forward")),
+      edit_whole(handlers.attr("edit_whole")),
+      finish_edit(handlers.attr("finish_edit")),
+      edit_failed(handlers.attr("edit_failed")),
+      edit_drew(handlers.attr("edit_drew")),
+      communicator(handlers.attr("communicator")),
+      set_edit(communicator.attr("set_edit")) {}
 
 void Site::add(std::shared_ptr<Hook> hook) { hooks_.push_back(std::move(hook)); }
 
@@ -53,57 +55,65 @@ bool Site::refresh() {
   return changed;
 }
 
-bool Site::is_plain(PyObject* leaf, bool edits) const {
-  if (reinterpret_cast<PyObject*>(Py_TYPE(leaf)) != dispatcher_->tensor_type.ptr()) return false;
-  const py::object is_cpu = checked(PyObject_GetAttr(leaf, strings().is_cpu));
-  if (is_cpu.ptr() != Py_True) return false;
-  // Copies made in inference mode, or of its tensors, are not plain tensors.
-  const py::object is_inference = checked(PyObject_CallMethodNoArgs(leaf, strings().is_inference));
-  if (is_inference.ptr() != Py_False) return false;
-  const py::object mode = checked(PyObject_CallNoArgs(dispatcher_->is_inference_mode.ptr()));
-  if (mode.ptr() != Py_False) return false;
-  if (!edits) return true;
-  const py::object layout = checked(PyObject_GetAttr(leaf, strings().layout));
-  const py::object is_quantized = checked(PyObject_GetAttr(leaf, strings().is_quantized));
-  const py::object is_nested = checked(PyObject_GetAttr(leaf, strings().is_nested));
-  return layout.is(dispatcher_->strided) && is_quantized.ptr() == Py_False &&
-         is_nested.ptr() == Py_False;
-}
-
 bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
+  const TorchAccess& torch = dispatcher_->torch;
   Py_ssize_t num_leaves = 0;
-  const py::object leaf = steal(leaf_at(tree.ptr(), hook.unpack_idx, &num_leaves));
+  const py::object leaf =
+      py::reinterpret_steal<py::object>(leaf_at(tree.ptr(), hook.unpack_idx, &num_leaves));
   if (!leaf) {
     if (PyErr_Occurred()) throw py::error_already_set();
     return false;
   }
-  if (!is_plain(leaf.ptr(), hook.edits_here)) return false;
-  const py::object task = checked(PyObject_CallNoArgs(dispatcher_->current_graph_task.ptr()));
+  const Names& of = names();
+  if (!torch.is_tensor(leaf) || !is_true(of.is_cpu.of(leaf))) return false;
+  if (!hook.expected_shape.is_none() && !has_shape(leaf, hook.expected_shape)) return false;
+  if (hook.edits_here && !(of.layout.of(leaf).is(torch.strided) &&
+                           !is_true(of.is_quantized.of(leaf)) && !is_true(of.is_nested.of(leaf)))) {
+    return false;
+  }
+  const py::object task = checked(PyObject_CallNoArgs(torch.current_graph_task.ptr()));
   if (PyLong_AsLong(task.ptr()) != -1) return false;
 
-  if (hook.records_here) {
-    PyObject* records = dispatcher_->records.ptr();
-    py::object list = py::reinterpret_borrow<py::object>(
-        PyDict_GetItemWithError(records, hook.record_name.ptr()));
-    if (!list) {
-      if (PyErr_Occurred()) throw py::error_already_set();
-      list = checked(PyList_New(0));
-      if (PyDict_SetItem(records, hook.record_name.ptr(), list.ptr()) < 0)
-        throw py::error_already_set();
-    }
-    if (!PyList_CheckExact(list.ptr())) return false;
-    const py::object detached = checked(PyObject_CallMethodNoArgs(leaf.ptr(), strings().detach));
-    const py::object copy = checked(PyObject_CallMethodNoArgs(detached.ptr(), strings().clone));
-    if (PyList_Append(list.ptr(), copy.ptr()) < 0) throw py::error_already_set();
+  const py::object list = hook.records_here ? record_list(hook) : py::none();
+  if (hook.records_here && !PyList_CheckExact(list.ptr())) return false;
+  const auto record = [&](const py::object& tensor) {
+    if (PyList_Append(list.ptr(), tensor.ptr()) < 0) throw py::error_already_set();
+  };
+  // Copies made in inference mode, or of its tensors, are not plain tensors.
+  const bool is_inference = is_true(of.is_inference.call(leaf)) ||
+                            is_true(checked(PyObject_CallNoArgs(torch.is_inference_mode.ptr())));
+  const auto copied = [&](bool in_graph) {
+    const PlainMode mode(torch, is_inference);
+    return of.clone.call(in_graph && !is_inference ? leaf : of.detach.call(leaf));
+  };
+  if (!hook.edits_here) {
+    record(copied(false));
+    return true;
   }
-  if (!hook.edits_here) return true;
-
-  const py::object copy = checked(PyObject_CallMethodNoArgs(leaf.ptr(), strings().clone));
-  PyObject* arguments[] = {hook.registration.ptr(), module, leaf.ptr(), copy.ptr()};
-  const py::object edit = dispatcher_->edit;  // the call may close the dispatcher
-  const py::object edited = checked(PyObject_Vectorcall(edit.ptr(), arguments, 4, nullptr));
-  if (!edited.is_none()) tree = checked(replace_leaf(tree.ptr(), hook.unpack_idx, edited.ptr()));
+  py::object after, copy = copied(true);
+  if (dispatcher_->is_settled(hook)) {
+    after = run_settled(*dispatcher_, hook, module, leaf, copy);
+    // The copy is the record if it is as it was, and no one else has it.
+    if (hook.records_here) record(copy ? of.detach.call(copy) : copied(false));
+  } else {
+    if (hook.records_here) record(copied(false));
+    PyObject* arguments[] = {hook.registration.ptr(), module, leaf.ptr(), copy.ptr()};
+    const auto handlers = dispatcher_->handlers;  // the call may close the dispatcher
+    after = checked(PyObject_Vectorcall(handlers->edit_whole.ptr(), arguments, 4, nullptr));
+  }
+  if (!after.is_none()) tree = checked(replace_leaf(tree.ptr(), hook.unpack_idx, after.ptr()));
   return true;
+}
+
+py::object Site::record_list(const Hook& hook) const {
+  PyObject* records = dispatcher_->records.ptr();
+  PyObject* found = PyDict_GetItemWithError(records, hook.record_name.ptr());
+  if (found != nullptr) return py::reinterpret_borrow<py::object>(found);
+  if (PyErr_Occurred()) throw py::error_already_set();
+  py::object list = checked(PyList_New(0));
+  if (PyDict_SetItem(records, hook.record_name.ptr(), list.ptr()) < 0)
+    throw py::error_already_set();
+  return list;
 }
 
 PyObject* Site::run(PyObject* module, PyObject* tree) {
@@ -114,11 +124,11 @@ PyObject* Site::run(PyObject* module, PyObject* tree) {
   for (const auto& hook : *hooks) {
     if (dispatcher_ == nullptr) break;  // an editing function restored the model
     const bool is_served = hook->records_here || hook->edits_here;
-    if (is_served && dispatcher_->in_run && !hook->replays && run_here(*hook, module, current))
+    if (is_served && dispatcher_->in_run() && !hook->replays && run_here(*hook, module, current))
       continue;
     PyObject* arguments[] = {hook->registration.ptr(), module, current.ptr()};
-    const py::object run_hook = dispatcher_->run_hook;  // the call may close the dispatcher
-    current = checked(PyObject_Vectorcall(run_hook.ptr(), arguments, 3, nullptr));
+    const auto handlers = dispatcher_->handlers;  // the call may close the dispatcher
+    current = checked(PyObject_Vectorcall(handlers->forward.ptr(), arguments, 3, nullptr));
   }
   return current.release().ptr();
 }
@@ -126,7 +136,7 @@ PyObject* Site::run(PyObject* module, PyObject* tree) {
 void Dispatcher::close() {
   for (const auto& site : sites_) site->detach();
   sites_.clear();
-  run_hook = edit = py::none();
+  handlers = nullptr;
 }
 
 std::shared_ptr<Site> Dispatcher::add_site(py::object module_ref) {
@@ -149,6 +159,29 @@ std::vector<std::shared_ptr<Site>> Dispatcher::activate(const std::vector<size_t
     if (site->refresh()) changed.push_back(site);
   }
   return changed;
+}
+
+bool Dispatcher::set_in_run(bool in_run) {
+  settled_thread_ = 0;
+  return std::exchange(in_run_, in_run);
+}
+
+void Dispatcher::settle(bool is_recomputed) {
+  settled_thread_ = PyThread_get_thread_ident();
+  is_recomputed_ = is_recomputed;
+}
+
+bool Dispatcher::is_settled(const Hook& hook) const {
+  if (!hook.settled.function || settled_thread_ != PyThread_get_thread_ident()) return false;
+  const auto returned = [](const py::object& function) {
+    return checked(PyObject_CallNoArgs(function.ptr()));
+  };
+  const py::object function = names().editing_function.of(names().given.of(hook.registration));
+  if (!function.is(hook.settled.function)) return false;  // replaced, or taken off
+  if (py::len(names().edit_of.of(handlers->communicator)) > 0) return false;
+  if (PyLong_AsLong(returned(torch.num_dispatch_modes).ptr()) != 0) return false;
+  return is_recomputed_ ||
+         (is_true(returned(torch.is_grad_enabled)) && returned(torch.saved_hooks).is_none());
 }
 
 void Dispatcher::clear_records() {

@@ -3,8 +3,9 @@
 // A Site stands for one (module, kind) or one parameter; torch calls it, and it calls the active
 // hooks in the order of their registration. With one process, most hooks run here: one that records
 // appends `detach().clone()` to the list of its name, and one that edits passes a copy to the
-// Python callback `edit`. All others are passed to the Python callback `run_hook`, which gathers,
-// edits and scatters.
+// handlers' `edit_whole`, or, once that has settled what the function may be passed, to the
+// function itself. All others are passed to the handlers' `forward`, which gathers, edits and
+// scatters.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,19 +14,25 @@
 #include <vector>
 
 #include "group_set.h"
+#include "torch_access.h"
 
 namespace flex_model {
 
-namespace py = pybind11;
+// What an editing function is called with, after a call of it that drew no random numbers.
+struct SettledEdit {
+  py::object function, save_ctx, modules, description;
+};
 
 struct Hook {
-  py::object registration;  // the argument of run_hook: flex_model.hooks.registration.Registration
+  py::object registration;  // flex_model.hooks.registration.Registration
   Py_ssize_t unpack_idx;
   py::object record_name;
-  bool records_here;  // its tensor is whole on this process: it is recorded here,
-  bool edits_here;    // and passed to `edit` from here
+  py::object expected_shape;  // a tuple of sizes and None, or None
+  bool records_here;          // its tensor is whole on this process: it is recorded here,
+  bool edits_here;            // and edited from here
   GroupSet groups;
   bool replays = false;  // runs in a backward of a graph that was made with it, whatever its groups
+  SettledEdit settled;
 };
 
 using HookList = std::vector<std::shared_ptr<Hook>>;
@@ -57,7 +64,7 @@ class Site {
   // Records the hook's tensor of the tree, and has it edited. Returns false where that is not
   // possible here; throws py::error_already_set.
   bool run_here(const Hook& hook, PyObject* module, py::object& tree);
-  bool is_plain(PyObject* leaf, bool edits) const;
+  py::object record_list(const Hook& hook) const;  // made where there is none
 
   Dispatcher* dispatcher_;  // nullptr once detached
   py::object
@@ -66,23 +73,29 @@ class Site {
   std::shared_ptr<const HookList> active_ = std::make_shared<const HookList>();
 };
 
+// The Python half: flex_model.hooks.handlers.HookHandlers.
+struct Handlers {
+  explicit Handlers(const py::object& handlers);
+
+  py::object forward;       // (registration, module, tree) -> tree
+  py::object edit_whole;    // (registration, module, tensor, copy) -> replacement or None
+  py::object finish_edit;   // (registration, tensor, copy, before, result, is_kept) -> likewise
+  py::object edit_failed;   // (registration, error): raises
+  py::object edit_drew;     // (registration): raises
+  py::object communicator;  // its `edit_of`: the hook whose editing function runs
+  py::object set_edit;      // sets that
+};
+
 class Dispatcher {
  public:
-  Dispatcher(py::dict records, py::object run_hook, py::object edit, py::type tensor_type,
-             py::object strided, py::function current_graph_task, py::function is_inference_mode)
-      : records(std::move(records)),
-        run_hook(std::move(run_hook)),
-        edit(std::move(edit)),
-        tensor_type(std::move(tensor_type)),
-        strided(std::move(strided)),
-        current_graph_task(std::move(current_graph_task)),
-        is_inference_mode(std::move(is_inference_mode)) {}
+  Dispatcher(py::dict records, const py::object& handlers, const py::object& torch)
+      : records(std::move(records)), handlers(new Handlers(handlers)), torch(torch) {}
 
   ~Dispatcher() { close(); }
   Dispatcher(const Dispatcher&) = delete;
   Dispatcher& operator=(const Dispatcher&) = delete;
 
-  // Detaches all sites and drops the callbacks, which may refer to the owner of this dispatcher.
+  // Detaches all sites and drops the handlers, which may refer to the owner of this dispatcher.
   void close();
   std::shared_ptr<Site> add_site(py::object module_ref);
   void remove_site(const std::shared_ptr<Site>& site);
@@ -94,21 +107,26 @@ class Dispatcher {
   }
   // Deletes the record lists of the active hooks, at the start of an outermost run.
   void clear_records();
+  // Begins or ends an outermost run, or the turn of a batch of one; returns whether it was in one.
+  bool set_in_run(bool in_run);
+  // Lets the rest of the run call settled functions from here. `is_recomputed`: the run knows that
+  // a checkpoint may recompute what edits made.
+  void settle(bool is_recomputed);
+  // Whether the hook's function may be called from here now.
+  bool is_settled(const Hook& hook) const;
+  bool in_run() const { return in_run_; }
 
-  py::dict records;      // the user's output_ptr
-  py::object run_hook;   // (registration, module, tree) -> tree
-  py::object edit;       // (registration, module, tensor, copy) -> replacement or None
-  py::type tensor_type;  // torch.Tensor: only this exact type is served here
-  py::object strided;    // torch.strided: only tensors of this layout are edited here
-  py::function
-      current_graph_task;  // -1 outside of backward; inside, a forward hook is a recomputation
-  py::function is_inference_mode;
-  bool in_run = false;  // whether an outermost run has begun
+  py::dict records;  // the user's output_ptr
+  std::shared_ptr<const Handlers> handlers;
+  const TorchAccess torch;
 
  private:
   std::vector<std::shared_ptr<Site>> sites_;
   GroupSet active_;
   bool complement_ = false;
+  bool in_run_ = false;
+  unsigned long settled_thread_ = 0;  // that of the run; 0: not settled
+  bool is_recomputed_ = false;
 };
 
 }  // namespace flex_model

@@ -1,0 +1,83 @@
+#include "settled_edit.h"
+
+namespace flex_model {
+namespace {
+
+// What an edit must not change, and the version, which tells whether it wrote to the tensor.
+struct Before {
+  explicit Before(const py::object& tensor)
+      : version(names().version.of(tensor)),
+        shape(names().shape.of(tensor)),
+        dtype(names().dtype.of(tensor)),
+        device(names().device.of(tensor)) {}
+
+  bool is_kind_of(const py::object& tensor) const {
+    return names().shape.of(tensor).equal(shape) && names().dtype.of(tensor).is(dtype) &&
+           names().device.of(tensor).equal(device);
+  }
+  py::tuple as_tuple() const { return py::make_tuple(version, shape, dtype, device); }
+
+  py::object version, shape, dtype, device;
+};
+
+// A copy of the function's result, unless nothing else has its memory: the model may change it in
+// place. Contiguous if the model's own tensor is, since views of that work.
+py::object for_model(const TorchAccess& torch, const py::object& leaf, py::object result) {
+  const bool keeps_strides =
+      is_true(names().is_contiguous.call(result)) || !is_true(names().is_contiguous.call(leaf));
+  if (!keeps_strides) return names().contiguous.call(result);
+  return is_alone(torch, result) ? result : names().clone.call(result);
+}
+
+}  // namespace
+
+py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject* module,
+                       const py::object& leaf, py::object& copy) {
+  const std::shared_ptr<const Handlers> handlers = dispatcher.handlers;  // the call may close it
+  const TorchAccess& torch = dispatcher.torch;
+  const SettledEdit settled = hook.settled;
+  const Before before(copy);
+  const py::object drawn_before = checked(PyObject_CallNoArgs(torch.random_state.ptr()));
+  const bool is_in_graph = is_true(names().requires_grad.of(copy));
+  const Py_ssize_t references = Py_REFCNT(copy.ptr());
+
+  // The communicator refuses transfers, and the model itself, inside.
+  checked(PyObject_CallOneArg(handlers->set_edit.ptr(), settled.description.ptr()));
+  PyObject* arguments[] = {module, copy.ptr(), settled.save_ctx.ptr(), settled.modules.ptr()};
+  py::object result = py::reinterpret_steal<py::object>(
+      PyObject_Vectorcall(settled.function.ptr(), arguments, 4, nullptr));
+  if (!result) {
+    const bool is_exception = PyErr_ExceptionMatches(PyExc_Exception);
+    py::error_already_set error;
+    handlers->set_edit("");
+    if (!is_exception) throw error;  // an interrupt
+    handlers->edit_failed(hook.registration, error.value());
+    return py::none();
+  }
+  handlers->set_edit("");
+  if (!have_same_bytes(drawn_before, checked(PyObject_CallNoArgs(torch.random_state.ptr())))) {
+    handlers->edit_drew(hook.registration);
+    return py::none();
+  }
+
+  if (result.is(copy)) result = py::none();
+  const bool is_kept = is_in_graph && (Py_REFCNT(copy.ptr()) > references ||
+                                       !names().backward_hooks.of(copy).is_none());
+  const bool has_written = !names().version.of(copy).equal(before.version);
+  const bool is_unusual = result.is_none() ? !before.is_kind_of(copy)
+                                           : !torch.is_tensor(result) || !before.is_kind_of(result);
+  if (is_unusual) {
+    result =
+        handlers->finish_edit(hook.registration, leaf, copy, before.as_tuple(), result, is_kept);
+    copy = {};
+    return result;
+  }
+  if (result.is_none() && (has_written || is_kept)) {
+    result = std::move(copy);
+  } else if (has_written || !is_alone(torch, copy)) {
+    copy = {};
+  }
+  return result.is_none() ? result : for_model(torch, leaf, std::move(result));
+}
+
+}  // namespace flex_model

@@ -1,0 +1,56 @@
+#include "torch_access.h"
+
+#include <cstring>
+
+namespace flex_model {
+
+const Names& names() {
+  static const Names* const kNames = new Names;
+  return *kNames;
+}
+
+TorchAccess::TorchAccess(const py::object& torch)
+    : tensor_type(torch.attr("Tensor")),
+      strided(torch.attr("strided")),
+      current_graph_task(torch.attr("current_graph_task")),
+      is_inference_mode(torch.attr("is_inference_mode")),
+      is_grad_enabled(torch.attr("is_grad_enabled")),
+      inference_mode(torch.attr("inference_mode")),
+      num_dispatch_modes(torch.attr("num_dispatch_modes")),
+      saved_hooks(torch.attr("saved_hooks")),
+      random_state(torch.attr("random_state")),
+      storage_uses(torch.attr("storage_uses")) {}
+
+PlainMode::PlainMode(const TorchAccess& torch, bool is_inference) {
+  if (!is_inference) return;
+  guard_ = checked(PyObject_CallOneArg(torch.inference_mode.ptr(), Py_False));
+  names().enter.call(guard_);
+}
+
+PlainMode::~PlainMode() {
+  if (!guard_) return;
+  PyObject *type, *value, *traceback;  // of an error on its way out
+  PyErr_Fetch(&type, &value, &traceback);
+  PyObject* left = PyObject_CallMethod(guard_.ptr(), "__exit__", "OOO", Py_None, Py_None, Py_None);
+  if (left == nullptr) PyErr_WriteUnraisable(guard_.ptr());
+  Py_XDECREF(left);
+  PyErr_Restore(type, value, traceback);
+}
+
+bool is_alone(const TorchAccess& torch, const py::object& tensor) {
+  if (Py_REFCNT(tensor.ptr()) != 1) return false;
+  const py::object storage = names().untyped_storage.call(tensor);
+  const py::object uses =
+      checked(PyObject_CallOneArg(torch.storage_uses.ptr(), names().cdata.of(storage).ptr()));
+  return PyLong_AsLong(uses.ptr()) == 2;  // the tensor, and the object `storage`
+}
+
+bool have_same_bytes(const py::object& one, const py::object& other) {
+  const auto address = [](const py::object& tensor) {
+    return PyLong_AsVoidPtr(names().data_ptr.call(tensor).ptr());
+  };
+  const size_t bytes = PyLong_AsSize_t(names().nbytes.of(one).ptr());
+  return std::memcmp(address(one), address(other), bytes) == 0;
+}
+
+}  // namespace flex_model

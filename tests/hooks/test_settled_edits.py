@@ -1,0 +1,297 @@
+"""Edits in one process: after its first call in a run the dispatcher calls a function by itself."""
+
+import random
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flex_model import FlexModel, HookError, HookFunction
+from flex_model.integrations import torch_private
+
+NUM_LAYERS = 3
+
+
+class Layer(nn.Module):
+    """Writes in place to the tensor that its hook has replaced, as residual streams do."""
+
+    def __init__(self, transposes):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.hooked = nn.Identity()
+        self.transposes = transposes
+
+    def forward(self, x):
+        hidden = self.linear(x)
+        hidden = self.hooked(hidden.transpose(0, 1) if self.transposes else hidden)
+        hidden = (hidden.transpose(0, 1) if self.transposes else hidden) * 1
+        return hidden.add_(1)
+
+
+class Model(nn.Module):
+    def __init__(self, transposes, recomputes):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(transposes) for _ in range(NUM_LAYERS))
+        self.double()
+        self.recomputes = recomputes
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.recomputes and torch.is_grad_enabled():
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
+        return x
+
+
+def same(module, full, save_ctx, modules):
+    return full
+
+
+def nothing(module, full, save_ctx, modules):
+    return None
+
+
+def scaled(module, full, save_ctx, modules):
+    return full * 1.5
+
+
+def in_place(module, full, save_ctx, modules):
+    full[..., 0] += 1
+
+
+def turned(module, full, save_ctx, modules):
+    return full.flip(0).mT.contiguous().mT
+
+
+def counted(module, full, save_ctx, modules):
+    save_ctx.calls = getattr(save_ctx, "calls", 0) + 1
+    return full + save_ctx.calls
+
+
+def keeps_the_tensor(module, full, save_ctx, modules):
+    save_ctx.kept = [*getattr(save_ctx, "kept", []), full]
+    return full.sin()
+
+
+def keeps_the_result(module, full, save_ctx, modules):
+    result = full.cos()
+    save_ctx.kept = [*getattr(save_ctx, "kept", []), result.detach()]
+    return result
+
+
+def returns_what_lives_on(module, full, save_ctx, modules):
+    if not hasattr(save_ctx, "direction"):
+        save_ctx.direction = torch.ones(2, *full.shape, dtype=full.dtype)
+    return save_ctx.direction[1]
+
+
+def draws(module, full, save_ctx, modules):
+    return full + torch.rand(full.shape, dtype=full.dtype)
+
+
+def trains(module, full, save_ctx, modules):
+    return modules["probe"](full)
+
+
+EDITS = (
+    same, nothing, scaled, in_place, turned, counted, keeps_the_tensor, keeps_the_result,
+    returns_what_lives_on, draws, trains,
+)  # fmt: skip
+MODES = (torch.no_grad, torch.inference_mode, torch.enable_grad)
+
+
+def run(program, num_modes):
+    """Run a program twice; return all that it makes. ``num_modes``: the number of dispatch modes
+    that the dispatcher sees; with one, it leaves an edit to Python.
+    """
+    edits, mode, recomputes, transposes, seed = program
+    torch.manual_seed(seed)
+    model, probe = Model(transposes, recomputes), nn.Linear(4, 4).double()
+    records = {}
+    with mock.patch.object(torch_private.FOR_DISPATCHER, "num_dispatch_modes", num_modes):
+        flex = FlexModel(model, records)
+    flex.register_trainable_module("probe", probe)
+    for name, edit in edits:
+        shape = random.Random(seed).choice([None, (None, 3, 4)])
+        flex.register_forward_hook(HookFunction(name, shape, edit))
+    made, x = [], torch.randn(3, 3, 4, dtype=torch.float64)
+    for _ in range(2):
+        with mode():
+            out = flex(x)
+        if out.requires_grad:
+            out.square().sum().backward()
+        made += [out, *(one for name in records for one in records[name])]
+        made += getattr(flex.save_ctx, "kept", [])
+    made += [p.grad for p in [*model.parameters(), *probe.parameters()] if p.grad is not None]
+    flex.restore()
+    return [tensor.detach().clone() for tensor in made]
+
+
+@pytest.mark.parametrize("num_programs", [100, pytest.param(1000, marks=pytest.mark.slow)])
+def test_any_choice_of_path_for_each_call_gives_the_same_numbers(num_programs):
+    chosen = random.Random(0)
+    names = [f"layers.{i}.hooked" for i in range(NUM_LAYERS)]
+    for seed in range(num_programs):
+        edits = [
+            (name, chosen.choice(EDITS)) for name in names for _ in range(chosen.randint(0, 1))
+        ]
+        program = (
+            edits, chosen.choice(MODES), chosen.random() < 0.3, chosen.random() < 0.3, seed,
+        )  # fmt: skip
+        by_python = run(program, lambda: 1)
+        for num_modes in (lambda: 0, lambda: chosen.randint(0, 1)):
+            result = run(program, num_modes)
+            assert len(result) == len(by_python), program
+            for one, other in zip(result, by_python):
+                assert torch.equal(one, other), program
+
+
+def wrapped(edit, **settings):
+    model, records = nn.Sequential(nn.Identity(), nn.Identity()), {}
+    flex = FlexModel(model, records)
+    for name in ("0", "1"):
+        flex.register_forward_hook(HookFunction(name, None, edit, **settings))
+    return flex, records
+
+
+@torch.no_grad()
+def test_a_settled_edit_is_called_by_the_dispatcher():
+    flex, _ = wrapped(scaled)
+    with mock.patch.object(
+        type(flex._runner.core.executor.function), "run", side_effect=AssertionError
+    ) as run_by_python:
+        with pytest.raises(HookError):
+            flex(torch.ones(2))
+        assert run_by_python.called
+    flex(torch.ones(2))
+    with flex.active("all"):
+        flex(torch.ones(2))
+        with mock.patch.object(
+            type(flex._runner.core.executor.function), "run", side_effect=AssertionError
+        ):
+            assert flex(torch.ones(2)).tolist() == [2.25, 2.25]
+
+
+class Later:
+    """Begins to draw in its third call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, module, full, save_ctx, modules):
+        self.calls += 1
+        return full + torch.rand(2) if self.calls > 2 else full
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_function_that_begins_to_draw_late_is_an_error(mode):
+    flex, _ = wrapped(Later())
+    with mode():
+        flex(torch.zeros(2))
+        with pytest.raises(HookError, match=r"draws random numbers.*draws=True"):
+            flex(torch.zeros(2))
+
+
+def test_a_function_that_says_so_may_draw_late():
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        flex, _ = wrapped(Later(), draws=True)
+        flex(torch.zeros(2))
+        drawn.append(flex(torch.zeros(2)))
+        torch.rand(3)
+    assert drawn[0].abs().sum() > 0
+    assert torch.equal(*drawn)
+
+
+def test_another_function_may_draw_when_it_replaces_one_that_does_not():
+    flex, _ = wrapped(scaled)
+    flex(torch.zeros(2))
+    function = next(iter(flex.get_group_hook_functions("all")))
+    function.editing_function = draws
+    assert flex(torch.zeros(2)).abs().sum() > 0
+    function.editing_function = None
+    assert flex(torch.zeros(2)).abs().sum() == 0
+
+
+def refusals():
+    def raises(module, full, save_ctx, modules):
+        raise KeyError("missing")
+
+    def of_another_shape(module, full, save_ctx, modules):
+        return full[:1]
+
+    def of_another_type(module, full, save_ctx, modules):
+        return 3
+
+    def resized(module, full, save_ctx, modules):
+        full.resize_(1)
+
+    return raises, of_another_shape, of_another_type, resized
+
+
+@pytest.mark.parametrize("wrong", refusals(), ids=lambda function: function.__name__)
+@torch.no_grad()
+def test_errors_are_those_of_the_first_call(wrong):
+    messages = []
+    for num_right in (0, 3):
+        calls = iter(range(9))
+
+        def edit(*args, calls=calls, num_right=num_right):
+            return None if next(calls) < num_right else wrong(*args)
+
+        flex, records = wrapped(edit)
+        with pytest.raises((HookError, TypeError, ValueError)) as raised:
+            flex(torch.ones(2)), flex(torch.ones(2)), flex(torch.ones(2))
+        messages.append((type(raised.value), str(raised.value).replace("'1'", "'0'")))
+        assert flex._runner.core.communicator.edit_of == ""
+        assert all(len(found) <= 1 for found in records.values())
+    assert messages[0] == messages[1]
+
+
+@torch.no_grad()
+def test_a_settled_function_must_not_run_the_model():
+    def runs_a_part(module, full, save_ctx, modules):
+        save_ctx.calls = getattr(save_ctx, "calls", 0) + 1
+        return flex.module[0](full) if save_ctx.calls > 3 else full
+
+    flex, _ = wrapped(runs_a_part)
+    flex(torch.ones(2))
+    with pytest.raises(HookError, match="is run inside an editing function"):
+        flex(torch.ones(2))
+
+
+@torch.no_grad()
+def test_another_shape_than_expected_is_an_error_in_any_call():
+    flex = FlexModel(nn.Sequential(nn.Identity()), {})
+    flex.register_forward_hook(HookFunction("0", (None, 2)))
+    for rows in (1, 2, 3):
+        flex(torch.ones(rows, 2))
+    for other in ((1, 3), (2,), (1, 1, 2)):
+        with pytest.raises(ValueError, match="expected"):
+            flex(torch.ones(other))
+
+
+@torch.no_grad()
+def test_what_the_function_keeps_is_not_changed_by_the_model():
+    class Writes(nn.Module):
+        def forward(self, x):
+            return x.add_(1)
+
+    kept = []
+
+    def edit(module, full, save_ctx, modules):
+        result = full * 2
+        kept.append(result if len(kept) % 2 else result.detach())
+        return result
+
+    model = nn.Sequential(nn.Identity(), Writes())
+    flex = FlexModel(model)
+    flex.register_forward_hook(HookFunction("0", None, edit, record=False))
+    with flex.active("all"):
+        for _ in range(6):
+            assert flex(torch.ones(2)).tolist() == [3, 3]
+    assert all(tensor.tolist() == [2, 2] for tensor in kept)
