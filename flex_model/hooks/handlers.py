@@ -22,7 +22,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.turns import Turns
-from flex_model.hooks.user_function import Before, changed, late_draws
+from flex_model.hooks.user_function import Before, UserFunction, changed, late_draws
 from flex_model.layouts import active, follow
 from flex_model.runs import remembered_runs
 from flex_model.runs.backward_passes import BackwardPasses
@@ -103,10 +103,21 @@ class HookHandlers:
                 evidence = engine.tracking.evidence(registration, leaf, number)
                 of_call = run.of_calls(registration)
                 call = HookCall(registration, module, of_call, False, number, evidence)
-                return engine.executor.activation(call, leaf, tree)
+                after = engine.executor.activation(call, leaf, tree)
+            self._settle(registration, run, engine.executor.function)
+            return after
         except Exception as error:
             self.hook_failed(registration, error)
             return tree
+
+    def _settle(self, registration: Registration, run: Run, function: UserFunction) -> None:
+        """Let the dispatcher call a function that draws no random numbers by itself, on one
+        process, in the rest of the run.
+        """
+        is_alone = self._communicator.is_local and run.save_ctx is None
+        if is_alone and registration.edits and registration.draws is False:
+            function.settle(registration)
+            registration.places[0].settle_edits(run.is_recomputed)
 
     def edit_whole(
         self, registration: Registration, module: nn.Module, leaf: Tensor, full: Tensor
@@ -130,9 +141,7 @@ class HookHandlers:
             else:
                 with follow.paused():
                     (edited,) = function.run(call, (full,), leaf, {})
-            if registration.draws is False and run.save_ctx is None:
-                function.settle(registration)
-                registration.places[0].settle_edits(run.is_recomputed)
+            self._settle(registration, run, function)
             return None if edited is None else copy_for_model(edited, leaf)
         except Exception as error:
             self.hook_failed(registration, error)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flex_model import _C
 from flex_model.distributed import values
+from flex_model.integrations.torch_private import position_on_gpu
 
 # The offset of the first word of the twister in a state of torch's CPU generator (after its seed
 # and counters; CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp), and its unused bits.
@@ -102,22 +103,17 @@ class DrawWatch:
     tensor), which it leaves as they are.
     """
 
-    __slots__ = ("_before", "_cuda", "_position")
+    __slots__ = ("_before", "_position", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self._before = torch.default_generator.get_state()
-        is_cuda, index = tensor.is_cuda, tensor.device.index
-        self._cuda = torch.cuda.default_generators[index] if is_cuda else None
-        self._position = self._position_on_gpu()
-
-    def _position_on_gpu(self) -> tuple[int, int] | None:
-        cuda = self._cuda
-        return None if cuda is None else (cuda.initial_seed(), cuda.get_offset())
+        self._before, self._tensor = torch.default_generator.get_state(), tensor
+        self._position = position_on_gpu(tensor) if tensor.is_cuda else None
 
     def end(self) -> bool:
         """Return whether the function drew."""
         has_drawn = not _C.same_bytes(torch.default_generator.get_state(), self._before)
-        return has_drawn or self._position_on_gpu() != self._position
+        position = None if self._position is None else position_on_gpu(self._tensor)
+        return has_drawn or position != self._position
 
 
 class RandomCalls:

@@ -247,6 +247,15 @@ top_saved_hooks = functools.partial(_autograd._top_saved_tensors_default_hooks, 
 push_saved_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_hooks = _autograd._pop_saved_tensors_default_hooks
 
+
+def position_on_gpu(tensor: Any) -> tuple[int, int]:
+    """Return what changes with every draw on the tensor's device: the generator's seed and offset.
+    Its state would be a copy that the host waits for.
+    """
+    generator = torch.cuda.default_generators[tensor.device.index]
+    return generator.initial_seed(), generator.get_offset()
+
+
 # What the compiled dispatcher calls: without any of these, it leaves all hooks to Python.
 FOR_DISPATCHER = SimpleNamespace(
     Tensor=torch.Tensor,
@@ -258,6 +267,8 @@ FOR_DISPATCHER = SimpleNamespace(
     num_dispatch_modes=torch._C._len_torch_dispatch_stack,
     saved_hooks=top_saved_hooks,
     random_state=torch.default_generator.get_state,
+    position_on_gpu=position_on_gpu,
+    is_capturing=lambda: torch.cuda.is_current_stream_capturing(),
     storage_uses=torch._C._storage_Use_Count,
 )
 

@@ -65,7 +65,13 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
     return false;
   }
   const Names& of = names();
-  if (!torch.is_tensor(leaf) || !is_true(of.is_cpu.of(leaf))) return false;
+  if (!torch.is_tensor(leaf)) return false;
+  if (!is_true(of.is_cpu.of(leaf))) {
+    // A record of a GPU's tensor is delivered when the run ends, and a graph can't be captured.
+    if (!is_true(of.is_cuda.of(leaf)) || !hook.edits_here || hook.records_here) return false;
+    if (!dispatcher_->is_settled(hook)) return false;
+    if (is_true(checked(PyObject_CallNoArgs(torch.is_capturing.ptr())))) return false;
+  }
   if (!hook.expected_shape.is_none() && !has_shape(leaf, hook.expected_shape)) return false;
   if (hook.edits_here && !(of.layout.of(leaf).is(torch.strided) &&
                            !is_true(of.is_quantized.of(leaf)) && !is_true(of.is_nested.of(leaf)))) {

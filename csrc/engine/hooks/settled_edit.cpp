@@ -37,7 +37,7 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
   const TorchAccess& torch = dispatcher.torch;
   const SettledEdit settled = hook.settled;
   const Before before(copy);
-  const py::object drawn_before = checked(PyObject_CallNoArgs(torch.random_state.ptr()));
+  const Draws draws(torch, leaf);
   const bool is_in_graph = is_true(names().requires_grad.of(copy));
   const Py_ssize_t references = Py_REFCNT(copy.ptr());
 
@@ -55,7 +55,7 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
     return py::none();
   }
   handlers->set_edit("");
-  if (!have_same_bytes(drawn_before, checked(PyObject_CallNoArgs(torch.random_state.ptr())))) {
+  if (!(Draws(torch, leaf) == draws)) {
     handlers->edit_drew(hook.registration);
     return py::none();
   }
@@ -74,7 +74,7 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
   }
   if (result.is_none() && (has_written || is_kept)) {
     result = std::move(copy);
-  } else if (has_written || !is_alone(torch, copy)) {
+  } else if (!hook.records_here || has_written || !is_alone(torch, copy)) {
     copy = {};
   }
   return result.is_none() ? result : for_model(torch, leaf, std::move(result));

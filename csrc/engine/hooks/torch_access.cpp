@@ -19,6 +19,8 @@ TorchAccess::TorchAccess(const py::object& torch)
       num_dispatch_modes(torch.attr("num_dispatch_modes")),
       saved_hooks(torch.attr("saved_hooks")),
       random_state(torch.attr("random_state")),
+      position_on_gpu(torch.attr("position_on_gpu")),
+      is_capturing(torch.attr("is_capturing")),
       storage_uses(torch.attr("storage_uses")) {}
 
 PlainMode::PlainMode(const TorchAccess& torch, bool is_inference) {
@@ -45,12 +47,19 @@ bool is_alone(const TorchAccess& torch, const py::object& tensor) {
   return PyLong_AsLong(uses.ptr()) == 2;  // the tensor, and the object `storage`
 }
 
-bool have_same_bytes(const py::object& one, const py::object& other) {
+Draws::Draws(const TorchAccess& torch, const py::object& tensor)
+    : state_(checked(PyObject_CallNoArgs(torch.random_state.ptr()))) {
+  if (is_true(names().is_cuda.of(tensor)))
+    position_ = checked(PyObject_CallOneArg(torch.position_on_gpu.ptr(), tensor.ptr()));
+}
+
+bool Draws::operator==(const Draws& other) const {
+  if (position_ && !position_.equal(other.position_)) return false;
   const auto address = [](const py::object& tensor) {
     return PyLong_AsVoidPtr(names().data_ptr.call(tensor).ptr());
   };
-  const size_t bytes = PyLong_AsSize_t(names().nbytes.of(one).ptr());
-  return std::memcmp(address(one), address(other), bytes) == 0;
+  const size_t bytes = PyLong_AsSize_t(names().nbytes.of(state_).ptr());
+  return std::memcmp(address(state_), address(other.state_), bytes) == 0;
 }
 
 }  // namespace flex_model

@@ -32,7 +32,8 @@ class Name {
 };
 
 struct Names {
-  Name detach{"detach"}, clone{"clone"}, contiguous{"contiguous"}, is_cpu{"is_cpu"};
+  Name detach{"detach"}, clone{"clone"}, contiguous{"contiguous"}, is_cpu{"is_cpu"},
+      is_cuda{"is_cuda"};
   Name layout{"layout"}, is_quantized{"is_quantized"}, is_nested{"is_nested"};
   Name is_inference{"is_inference"}, is_contiguous{"is_contiguous"}, shape{"shape"};
   Name dtype{"dtype"}, device{"device"}, version{"_version"}, requires_grad{"requires_grad"};
@@ -55,6 +56,8 @@ struct TorchAccess {
   py::object num_dispatch_modes;  // with one, something follows what runs
   py::object saved_hooks;         // of tensors saved for backward; not None in a checkpoint
   py::object random_state;        // of the CPU's generator: a tensor of bytes
+  py::object position_on_gpu;     // of the generator of a tensor's GPU
+  py::object is_capturing;        // whether a CUDA graph is captured
   py::object storage_uses;        // how many owners a storage has
 
   bool is_tensor(const py::object& object) const {
@@ -78,7 +81,14 @@ class PlainMode {
 // Whether nothing but `tensor` refers to it or to its memory; `tensor` must be the only handle.
 bool is_alone(const TorchAccess& torch, const py::object& tensor);
 
-// Whether two tensors of bytes on the CPU, of the same size, are equal.
-bool have_same_bytes(const py::object& one, const py::object& other);
+// Where the generators stand: the CPU's, and that of a tensor's GPU.
+class Draws {
+ public:
+  Draws(const TorchAccess& torch, const py::object& tensor);
+  bool operator==(const Draws& other) const;
+
+ private:
+  py::object state_, position_;
+};
 
 }  // namespace flex_model

@@ -214,12 +214,19 @@ def set_sync_debug_mode(mode):
     _sync_debug_mode = mode
 
 
+class Generator(torch.Generator):
+    """A GPU's generator, which counts what was drawn."""
+
+    def get_offset(self):
+        return hash(self.get_state().numpy().tobytes())
+
+
 def install():
     """Replace torch's CUDA, and make `flex_model` the package with the emulated `_cuda`."""
     global generators
     sys.path.insert(0, str(runtime.SITE))
     replace_kernels()
-    generators = tuple(torch.Generator() for _ in range(runtime.device_count()))
+    generators = tuple(Generator() for _ in range(runtime.device_count()))
     cuda = torch.cuda
     cuda._lazy_init = cuda.empty_cache = lambda: None
     cuda.is_available = cuda.is_initialized = lambda: True
