@@ -110,6 +110,7 @@ def bench(gpus: Gpus, dry_run: bool) -> Iterable[Command]:
     yield benchmark("gather", dry_run, "bench_gather_cuda", *repeats)
     yield benchmark("offload", dry_run, "bench_offload", *repeats)
     yield benchmark("hooks", dry_run, "bench_hooks_cuda")
+    yield benchmark("generate", dry_run, "bench_generate")
     if gpus.count > 1:
         yield benchmark("gather_ranks", dry_run, "bench_gather_cuda", *repeats, ranks=gpus.count)
         yield benchmark("hooks_ranks", dry_run, "bench_hooks_cuda", ranks=gpus.count)
@@ -232,6 +233,10 @@ SECTIONS: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "offload": (
         "Shards to page-locked host memory: share of a contiguous copy",
         columns("case", "run", "mib", "min_us", "gbs", "share", "speedup"),
+    ),
+    "generate": (
+        "Hooks on every layer while a model generates",
+        columns("step", "case", "tool", "us", "median"),
     ),
     "hooks": ("Hooks against hooks by hand, one process", HOOKS),
     "hooks_ranks": ("Hooks against hooks by hand, several processes", HOOKS),

@@ -6,8 +6,9 @@ following a forward costs, on two ranks.
 A chain of 64 Identity modules, input (1, 16, 64), under ``no_grad``; every case runs interleaved
 with the others, and what is recorded is compared with the bare hooks' records in the same run.
 
-``identity edits``: as ``hooks``, with an editing function that returns what it gets. ``same
-groups``: ``flex(x, groups=())`` at every call, with a hook on each of 8 MLPs of 256 features, input
+``shapes``: as ``hooks``, with ``expected_shape``. ``identity edits``: with an editing function that
+returns what it gets. ``inference``: the same under ``inference_mode``. ``same groups``:
+``flex(x, groups=())`` at every call, with a hook on each of 8 MLPs of 256 features, input
 (64, 256); ``bare mlps``: that model alone.
 
 Followed forwards: a chain of 8 MLPs under ``parallelize_module`` on two ranks, input (8, 64, 256),
@@ -113,13 +114,14 @@ def bench(repeats: int, inner: int) -> list[dict]:
             "wrapper, no group",
             "bare hooks",
             "hooks",
+            "shapes",
             "one bare",
             "one",
             "identity edits",
         )
     }
     models |= {name: mlps() for name in ("bare mlps", "same groups")}
-    recorded = ("bare hooks", "hooks", "one bare", "one", "identity edits")
+    recorded = ("bare hooks", "hooks", "shapes", "one bare", "one", "identity edits")
     records: dict[str, dict] = {name: {} for name in recorded}
     bare_hooks(models["bare hooks"], records["bare hooks"])
     one_bare = models["one bare"][31]
@@ -131,6 +133,9 @@ def bench(repeats: int, inner: int) -> list[dict]:
     hooked = FlexModel(models["hooks"], records["hooks"])
     for name, _ in models["hooks"].named_children():
         hooked.register_forward_hook(HookFunction(name))
+    shaped = FlexModel(models["shapes"], records["shapes"])
+    for name, _ in models["shapes"].named_children():
+        shaped.register_forward_hook(HookFunction(name, expected_shape=(None, 16, 64)))
     one = FlexModel(models["one"], records["one"])
     one.register_forward_hook(HookFunction("31"))
     edited = FlexModel(models["identity edits"], records["identity edits"])
@@ -150,13 +155,21 @@ def bench(repeats: int, inner: int) -> list[dict]:
         "one": lambda: one(x),
         "bare hooks": lambda: models["bare hooks"](x),
         "hooks": lambda: hooked(x),
+        "shapes": lambda: shaped(x),
         "identity edits": lambda: edited(x),
         "bare mlps": lambda: models["bare mlps"](rows),
         "same groups": lambda: chosen(rows, groups=()),
     }
+    in_inference = ("bare hooks", "hooks", "shapes", "identity edits")
     with torch.no_grad():
         measure(cases, 3, inner)
         times = measure(cases, repeats, inner)
+    with torch.inference_mode():
+        others = {f"{name}, inference": cases[name] for name in in_inference}
+        measure(others, 3, inner)
+        times |= measure(others, repeats, inner)
+    models |= {f"{name}, inference": models[name] for name in in_inference}
+    records |= {f"{name}, inference": records[name] for name in in_inference}
     against = {
         "wrapper": "bare",
         "wrapper, no group": "bare",
@@ -164,7 +177,11 @@ def bench(repeats: int, inner: int) -> list[dict]:
         "one": "one bare",
         "bare hooks": "bare",
         "hooks": "bare hooks",
+        "shapes": "bare hooks",
         "identity edits": "bare hooks",
+        "hooks, inference": "bare hooks, inference",
+        "shapes, inference": "bare hooks, inference",
+        "identity edits, inference": "bare hooks, inference",
         "same groups": "bare mlps",
     }
     return rows_of(times, against, models, records, x)
@@ -257,8 +274,8 @@ def bench_original(repeats: int, inner: int) -> list[dict]:
 def report(rows: list[dict]) -> None:
     for i, row in enumerate(rows):
         if i == 0:
-            print(*(f"{name:>18}" for name in row))
-        print(*(f"{v:>18.2f}" if isinstance(v, float) else f"{v:>18}" for v in row.values()))
+            print(*(f"{name:>25}" for name in row))
+        print(*(f"{v:>25.2f}" if isinstance(v, float) else f"{v:>25}" for v in row.values()))
 
 
 def main() -> None:
