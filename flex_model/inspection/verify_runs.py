@@ -10,7 +10,7 @@ import functools
 import random
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ from flex_model.inspection.shapes_only import same_torch_random_state
 from flex_model.inspection.tree import named
 from flex_model.integrations import fsdp
 from flex_model.layouts.exchange import exchange_chunks
+from flex_model.layouts.sources import BatchDim
 from flex_model.names import find_module
 
 Loss = Callable[[Any], Tensor]
@@ -45,6 +46,7 @@ class Site:
     Attributes:
         hook: The user's hook that edits there; for a hook on several tensors, only at the first.
         is_with_last: Whether this is a further tensor of the previous site's hook.
+        placements: Those that the user's hook states.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Site:
     expected_shape: Any = None
     hook: HookFunction | None = None
     is_with_last: bool = False
+    placements: Mapping[str, Any] | None = None
 
 
 def sites_to_compare(core: HookCore, with_loss: bool) -> list[Site]:
@@ -63,7 +66,13 @@ def sites_to_compare(core: HookCore, with_loss: bool) -> list[Site]:
         if r.is_backward and not with_loss:
             continue
         function = r.hook_function
-        site = Site(r.name, r.kind, function.unpack_idx, function.expected_shape)
+        site = Site(
+            r.name,
+            r.kind,
+            function.unpack_idx,
+            function.expected_shape,
+            placements=function.placements,
+        )
         found.setdefault((site.name, site.kind, site.unpack_idx), site)
     if not registrations:
         found = {(name, "forward", 0): Site(name, "forward", 0) for name in named(core.module)}
@@ -170,6 +179,7 @@ class _Core(HookCore):
         edit_on: str,
         timeout_s: float,
         reads_only: bool,
+        batch_dim: BatchDim,
     ) -> None:
         self.found: Found = {}
         self.unresolved: set[int] = set()
@@ -182,6 +192,7 @@ class _Core(HookCore):
             edit_on,
             "rank0",
             timeout_s,
+            batch_dim=batch_dim,
             on_failure=self._leave_out if reads_only else None,
             warns=False,  # the hooks may be on all modules, and the report lists those not called
         )
@@ -200,7 +211,12 @@ class _Core(HookCore):
             function = _twin(site.hook, number)
         else:
             function = HookFunction(
-                site.name, site.expected_shape, None, site.unpack_idx, output_name=str(number)
+                site.name,
+                site.expected_shape,
+                None,
+                site.unpack_idx,
+                output_name=str(number),
+                placements=site.placements,
             )
         self.register(function, site.kind, [module])
         return True
@@ -226,14 +242,18 @@ def _second_core(
     user: HookCore, module: nn.Module, mesh: Mesh, timeout_s: float, edits: bool
 ) -> _Core:
     """Return a read-only core, or one that edits as the user's does, with its ``save_ctx`` and
-    copies of its trainable modules.
+    copies of its trainable modules. What the user states of the wrapped model holds there.
     """
-    if not edits:
-        return _Core(module, mesh, Namespace(), nn.ModuleDict(), "all", timeout_s, reads_only=True)
-    modules = copy.deepcopy(user.modules)
-    modules.zero_grad()
-    edit_on = "all" if user.executor.edits_on_all else "rank0"
-    return _Core(module, mesh, user.save_ctx, modules, edit_on, timeout_s, reads_only=False)
+    save_ctx, modules, edit_on = Namespace(), nn.ModuleDict(), "all"
+    if edits:
+        save_ctx, modules = user.save_ctx, copy.deepcopy(user.modules)
+        modules.zero_grad()
+        edit_on = "all" if user.executor.edits_on_all else "rank0"
+    batch_dim = user.tracking.batch_dim
+    second = _Core(module, mesh, save_ctx, modules, edit_on, timeout_s, not edits, batch_dim)
+    for statement in user.tracking.statements if module is user.module else ():
+        second.tracking.state(statement)
+    return second
 
 
 @contextlib.contextmanager

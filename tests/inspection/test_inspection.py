@@ -1,5 +1,6 @@
 """layouts(), dry_run() and verify(): against what real runs settle, cost and compute."""
 
+import copy
 import functools
 import importlib
 import itertools
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import frameworks
 import models
@@ -307,7 +309,24 @@ def test_verify_lists_sites_whose_layout_is_not_known():
     assert results.pop("0") == verify.EQUAL
     assert results == dict.fromkeys(["1", "2", ""], verify.NOT_RESOLVED)
     assert "1 of 4 sites are equal" in str(report)
+    flex.annotate_layout("1.weight", kind="parameter", tp=Shard(0))
+    assert flex.verify(whole, models.random(2, 6)).is_equal
     flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_verify_places_tensors_as_the_user_states_them():
+    whole = nn.Sequential(nn.Tanh(), nn.Linear(6, 16, bias=False).double())
+    whole[1].weight.data = models.random(16, 6)
+    model = nn.Sequential(nn.Tanh(), Columns(whole[1]))
+    with FlexModel(model, {}, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("1", placements={"tp": Shard(1)}))
+        assert flex.verify(whole, models.random(2, 6)).is_equal
+    with FlexModel(whole, {}, data_parallel_size=2, batch_dim=1) as flex:
+        flex.register_forward_hook(HookFunction("1"))
+        rows = models.random(3, 4, 6).chunk(2, 1)[dist.get_rank()]
+        twin = copy.deepcopy(whole)
+        assert flex.verify(twin, rows).is_equal
 
 
 @pytest.mark.ranks(2)
