@@ -16,6 +16,7 @@ from torch.testing import assert_close
 import models
 import pipelines
 from flex_model import ActivationStore, FlexModel, HookError, HookFunction, sequential
+from flex_model.distributed.mesh import Mesh
 
 BATCH = models.random(4, 6)
 
@@ -43,6 +44,18 @@ def test_wrong_values():
         FlexModel(models.mlp()).no_rows().__enter__()
     with pytest.raises(TypeError, match="dp_batch"):
         HookFunction("fc1", dp_batch="local")
+
+
+def test_the_ranks_that_share_a_batch():
+    """In each pipeline stage, a tensor-parallel group."""
+    for rank in range(8):
+        mesh = Mesh(tuple(range(10, 18)), rank, pp_size=2, dp_size=2, tp_size=2).of_own_batch()
+        first = 10 + rank // 2 % 2 * 2
+        assert mesh.ranks == (first, first + 1, first + 4, first + 5)
+        assert mesh.ranks[mesh.rank] == 10 + rank
+        assert (mesh.pp_size, mesh.dp_size, mesh.tp_size) == (2, 1, 2)
+        assert mesh.coordinates == {"pp": rank // 4, "dp": 0, "tp": rank % 2}
+        assert mesh.of_own_batch() is mesh
 
 
 def script(flex, x):
@@ -231,3 +244,35 @@ def test_each_pipeline_has_its_own_steps(kind):
     for name, grad in expected["trainable"].items():
         if name == "probe.weight":
             assert_close(trainable, grad)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["tp x dp", "dtensor x fsdp2"])
+def test_tools_are_of_a_tensor_parallel_group(name):
+    """Its ranks draw the same numbers, and its first rank has the reference."""
+    parallelism, whole = models.FOUR_RANKS[name], models.seeded(models.Block).double()
+    model, sizes = parallelism.shard(whole), parallelism.sizes | {"dp_batch": "local"}
+    dp, is_first = dist.get_rank() // 2, dist.get_rank() % 2 == 0
+    x = models.random(2 + dp, 5 + dp, 8)
+
+    def draw(module, full, save_ctx, modules):
+        save_ctx.drawn = torch.rand_like(full)
+        return full + save_ctx.drawn
+
+    settings = {"save_ctx_on": "all", "edit_on": "rank0", "timeout": 20}
+    with FlexModel(model, records := {}, **sizes, **settings) as flex:
+        flex.register_forward_hook(HookFunction("mlp.fc1", editing_function=draw))
+        flex.register_forward_hook(HookFunction("mlp.act", output_name="after"))
+        (row, _) = flex.dry_run(x)
+        flex(x)
+        assert row.full_shape == flex.save_ctx.drawn.shape == (2 + dp, 5 + dp, 12)
+    assert row.owners == (2 * dp, 2 * dp + 1)
+    assert bool(records) == is_first
+    if is_first:
+        after = whole.mlp.act(records["mlp.fc1"][0] + flex.save_ctx.drawn)
+        assert_close(records["after"][0], after)
+    with FlexModel(model, **sizes, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("mlp.fc1", editing_function=double))
+        reference = whole if is_first else None
+        assert flex.verify(reference, x, edits=True, loss=lambda output: output.sum()).is_equal
+        assert flex.verify(reference, x).is_equal
