@@ -106,13 +106,18 @@ class FlexModel(nn.Module):
             sharded: ``"new"``: those whose inputs have new shapes, dtypes or modes. ``"always"``:
             every one, for models whose control flow depends on values. The layouts of a forward are
             remembered for forwards with inputs of the same kind, until a run fails.
-        dp_batch: How hooks see batches of data-parallel ranks that differ in length. ``"global"``:
-            in one tensor, padded at the end of each dim with ``pad_value``; what an edit writes to
-            the padding is dropped, its gradient is zero, and the lengths are in ``lengths``.
-            ``"local"``: each data-parallel rank calls the function with its own rows, and a record
-            is a list by data-parallel rank; only records are gathered over these ranks. None:
-            different lengths are an error. ``HookFunction(dp_batch=...)`` chooses for one hook. See
-            "Ragged batches" in docs/frameworks.md.
+        dp_batch: How hooks see batches of data-parallel ranks that differ in length. None:
+            different lengths are an error. ``"global"``: in one tensor, padded at the end of each
+            dim with ``pad_value``; what an edit writes to the padding is dropped, its gradient is
+            zero, and the lengths are in ``lengths``. ``"local"``: each data-parallel rank has runs
+            of its own, with its tensor-parallel ranks (and those of its pipeline) alone, as if
+            there were no other: hooks see its rows, records are on the first of these ranks, and
+            errors are raised on them. Gradients are those of this rank's own loss, not divided by
+            ``data_parallel_size``: of activations at hooks, and of trainable modules, which DDP or
+            you average over data-parallel ranks. ``get_module_parameter`` and its like stay
+            collective over all ranks; what would need these during a run (hooks on gradients of
+            parameters, ``HookFunction(parameters=...)``, stores) is for another FlexModel of the
+            model, without ``dp_batch``. See "Ragged batches" in docs/frameworks.md.
         pad_value: The value of the padding; that of gradients is 0.
         batch_mode: For schedules. ``"micro"``: an editing function is called once per micro-batch,
             with its rows. ``"full"``: a step runs as one micro-batch, whatever the schedule: the
@@ -148,7 +153,7 @@ class FlexModel(nn.Module):
         shared_ctx: A ``Namespace`` that all batches of sequential runs share.
         trainable_modules: ``nn.ModuleDict`` of modules that editing functions can use and train.
         hook_functions: Registered hooks by module name.
-        lengths: By record name, one dict for each record of hooks with ``dp_batch="global"``: by
+        lengths: By record name, one dict for each record with ``dp_batch="global"``: by
             padded dim, the length of each row without padding; on every rank, and set before the
             editing function is called. Empty where nothing can be padded: with one data-parallel
             rank.
@@ -229,7 +234,7 @@ class FlexModel(nn.Module):
             self.schedule = module
         self._output_ptr = settings.output_ptr
         self.trainable_modules = core.modules
-        self.mesh = core.mesh
+        self.mesh = core.of_parameters.mesh
         self.process_group = process_group
         self.shared_ctx = Namespace()
         self._timeline: Timeline | None = None
@@ -238,7 +243,7 @@ class FlexModel(nn.Module):
     @property
     def _communicator(self) -> Communicator:
         """The communicator to all ranks of the model."""
-        return next(iter(self._runner.communicators.values()))
+        return self._runner.everyone
 
     @property
     def output_ptr(self) -> dict[str, list[Tensor]] | ActivationStore:
@@ -373,9 +378,9 @@ class FlexModel(nn.Module):
             with contextlib.nullcontext() if batch is not None else flex.no_rows():
                 output = flex(batch if batch is not None else last_batch)
 
-        Hooks with ``dp_batch="global"`` see none of its rows, and its forward is not edited; those
-        with ``"local"`` are not called; others refuse to run. Leave its loss out of the gradient:
-        multiply it by 0. Local.
+        With ``dp_batch="global"`` hooks see none of its rows, and its forward is not edited; with
+        ``"local"`` they are not called on this rank; without it they refuse to run. Leave its loss
+        out of the gradient: multiply it by 0. Local.
 
         Raises:
             ValueError: there is one data-parallel rank.
@@ -388,6 +393,12 @@ class FlexModel(nn.Module):
             )
         if self._runner.is_running:
             raise RuntimeError("no_rows: a run goes on; enter it before active()")
+        if self._core.mesh.dp_size == 1:  # this rank has runs of its own
+            for registration in self._core.table.registrations:
+                self._dict_records.pop(registration.hook_function.record_name, None)
+            with self.active(groups=()):
+                yield self
+            return
         self._core.tracking.note_rows(False)
         try:
             yield self
@@ -940,7 +951,7 @@ class FlexModel(nn.Module):
         Args:
             reference: The unsharded model, with the same weights and in the same mode (``eval()``,
                 or without dropout), or a function that makes it. Only rank 0's is used: pass None
-                on the others.
+                on the others. With ``dp_batch="local"`` rank 0 is the first of each run's ranks.
             args, kwargs: This rank's inputs, as for a forward. Rank 0 gathers the rows of all
                 data-parallel ranks for the reference.
             loss: From the model's output to a scalar, the mean over rows: backward hooks' sites
@@ -998,7 +1009,7 @@ class FlexModel(nn.Module):
                 one, that of other shards is stated with ``annotate_layout(kind="parameter")``; a
                 packed weight of a kind that can't be unpacked.
         """
-        self._check_open()
+        self._check_collective()
         return self._runner.parameters.get(parameter_name, expected_shape, sharded=True, raw=raw)
 
     def set_module_parameter(
@@ -1017,7 +1028,7 @@ class FlexModel(nn.Module):
             ValueError: an unknown name, a shape that the parameter does not have, values that
                 differ between ranks, or a quantised or compressed weight.
         """
-        self._check_open()
+        self._check_collective()
         self._runner.parameters.set(parameter_name, full, expected_shape)
 
     def iterate_parameters(
@@ -1045,7 +1056,7 @@ class FlexModel(nn.Module):
         Raises:
             ValueError: as ``get_module_parameter``.
         """
-        self._check_open()
+        self._check_collective()
         return self._runner.parameters.iterate(expected_shapes, raw=raw)
 
     def get_module_gradient(
@@ -1060,7 +1071,7 @@ class FlexModel(nn.Module):
                 several stages of a pipeline have a part each;
                 FSDP1 with ``use_orig_params=False``, which keeps one for all parameters of a unit.
         """
-        self._check_open()
+        self._check_collective()
         return self._runner.parameters.gradient(parameter_name, expected_shape)
 
     def register_trainable_module(self, name: str, module: nn.Module) -> None:
@@ -1076,7 +1087,7 @@ class FlexModel(nn.Module):
             raise TypeError(
                 f"register_trainable_module: expected an nn.Module, got {type(module).__name__}"
             )
-        self._check_open()
+        self._check_collective()
         check_name(self.trainable_modules, name)
         send_from_rank_0(self._communicator, name, module)
         self.trainable_modules[name] = module
@@ -1091,7 +1102,7 @@ class FlexModel(nn.Module):
                 optimizer.step()
             flex.sync_trainable_modules()
         """
-        self._check_open()
+        self._check_collective()
         send_from_rank_0(self._communicator, "all trainable modules", self.trainable_modules)
 
     def save_trainable_modules(
@@ -1120,7 +1131,7 @@ class FlexModel(nn.Module):
             ValueError, TypeError: an optimizer of other parameters; values that can't be saved.
             OSError: rank 0 can't write; on every rank.
         """
-        self._check_open()
+        self._check_collective()
         communicator, runs_edits = self._communicator, self._core.runs_edits
         with communicator.uncounted():
             checkpoint.save(
@@ -1146,7 +1157,7 @@ class FlexModel(nn.Module):
                 whole. Raised on every rank, before anything is changed.
             OSError: rank 0 can't read it; on every rank.
         """
-        self._check_open()
+        self._check_collective()
         with self._communicator.uncounted():
             return checkpoint.load(path, self.trainable_modules, optimizer, self._communicator)
 
@@ -1240,6 +1251,12 @@ class FlexModel(nn.Module):
 
     def _check_open(self) -> None:
         check_open(self._core)
+
+    def _check_collective(self) -> None:
+        """Check that a collective over all ranks of the model can begin."""
+        self._check_open()
+        if not self._communicator.is_local:
+            self._core.communicator.check_no_edit()
 
 
 def _is_of_torch(hook: object) -> bool:

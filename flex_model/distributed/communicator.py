@@ -70,10 +70,9 @@ class Communicator(GroupPool):
         mesh: Mesh,
         timeout_s: float,
         device: torch.device | None = None,
-        meter: costs.Meter | None = None,
     ) -> None:
         self.num_payloads = 0  # payload collectives so far
-        self.meter = costs.Meter() if meter is None else meter  # of the current run
+        self.meter = costs.Meter()  # of the current run
         self.edited = ""  # the hook whose edit just changed its tensor; compared over ranks
         self.defers = False  # whether what is of a GPU is looked at when the run or backward ends
         self._deferred_in = -1  # the last backward pass that ends by `finish_transfers`
@@ -118,15 +117,6 @@ class Communicator(GroupPool):
         if self.is_local:
             raise agreed(_kind_of(cause)(text)) from cause
         self.failure.set_error(text, cause, state)
-
-    def raise_own_error(self) -> None:
-        """Raise the pending error of this rank, if there is one, where no exchange reports it to
-        the others. Local.
-        """
-        text, cause, has_error = self.failure.text, self.failure.cause, self.failure.has_error
-        self.failure.clear()
-        if has_error:
-            raise HookError(text) from cause
 
     def note_edit(self, hook: str) -> None:
         """Record that the hook's edit changed its tensor (empty: it did not), for the next exchange

@@ -35,8 +35,8 @@ class Mesh:
     Attributes:
         ranks: Global ranks in the order (pp, dp, tp), tp fastest.
         rank: This process's index in ``ranks``, by which messages name a rank.
-        left_out: Global ranks of the data-parallel axis that this mesh leaves out; FSDP shards
-            weights over them, and they have other rows.
+        left_out: Global ranks of the data-parallel axis that this mesh leaves out, this one with
+            them; FSDP shards weights over them, and they have other rows.
     """
 
     ranks: tuple[int, ...] = (0,)
@@ -210,9 +210,17 @@ class Mesh:
         return [row * self.tp_size + column for row in rows for column in columns]
 
     def of_own_batch(self) -> Mesh:
-        """Return the mesh of the ranks that share this rank's batch: its tensor-parallel group."""
-        ranks = self.axis_ranks("tp")
-        return Mesh(ranks, self.coordinates["tp"], 1, 1, self.tp_size, self.axis_ranks("dp"))
+        """Return the mesh of the ranks that share this rank's batch: its tensor-parallel group, in
+        each pipeline stage.
+        """
+        if self.dp_size == 1:
+            return self
+        dp, me = self.coordinates["dp"], self.ranks[self.rank]
+        ranks = tuple(
+            rank for i, rank in enumerate(self.ranks) if i // self.tp_size % self.dp_size == dp
+        )
+        left_out = self.axis_ranks("dp")
+        return Mesh(ranks, ranks.index(me), self.pp_size, 1, self.tp_size, left_out)
 
     def describe(self) -> str:
         """``pp 1 x dp 2 x tp 2``, for messages."""

@@ -23,8 +23,7 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.handlers import HookHandlers
 from flex_model.hooks.hook_executor import HookExecutor
 from flex_model.hooks.layout_finder import LayoutFinder
-from flex_model.hooks.own_batch import Engine, OwnBatch, check_local, make_engine
-from flex_model.hooks.registration import Registration
+from flex_model.hooks.registration import Registration, describe_hook
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Follow, Tracking
@@ -48,15 +47,19 @@ class HookCore:
     with the FlexModel that made it.
 
     Args:
+        mesh: All ranks of the model, whose shards make a full parameter.
         make_parameters: Makes what reads and writes full parameters; a pipeline has them by stage.
         on_failure: Called with a hook that failed, and its error, instead of raising that.
         warns: Whether hooks whose module is not called are reported.
+        dp_batch: With ``"local"``, runs are those of the ranks that share this rank's batch.
 
     Attributes:
+        mesh, communicator: The ranks of a run, and the communicator to those of this stage.
+        of_parameters: The communicator to all ranks of this stage.
         runs: Begins and ends runs.
         table: The registered hooks.
         executor: Executes their calls on this rank's tensors.
-        records, tracking, parameters, replicas, communicator: See their classes.
+        records, tracking, parameters, replicas: See their classes.
         on_close: Undoes what was changed in the model for hooks.
     """
 
@@ -80,13 +83,17 @@ class HookCore:
         dp_batch: str | None = None,
         pad_value: float = 0,
     ) -> None:
-        self.module, self.mesh, self.step = module, mesh, step
+        of_runs = mesh.of_own_batch() if dp_batch == "local" else mesh
+        self.module, self.mesh, self.step = module, of_runs, step
         self.save_ctx, self.modules = save_ctx, modules
         device = _device_of(module)
-        self.communicator = communicator = Communicator(mesh, timeout_s, device)
+        self.communicator = communicator = Communicator(of_runs, timeout_s, device)
+        self.of_parameters = (
+            communicator if of_runs is mesh else Communicator(mesh, timeout_s, device)
+        )
         self.records = records = Records(output_ptr, communicator, output_ranks, step, on_failure)
         self.tracking = tracking = Tracking(module, communicator, batch_dim, follow)
-        self.parameters = make_parameters(module, communicator, tracking.statements)
+        self.parameters = make_parameters(module, self.of_parameters, tracking.statements)
         self.replicas = Replicas(communicator, modules)
         is_sent = save_ctx_on == "all" and edit_on == "rank0" and step is None
         sent = SentToAll(communicator, device) if is_sent and not communicator.is_local else None
@@ -102,30 +109,17 @@ class HookCore:
             sent_to_all=sent,
             layouts=LayoutFinder(communicator, tracking, pad_value),
         )
-        self._keeps_save_ctx = sent is None
-        stage = Engine(communicator, tracking, records, executor)
-        make = partial(
-            make_engine,
-            stage=stage,
-            module=module,
-            save_ctx=save_ctx,
-            modules=modules,
-            edit_on=edit_on,
-            batch_dim=batch_dim,
-            follow=follow,
-            device=device,
-        )
-        self.own_batch = own_batch = OwnBatch(stage, make, output_ranks == "all")
-        serves_hooks = communicator.is_local and step is None
-        self.table = table = HookTable(output_ptr, serves_hooks, partial(clean, module), dp_batch)
+        serves_hooks, pads = communicator.is_local and step is None, dp_batch == "global"
+        self.table = table = HookTable(output_ptr, serves_hooks, partial(clean, module), pads)
         # These must be equal on all ranks.
         settings = {
             "edit_on": edit_on,
             "output_ranks": output_ranks,
-            "mesh": mesh.describe(),
+            "mesh": of_runs.describe(),
             "save_ctx_on": save_ctx_on,
             "batch_dim": batch_dim,
             "follow": follow,
+            "dp_batch": dp_batch,
             "pad_value": pad_value,
         }
         self.digests = HookDigests(communicator, table, tracking.statements, settings)
@@ -137,7 +131,6 @@ class HookCore:
             table,
             records,
             tracking,
-            own_batch,
             self.digests,
             self._remembered,
             self._watch,
@@ -156,13 +149,12 @@ class HookCore:
             self.runs,
             table,
             tracking,
-            own_batch,
             self._graphs,
             self._watch,
             watches=step is None,
         )
         handlers = HookHandlers(
-            self.runs, backwards, self._graphs, communicator, tracking, own_batch, step, on_failure
+            self.runs, backwards, self._graphs, communicator, tracking, executor, step, on_failure
         )
         self.run_parameter_hooks = handlers.run_parameter_hooks
         table.connect(handlers, self._hooks_changed, self._graphs.keep)
@@ -178,28 +170,31 @@ class HookCore:
         self, function: HookFunction, kind: str, targets: Sequence[Any], *args: Any, **kwargs: Any
     ) -> Sequence[Registration]:
         """Register as ``HookTable.register`` does; set the function's ``save_ctx``, ``modules``."""
+        if self.of_parameters is not self.communicator:
+            self._check_own_batch(function, kind)
         registrations = self.table.register(function, kind, targets, *args, **kwargs)
-        try:
-            self._check_batches(registrations)
-        except ValueError:
-            self.table.unregister(registrations)
-            raise
         self.runs.hooks_registered(registrations)
         if kind == "tensor" and targets:
             registrations[0].state(*self.parameters.sources_of(function.module_name))
         function.attach(registrations, self.save_ctx, self.modules)
         return registrations
 
-    def _check_batches(self, registrations: Sequence[Registration]) -> None:
-        """ValueError for hooks that can't see the batches of data-parallel ranks as they should."""
-        for registration in registrations:
-            if registration.dp_batch is not None and self.step is not None:
-                raise ValueError(
-                    f"{registration.describe()}: dp_batch is not for the hooks of a pipeline, "
-                    "whose micro-batches are joined to one batch; leave it out, and pad the inputs"
-                )
-            if registration.is_local_batch:
-                check_local(registration, self.runs.session is not None, self._keeps_save_ctx)
+    def _check_own_batch(self, function: HookFunction, kind: str) -> None:
+        """ValueError for a hook that needs all data-parallel ranks, whose runs are their own."""
+        site = describe_hook(clean(self.module, function.module_name), kind, function.unpack_idx)
+        if kind == "tensor":
+            raise ValueError(
+                f"{site}: it gets the mean over all data-parallel ranks, and with "
+                "FlexModel(dp_batch='local') each of them has runs of its own; register it with "
+                "another FlexModel of this model, without dp_batch, or read the gradient after the "
+                "backward with flex.get_module_gradient"
+            )
+        if function.parameter_names:
+            raise ValueError(
+                f"{site}: parameters= are gathered from all ranks at each call, and with "
+                "FlexModel(dp_batch='local') data-parallel ranks may call it at different times; "
+                "read them before the run with flex.get_module_parameter"
+            )
 
     def _hooks_changed(self) -> None:
         if self.is_closed:
@@ -229,7 +224,7 @@ class HookCore:
         """Free what the backward of a graph may have needed. Local."""
         self._watch.close()
         self._remembered.forget()
-        self.own_batch.close()
+        self.of_parameters.close()
         self.communicator.close()
 
 

@@ -21,7 +21,7 @@ EditingFunction = Callable[[nn.Module | None, Any, Namespace, nn.ModuleDict], An
 _MAX_TENSORS = 8  # rank 0 describes the results of an edit in 16 bits
 
 _READ_BY_REGISTRATION = frozenset({
-    "dp_batch", "draws", "editing_function", "expected_shape", "module_name", "output_name",
+    "draws", "editing_function", "expected_shape", "module_name", "output_name",
     "parameter_names", "placements", "record", "select", "unpack_idx",
 })  # fmt: skip
 
@@ -81,7 +81,6 @@ class HookFunction:
             gradients. One that contradicts a proof is an error.
         record: Whether tensors are recorded in ``output_ptr``. Without it an edit is faster: no
             copy of the tensor is made or kept.
-        dp_batch: As ``FlexModel(dp_batch=...)``, for this hook; None: the FlexModel's.
         draws: Whether the function may draw random numbers in a later call although it drew none in
             its first one. A function that draws in its first call is seeded in every call, the same
             on any sharding; one that does not is not, and a later draw is an error without this.
@@ -111,7 +110,6 @@ class HookFunction:
         select: Select | Sequence[Select | None] | None = None,
         record: bool = True,
         placements: Mapping[str, Any] | None = None,
-        dp_batch: str | None = None,
         draws: bool = False,
     ) -> None:
         if not isinstance(module_name, str):
@@ -153,7 +151,6 @@ class HookFunction:
         self.select: Any = select
         self.record = bool(record)
         self.placements = placements_of(placements)
-        self.dp_batch = check_dp_batch(dp_batch, "HookFunction")
         self.draws = bool(draws)
         self.parameter_names = _names_of_parameters(parameters)
         self.parameters: dict[str, Tensor] = {}
@@ -203,7 +200,6 @@ class HookFunction:
             select=select,
             record=self.record,
             placements=self.placements,
-            dp_batch=self.dp_batch,
             draws=self.draws,
         )
 
@@ -248,8 +244,6 @@ class HookFunction:
             parts.append("record=False")
         if self.placements:
             parts.append(f"placements={self.placements}")
-        if self.dp_batch is not None:
-            parts.append(f"dp_batch={self.dp_batch!r}")
         return f"HookFunction({', '.join(parts)})"
 
 
@@ -267,16 +261,6 @@ def _check_indices(value: object, indices: tuple[object, ...]) -> None:
         )
     if len(set(indices)) < len(indices):
         raise ValueError(f"HookFunction: unpack_idx names a tensor twice, {value}; name it once")
-
-
-def check_dp_batch(value: Any, what: str) -> str | None:
-    """Return how a hook sees the batches of data-parallel ranks. ValueError for no such choice."""
-    if value not in (None, "global", "local"):
-        raise ValueError(
-            f'{what}: dp_batch must be None, "global" (the rows of all data-parallel ranks in one '
-            f'tensor, padded where they differ) or "local" (each rank\'s own), got {value!r}'
-        )
-    return value
 
 
 def _names_of_parameters(value: object) -> tuple[str, ...]:

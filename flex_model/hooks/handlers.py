@@ -17,12 +17,12 @@ from flex_model.errors import HookError, agreed, is_agreed
 from flex_model.hooks.edit_path import copy_for_model
 from flex_model.hooks.evidence import Evidence
 from flex_model.hooks.hook_call import HookCall
-from flex_model.hooks.own_batch import OwnBatch
+from flex_model.hooks.hook_executor import HookExecutor
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.turns import Turns
-from flex_model.hooks.user_function import Before, UserFunction, changed, late_draws
+from flex_model.hooks.user_function import Before, changed, late_draws
 from flex_model.layouts import active, follow
 from flex_model.runs import remembered_runs
 from flex_model.runs.backward_passes import BackwardPasses
@@ -51,13 +51,13 @@ class HookHandlers:
         graphs: Graphs,
         communicator: Communicator,
         tracking: Tracking,
-        own_batch: OwnBatch,
+        executor: HookExecutor,
         step: MicrobatchState | None,
         on_failure: Callable[[Registration, Exception], None] | None,
     ) -> None:
         self.runs, self._backwards, self._graphs = runs, backwards, graphs
         self.communicator = self._communicator = communicator
-        self._tracking, self._own_batch = tracking, own_batch
+        self._tracking, self._executor = tracking, executor
         self._step, self._on_failure = step, on_failure
         self._turns = Turns(communicator.timeout_s, communicator.is_local)
 
@@ -93,30 +93,26 @@ class HookHandlers:
     def _call(self, run: Run, registration: Registration, module: nn.Module, tree: Any) -> Any:
         if registration.edits and not run.is_recomputed and is_in_checkpoint():
             run.note_recomputation()
-        if registration.is_local_batch and not self._tracking.has_rows:
-            return tree
         try:
-            engine = self._own_batch.of(registration)
-            number = engine.tracking.number(registration)
+            number = self._tracking.number(registration)
             with follow.paused():
                 leaf = registration.leaf(tree)
-                evidence = engine.tracking.evidence(registration, leaf, number)
-                of_call = run.of_calls(registration)
-                call = HookCall(registration, module, of_call, False, number, evidence)
-                after = engine.executor.activation(call, leaf, tree)
-            self._settle(registration, run, engine.executor.function)
+                evidence = self._tracking.evidence(registration, leaf, number)
+                call = HookCall(registration, module, run, False, number, evidence)
+                after = self._executor.activation(call, leaf, tree)
+            self._settle(registration, run)
             return after
         except Exception as error:
             self.hook_failed(registration, error)
             return tree
 
-    def _settle(self, registration: Registration, run: Run, function: UserFunction) -> None:
+    def _settle(self, registration: Registration, run: Run) -> None:
         """Let the dispatcher call a function that draws no random numbers by itself, on one
         process, in the rest of the run.
         """
         is_alone = self._communicator.is_local and run.save_ctx is None
         if is_alone and registration.edits and registration.draws is False:
-            function.settle(registration)
+            self._executor.function.settle(registration)
             registration.places[0].settle_edits(run.is_recomputed)
 
     def edit_whole(
@@ -135,13 +131,13 @@ class HookHandlers:
             if not run.is_recomputed and is_in_checkpoint():
                 run.note_recomputation()
             call = HookCall(registration, module, run)
-            function = self._own_batch.of(registration).executor.function
+            function = self._executor.function
             if not active.active_recorders():  # entering a context would cost as much as the rest
                 (edited,) = function.run(call, (full,), leaf, {})
             else:
                 with follow.paused():
                     (edited,) = function.run(call, (full,), leaf, {})
-            self._settle(registration, run, function)
+            self._settle(registration, run)
             return None if edited is None else copy_for_model(edited, leaf)
         except Exception as error:
             self.hook_failed(registration, error)
@@ -194,10 +190,9 @@ class HookHandlers:
                 return tree
             with follow.paused():
                 leaf = registration.leaf(tree)
-                engine, of_call = self._own_batch.of(registration), run.of_calls(registration)
-                evidence = engine.tracking.evidence_of_replay(registration, of_call.keys)
-                call = HookCall(registration, module, of_call, True, None, evidence)
-                return engine.executor.activation(call, leaf, tree)
+                evidence = self._tracking.evidence_of_replay(registration, run.keys)
+                call = HookCall(registration, module, run, True, None, evidence)
+                return self._executor.activation(call, leaf, tree)
         except Exception as error:
             if type(error).__name__ == _STOPS_RECOMPUTATION or self._communicator.is_local:
                 raise
@@ -213,13 +208,11 @@ class HookHandlers:
         """
         if self.runs.current is not None and not in_backward():
             self.runs.current.note_recomputation()
-        if in_backward():
+        tracking = self._tracking
+        if in_backward() or not tracking.is_following:
             return
         with follow.paused():
             for registration in registrations:
-                tracking = self._own_batch.of(registration).tracking
-                if not tracking.is_following:
-                    continue
                 with contextlib.suppress(HookError):  # no tensor there, so no gradient either
                     leaf = registration.leaf(tree)
                     tracking.evidence(registration, leaf, tracking.number(registration))
@@ -239,23 +232,20 @@ class HookHandlers:
         self, registrations: Sequence[Registration], module: nn.Module, leaf: Tensor
     ) -> Handler:
         """Return the handler of an edge at the module, which gets the gradient of ``leaf``."""
-        if not self._tracking.has_rows:
-            registrations = [r for r in registrations if not r.is_local_batch]
-        run = self.runs.current
+        tracking, run = self._tracking, self.runs.current
         if run is None:
             run = self._backwards.run_of_current() if in_backward() else None
             run = run or self.runs.lone_run()
-        trackings = [self._own_batch.of(registration).tracking for registration in registrations]
         numbers = [
             None if in_backward() else tracking.number(registration)
-            for registration, tracking in zip(registrations, trackings)
+            for registration in registrations
         ]
         with follow.paused():
             evidences = [
-                tracking.evidence_of_replay(registration, run.of_calls(registration).keys)
+                tracking.evidence_of_replay(registration, run.keys)
                 if number is None
                 else tracking.evidence(registration, leaf, number)
-                for registration, tracking, number in zip(registrations, trackings, numbers)
+                for registration, number in zip(registrations, numbers)
             ]
         module_ref = weakref.ref(module)
         graph = self._graphs.add(run)
@@ -270,8 +260,7 @@ class HookHandlers:
                 for registration, number, evidence in zip(registrations, numbers, evidences):
                     if self._communicator.failure.held is not None:
                         break
-                    of_call = run.of_calls(registration)
-                    call = HookCall(registration, module, of_call, False, number, evidence)
+                    call = HookCall(registration, module, run, False, number, evidence)
                     grad = self._gradient(call, grad, run.batch)
                 return grad
 
@@ -309,9 +298,7 @@ class HookHandlers:
             self._backwards.check_open(call.run)
             self._backwards.check_is_of_loss(call.registration)
             with follow.paused():  # FSDP2 has its hooks run by a node of the model
-                executor = self._own_batch.of(call.registration).executor
-                grad = executor.summed(grad)
-                grad = executor.gradient(call, grad)
+                grad = self._executor.gradient(call, self._executor.summed(grad))
             order.add(name, position, batch)
         except Exception as error:
             if self._communicator.is_local and self._step is None:  # else the backward's end does
@@ -336,7 +323,7 @@ class HookHandlers:
         if self._step is not None:
             self._fail_in_step(self._step, text, error)
             return
-        if is_agreed(error) and not registration.is_local_batch:
+        if is_agreed(error):
             if isinstance(error, HookError) or not self._communicator.failure.hold(error):
                 try:
                     raise error

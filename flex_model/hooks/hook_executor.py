@@ -41,7 +41,6 @@ class HookExecutor:
 
     Args:
         checks_edits: See `ReplicatedPath`.
-        stage: The executor of the whole stage, for one on a data-parallel rank's own batch.
         sent_to_all: Sends ``save_ctx`` from rank 0 to all ranks, where the user chose that.
         layouts: Finds the layouts of tensors.
 
@@ -63,15 +62,13 @@ class HookExecutor:
         checks_edits: bool,
         sent_to_all: SentToAll | None,
         layouts: LayoutFinder,
-        stage: HookExecutor | None = None,
     ) -> None:
         self._communicator = communicator
         self._tracking = tracking
         self._records = records
         self.layouts = layouts
-        self.observers: list[Observer] = [] if stage is None else stage.observers
-        guard = communicator if stage is None else stage._communicator  # the model must not run
-        self.function = function = UserFunction(guard, save_ctx, modules, self.observers)
+        self.observers: list[Observer] = []
+        self.function = function = UserFunction(communicator, save_ctx, modules, self.observers)
         self.edits_on_all = edit_on == "all"
         # Transfers are waited for at the end of a run or backward. Those of a pipeline at once:
         # where one fails, its schedule goes on without the edit, which no graph may contain then.
@@ -85,7 +82,7 @@ class HookExecutor:
             self._path = OnRank0Path(communicator, records, self.layouts, function, sent_to_all)
         self.full_parameter = full_parameter
         # Dividing this rank's gradients by it gives those of the mean loss.
-        self.gradient_scale: int = guard.mesh.dp_size
+        self.gradient_scale: int = communicator.mesh.dp_size
 
     def average_over(self, num_microbatches: int) -> None:
         """Pass gradients of the mean loss over this many micro-batches, from now on."""

@@ -173,7 +173,7 @@ class LayoutFinder:
         rows, registration = call.evidence.rows, call.registration
         if rows is None or registration.kind == "tensor":
             return None
-        if registration.dp_batch != "global":
+        if not registration.pads:
             per_rank = zip(rows, shapes[:: self._mesh.tp_size])
             if any(not own and math.prod(shape) for own, shape in per_rank):
                 raise ValueError(refusal_of_stand_in(registration.layout_site.name))
@@ -189,7 +189,7 @@ class LayoutFinder:
         except LayoutMismatchError as error:
             raise LayoutMismatchError(
                 f"{registration.layout_site.name}: {error}; see each rank's own tensor with "
-                'HookFunction(dp_batch="local")'
+                'FlexModel(dp_batch="local")'
             ) from None
 
     def _of_gradient(

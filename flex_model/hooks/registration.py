@@ -68,8 +68,7 @@ class Registration:
             don't.
         places: The sites of its modules on this rank.
         had_edit: Whether it was registered with an editing function, which may be off now.
-        dp_batch: How it sees the batches of data-parallel ranks: the function's choice, or the
-            FlexModel's.
+        pads: Whether it sees the tensors of data-parallel ranks padded to one length.
         writes: Whether the editing function has ever written to its full tensor; None before its
             first call.
     """
@@ -90,7 +89,7 @@ class Registration:
     expected_shape: ExpectedShape = field(init=False)
     split_dim: int | None = None
     places: list[ModuleSite] = field(default_factory=list)
-    dp_batch: str | None = None
+    pads: bool = False
     writes: bool | None = None
     first_name: str = field(init=False)
     had_edit: bool = field(init=False)
@@ -117,7 +116,6 @@ class Registration:
             *(() if function.select is None else (repr(function.select),)),
             *(() if self.joint is None or not self.edits else (self.given.unpack_idx,)),
             *(() if function.record else ("no record",)),
-            *(() if self.dp_batch is None else (self.dp_batch,)),
             *function.settings_of_module,
         )
 
@@ -188,11 +186,6 @@ class Registration:
     @property
     def select(self) -> Select | None:
         return self.hook_function.select
-
-    @property
-    def is_local_batch(self) -> bool:
-        """Whether it sees the batch of its own data-parallel rank."""
-        return self.dp_batch == "local"
 
     @property
     def is_backward(self) -> bool:

@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ class ActiveHooks:
         registrations: In the order in which they were made; ``indices``: their indices;
             ``parameters``: those on gradients of parameters.
         acts_in_backward: Whether one of them makes ranks communicate in backward.
-        local: Those with ``dp_batch="local"``; None for none. ``stage``: all others.
         digest: A hash of their sites, the same on all ranks.
         choice: A description of the choice for messages.
     """
@@ -46,15 +45,13 @@ class ActiveHooks:
     acts_in_backward: bool = False
     digest: int = 0
     choice: str = ""
-    local: ActiveHooks | None = None
-    stage: ActiveHooks | None = None
 
     @property
     def pads(self) -> bool:
         """Whether the data-parallel ranks may have batches of different lengths: a hook pads them
         to one, or is on the gradient of a parameter, which has no rows.
         """
-        return any(r.dp_batch == "global" or r.kind == "tensor" for r in self.registrations)
+        return any(r.pads or r.kind == "tensor" for r in self.registrations)
 
 
 def describe_choice(choice: Choice) -> str:
@@ -73,7 +70,7 @@ class HookTable:
         serves_hooks: Whether the compiled dispatcher may record tensors and pass them to editing
             functions: with one rank, which has full tensors.
         clean: Returns the name of a module or parameter for messages.
-        dp_batch: How hooks see the batches of data-parallel ranks, if their function does not say.
+        pads: Whether hooks pad the tensors of data-parallel ranks to one length.
 
     Attributes:
         active_hooks: The active hooks.
@@ -85,14 +82,14 @@ class HookTable:
         output_ptr: dict[str, list[Tensor]],
         serves_hooks: bool,
         clean: Callable[[str], str],
-        dp_batch: str | None = None,
+        pads: bool = False,
     ) -> None:
         self.groups = HookGroups()
         self.active_hooks = ActiveHooks()
         self._output_ptr = output_ptr
         self._serves_hooks = serves_hooks
         self._clean = clean
-        self._dp_batch = dp_batch
+        self._pads = pads
         self._modules: dict[int, ModuleSite] = {}
         self._parameters: dict[int, ParameterSite] = {}
         self.choices: tuple[Choice, Choice] = EVERYTHING, EVERYTHING
@@ -188,7 +185,7 @@ class HookTable:
             joint,
             targets=[weakref.ref(target) for target in targets],
             moment=moment,
-            dp_batch=None if kind == "tensor" else function.dp_batch or self._dp_batch,
+            pads=self._pads and kind != "tensor",
         )
         self._next_index += 1
         self._make_hook(registration)
@@ -230,7 +227,6 @@ class HookTable:
             self._serves_hooks
             and registration.kind in ("forward", "forward_pre")
             and function.select is None
-            and not registration.is_local_batch
             and not (registration.had_edit and (registration.joint or function.parameter_names))
         )
 
@@ -411,23 +407,9 @@ class HookTable:
         active = frozenset(r.index for r in found if r.index not in self._replays)
         registrations = tuple(r for r in self.registrations if r.index in active)
         acts_in_backward = any(r.had_edit or r.kind == "tensor" or r.is_backward for r in found)
-        hooks = self._hooks_of(registrations, acts_in_backward)
-        local = tuple(r for r in registrations if r.is_local_batch)
-        if not local:
-            return hooks
-        others = tuple(r for r in registrations if not r.is_local_batch)
-        return replace(
-            hooks,
-            local=self._hooks_of(local, acts_in_backward),
-            stage=self._hooks_of(others, acts_in_backward),
-        )
-
-    def _hooks_of(
-        self, registrations: tuple[Registration, ...], acts_in_backward: bool
-    ) -> ActiveHooks:
         return ActiveHooks(
             registrations,
-            frozenset(r.index for r in registrations),
+            active,
             tuple(r for r in registrations if r.kind == "tensor"),
             acts_in_backward,
             site_hash(*(r.site for r in registrations)),

@@ -65,7 +65,6 @@ class Tracking:
         communicator: Communicator,
         batch_dim: BatchDim,
         follow: Follow,
-        statements: Statements | None = None,
     ) -> None:
         self._root = root
         self._communicator = communicator
@@ -79,7 +78,7 @@ class Tracking:
         self._buffers = None if communicator.is_local else Buffers(root)
         self._kept = KeptTensors()
         self._attributes = Attributes(root, self._constants, self._kept)
-        self.statements = Statements(root) if statements is None else statements
+        self.statements = Statements(root)
         self.forward = Forward()
         self.last: Follower | None = None  # of the last forward that was followed
         self._last_values: dict[Place, Any] = {}  # the values of hooks' tensors in it

@@ -13,7 +13,6 @@ from flex_model.distributed.costs import Cost
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.hook_call import HookCall
-from flex_model.hooks.own_batch import refuse_local
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
 from flex_model.inspection.call_costs import CallCosts, HookedTensor, Setup
@@ -204,7 +203,6 @@ def _json_of(cost: Cost) -> dict[str, int]:
 
 def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
     """See ``FlexModel.dry_run``. Collective over the grid."""
-    refuse_local(core.table.registrations, "dry_run")
     follower = core.tracking.follower()
     with core.communicator.uncounted():
         seen = on_shapes(

@@ -12,7 +12,6 @@ from torch import Tensor
 from flex_model.distributed import values
 from flex_model.distributed.header import Header
 from flex_model.hooks.core import HookCore
-from flex_model.hooks.own_batch import refuse_local
 from flex_model.inspection import text
 from flex_model.inspection.verify_runs import (
     Found,
@@ -125,8 +124,6 @@ def verify(
     _check_arguments(loss, rtol=rtol, atol=atol, reference_timeout=timeout_s)
     if core.runs.is_inside:
         raise RuntimeError("verify: a run of this FlexModel is under way; call it before or after")
-    if edits:
-        refuse_local(core.table.registrations, "verify(edits=True)")
     communicator, mesh = core.communicator, core.mesh
     choose = sites_to_edit if edits else sites_to_compare
     sites = choose(core, with_loss=loss is not None)

@@ -182,8 +182,8 @@ def refusal_of_stand_in(what: str) -> str:
     """Return the message for a hook that can't leave out the rows of a stand-in."""
     return (
         f"{what}: a data-parallel rank runs in no_rows(), and its rows are not of the batch; leave "
-        'them out with FlexModel(dp_batch="global") or HookFunction(dp_batch="global"), or choose '
-        "no hooks for such runs with groups=()"
+        'them out with FlexModel(dp_batch="global") or "local", or choose no hooks for such runs '
+        "with groups=()"
     )
 
 

@@ -56,11 +56,8 @@ def refusal(
                 "; where ranks are given shards as inputs, state these: kind='forward_pre' of "
                 "re.compile('^$'), with the input's index="
             )
-        if axis == "dp" and site.kind != "parameter" and mesh.pp_size == 1:
-            lines.append(
-                f'HookFunction({site.module!r}{_unpack_idx(site)}, dp_batch="local")  '
-                "# each data-parallel rank its own rows"
-            )
+        if axis == "dp" and site.kind != "parameter":
+            lines.append('FlexModel(..., dp_batch="local")  # each data-parallel rank its own rows')
         is_equal = None if prints is None else prints.equal_along(axis)
         own = [shapes[place] for place in mesh.ranks_along((axis,), 0)]
         ndim = len(own[0])

@@ -30,7 +30,9 @@ class LocalPipeline:
         root: This rank's stages as one module.
         state: The state of the step that runs.
         conditions: Describes what the path of a step depends on.
-        world, line: Communicators to all ranks, and to those of this rank's pipeline.
+        mesh: The ranks of a step.
+        world, line: Communicators to all ranks of a step, and to those of this rank's pipeline.
+        everyone: The communicator to all ranks of the model.
         local: This rank's part of the schedule.
         index: The modules and parameters of all stages, by name.
         parameters: Reads and writes the parameters of all stages in full.
@@ -38,24 +40,32 @@ class LocalPipeline:
 
     def __init__(self, schedule: Any, settings: Settings, local_class: Any = LocalSchedule) -> None:
         stages = stages_of(schedule)
+        if settings.dp_batch == "global":
+            raise ValueError(
+                'FlexModel: dp_batch="global" is not for a pipeline, whose micro-batches are '
+                'joined to one batch; leave it out and pad the inputs, or use dp_batch="local"'
+            )
         if "step" in vars(schedule):
             raise TypeError("the schedule is that of a FlexModel already; restore() it first")
         self.schedule, self.settings, self.state = schedule, settings, MicrobatchState()
         self.root, ranks = LocalStages(stages), group_ranks(stages[0].group)
         stages_mesh = Mesh(ranks, ranks.index(dist.get_rank()), pp_size=len(ranks))
         source = Source("the stages' process group", stages_mesh, is_exact=False)
-        self.mesh = mesh = settings.find_mesh(self.root, [source])
+        whole = settings.find_mesh(self.root, [source])
         core = settings.make_core(
-            self.root, mesh, {}, StageContext(), "rank0", self.state, StageParameters
+            self.root, whole, {}, StageContext(), "rank0", self.state, StageParameters
         )
-        self.core = core
+        self.core, self.mesh = core, core.mesh
+        mesh = core.mesh
         self.conditions = StepConditions(self.root)
         with contextlib.ExitStack() as stack:
             stack.callback(core.close)
             timeout_s, along = core.communicator.timeout_s, mesh.axis_ranks("pp")
-            all_ranks = Mesh(mesh.ranks, mesh.rank, tp_size=mesh.num_ranks)
-            self.world = self.line = Communicator(all_ranks, timeout_s)
+            self.world = self.line = self.everyone = Communicator(_flat(mesh), timeout_s)
             stack.callback(self.world.close)
+            if whole is not mesh:
+                self.everyone = Communicator(_flat(whole), timeout_s)
+                stack.callback(self.everyone.close)
             if len(along) < mesh.num_ranks:
                 line = Mesh(along, mesh.coordinates["pp"], tp_size=len(along))
                 self.line = Communicator(line, timeout_s)
@@ -119,3 +129,8 @@ class LocalPipeline:
         return StageIndex(
             [described[i] for i in order], [pp_ranks[i] for i in order], self.local.calls_roots
         )
+
+
+def _flat(mesh: Mesh) -> Mesh:
+    """Return the mesh of the same ranks as one stage."""
+    return Mesh(mesh.ranks, mesh.rank, tp_size=mesh.num_ranks, left_out=mesh.left_out)

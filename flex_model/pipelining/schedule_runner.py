@@ -87,12 +87,17 @@ class ScheduleRunner:
 
     @property
     def communicators(self) -> dict[str, Communicator]:
-        """The communicators that hooks use; the first is to all ranks."""
+        """The communicators that hooks use; the first is to all ranks of a step."""
         world, line = self._pipeline.world, self._pipeline.line
         found = {"all": world, "line": line, "stage": self.core.communicator}
         if line is world:
             del found["line"]
         return found
+
+    @property
+    def everyone(self) -> Communicator:
+        """The communicator to all ranks of the model."""
+        return self._pipeline.everyone
 
     @property
     def is_running(self) -> bool:

@@ -115,7 +115,7 @@ class Records:
     def note_lengths(self, call: HookCall, spec: TensorSpec) -> None:
         """Note the lengths of the rows in a tensor that is recorded. On every rank."""
         registration = call.registration
-        if call.records and registration.dp_batch == "global":
+        if call.records and registration.pads:
             padding = {} if spec.padding is None else dict(spec.padding.lengths)
             name = registration.hook_function.record_name
             self.lengths.setdefault(name, []).append(padding)

@@ -19,7 +19,6 @@ from torch import nn
 from flex_model.distributed.communicator import Communicator
 from flex_model.errors import HookError, HookNotCalledWarning, is_agreed, see
 from flex_model.hooks.digests import HookDigests
-from flex_model.hooks.own_batch import OwnBatch
 from flex_model.hooks.random_state import renew_seed
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.replaced_targets import Targets, refusal
@@ -66,7 +65,6 @@ class Runs:
         table: HookTable,
         records: Records,
         tracking: Tracking,
-        own_batch: OwnBatch,
         digests: HookDigests,
         remembered: RememberedRuns,
         watch: BackwardWatch,
@@ -80,7 +78,6 @@ class Runs:
     ) -> None:
         self._module, self._communicator, self._table = module, communicator, table
         self._records, self._tracking, self._digests = records, tracking, digests
-        self._own_batch = own_batch
         self._watch, self._save_ctx, self._sent_to_all = watch, save_ctx, sent_to_all
         self._replicas, self._resolve = replicas, resolve
         self._observers, self._step = observers, step
@@ -136,7 +133,6 @@ class Runs:
         self._watch.begin_run(self.thread)
         self._communicator.begin_run()
         self._tracking.reset()
-        self._own_batch.reset()
         self.current = run
         self.number += 1
         self.remembered.begin(run)
@@ -191,7 +187,6 @@ class Runs:
             entry=0 if self.session is None else self.session.number,
         )
         self.remembered.add(run)
-        self._own_batch.include(run, self._table.active_hooks)
         return run
 
     def of_parameters(self) -> Run:
@@ -218,10 +213,9 @@ class Runs:
             hooks = self._table.active_hooks
             communicator.publish_run(hooks.digest, hooks.choice, self._mode)
             self._digests.check()
-            edited = any(r.edits and not r.is_local_batch for r in hooks.registrations)
+            edited = any(r.edits for r in hooks.registrations)
             if self._replicas and self._step is None and edited:
                 self._replicas.check()
-        self._own_batch.include(run, self._table.active_hooks)
         if self.session is not None and not self.session.is_sequential:
             self.session.check_hooks(self._digests.described())
 
@@ -377,17 +371,13 @@ class Runs:
 
     def deliver(self, run: Run, kind: str) -> None:
         """Deliver the records; renew the seed if an edit drew random numbers on any rank."""
-        self._own_batch.finish(run, kind)
         has_drawn = run.has_drawn
         if self._communicator.is_local:
             self._records.finish(run)
-        elif run.is_apart:
-            self._communicator.raise_own_error()
         else:
             self._communicator.finish_transfers()
             self._tracking.finish()
             has_drawn = self._records.join(run, kind, self._resolve)
-        self._own_batch.deliver(run)
         run.take_draws()
         if has_drawn:
             renew_seed()
@@ -402,17 +392,14 @@ class Runs:
     def _batch_failed(self) -> None:
         """Drop the records of a run that failed, and the layouts that it showed."""
         self._tracking.forget()
-        self._own_batch.forget()
         if self.session is not None:
             self.session.fail_run()
 
     def _close(self, run: Run) -> None:
         self._tracking.reset()
-        self._own_batch.reset()
         self._communicator.forget_forward()
         run.end()
         self._records.forget(run)
-        self._own_batch.drop(run)
         self.current = None
         if self.session is not None:
             self.session.leave_run()

@@ -88,8 +88,13 @@ class ModuleRunner:
 
     @property
     def communicators(self) -> dict[str, Communicator]:
-        """The communicators that hooks use; the first is to all ranks."""
+        """The communicators that hooks use; the first is to all ranks of a run."""
         return {"ranks": self.core.communicator}
+
+    @property
+    def everyone(self) -> Communicator:
+        """The communicator to all ranks of the model."""
+        return self.core.of_parameters
 
     @property
     def is_running(self) -> bool:

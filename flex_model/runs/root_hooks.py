@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from flex_model.hooks.evidence import Part
-from flex_model.hooks.own_batch import OwnBatch
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import compiled, continuous_batching
@@ -39,13 +38,11 @@ class RootHooks:
         runs: Runs,
         table: HookTable,
         tracking: Tracking,
-        own_batch: OwnBatch,
         graphs: Graphs,
         watch: BackwardWatch,
         watches: bool,
     ) -> None:
         self._root, self.runs, self._table, self._tracking = module, runs, table, tracking
-        self._own_batch = own_batch
         self._graphs, self._watch, self._watches = graphs, watch, watches
         self._has_parts = not tracking.is_local and watches
         self._hooked: dict[nn.Module, tuple[Any, Any]] = {}
@@ -119,8 +116,7 @@ class RootHooks:
             hooks = self._table.active_hooks
             run = self.runs.current
             later = None if run is None else run.pending_replicas
-            self._tracking.begin(args, kwargs, hooks.stage or hooks, part=part, later=later)
-            self._own_batch.begin_forward(args, kwargs, hooks)
+            self._tracking.begin(args, kwargs, hooks, part=part, later=later)
 
     def _beside(self, part: Part | None) -> list[int]:
         """Return the hooks outside of a part of the model."""
@@ -140,7 +136,6 @@ class RootHooks:
         error = sys.exc_info()[1]
         error = None if error is run.outer_error else error
         self._tracking.end(output, failed=error is not None)
-        self._own_batch.end_forward(output, failed=error is not None)
         if self._table.active_hooks.acts_in_backward and self._watches:
             self._graphs.watch(run, output)
             self._watch.watch_from(output)

@@ -11,7 +11,6 @@ from flex_model.integrations.torch_private import next_sequence
 
 if TYPE_CHECKING:
     from flex_model.hooks.random_state import RandomCalls
-    from flex_model.hooks.registration import Registration
     from flex_model.layouts.replicas import PendingReplica
     from flex_model.records.records import PendingRecord
 
@@ -74,10 +73,6 @@ class Run:
         backward_task: The backward pass at whose end its records will be delivered; -1 if none
             runs.
         entry: Its number among the runs of a store.
-        is_apart: Whether all its hooks are on this data-parallel rank's own batch, and record
-            nothing: then nothing is exchanged when it ends. None before it has hooks.
-        records_own_batch: Whether hooks record this data-parallel rank's own batch.
-        own_batch: The state of the calls of hooks on this rank's own batch: seed, draws, records.
         save_ctx, batch, turns: For a batch of a sequential run: its own ``save_ctx``, its index,
             and which batch made which nodes. None: the FlexModel's, no batch, one thread.
     """
@@ -101,25 +96,9 @@ class Run:
     last_node: int = OPEN
     backward_task: int = -1
     entry: int = 0
-    is_apart: bool | None = None
-    records_own_batch: bool = False
-    own_batch: Run | None = None
     save_ctx: Namespace | None = None
     batch: int | None = None
     turns: Turns | None = None
-
-    def note_batches(self, is_apart: bool, records_own_batch: bool) -> None:
-        """Note which batches newly included hooks see."""
-        self.is_apart = is_apart and self.is_apart is not False
-        self.records_own_batch |= records_own_batch
-
-    def of_calls(self, registration: Registration) -> Run:
-        """Return the state of the calls of a hook: of one on this rank's own batch, its own."""
-        if not registration.is_local_batch:
-            return self
-        if self.own_batch is None:
-            self.own_batch = Run(self.active, save_ctx=self.save_ctx, entry=self.entry)
-        return self.own_batch
 
     def holds(self, node: object) -> bool:
         """Whether an autograd node was made during this run."""
@@ -203,5 +182,3 @@ class Run:
         """End a part: the run goes on with its random state."""
         part.end()
         self.seed, self.has_drawn = part.seed, part.has_drawn
-        self.is_apart, self.own_batch = part.is_apart, part.own_batch
-        self.records_own_batch = part.records_own_batch

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
 from flex_model.hooks.core import HookCore
-from flex_model.hooks.function import check_dp_batch
 from flex_model.hooks.tracking import Follow
 from flex_model.integrations import model_mesh
 from flex_model.integrations.mesh_sources import Source
@@ -83,7 +82,12 @@ class Settings:
                 f"FlexModel: timeout must be a number of seconds above 0, got {timeout!r}"
             )
         check_batch_dim(self.batch_dim)
-        check_dp_batch(self.dp_batch, "FlexModel")
+        if self.dp_batch not in (None, "global", "local"):
+            raise ValueError(
+                'FlexModel: dp_batch must be None, "global" (the rows of all data-parallel ranks '
+                'in one tensor, padded where they differ) or "local" (each rank\'s own), got '
+                f"{self.dp_batch!r}"
+            )
         if isinstance(self.pad_value, bool) or not isinstance(self.pad_value, (int, float)):
             raise TypeError(f"FlexModel: pad_value must be a number, got {self.pad_value!r}")
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from flex_model.hooks.own_batch import refuse_local
 from flex_model.hooks.random_state import advance_generator
 from flex_model.model import FlexModel
 from flex_model.runs.batches import BatchRuns
@@ -149,8 +148,6 @@ def run(
     checks.check_not_compiled(module, found)
     if window != 1:
         checks.check_no_other_hooks(module, found, core)
-        if core is not None:
-            refuse_local(core.table.registrations, "sequential.run")
     result = RunResult()
     with Cleanup() as stack:
         place = device_of(module, device)

@@ -67,6 +67,8 @@ class Pair:
         session: ``(register, records, targets) -> (output, gradients)``: runs the sharded model in
             a loop that wraps it by itself, and then calls ``register(flex)``.
         call_hook: What an oracle's hook records and returns, from its tensor and an edit.
+        has_own_runs: Whether data-parallel ranks have runs of their own, ``dp_batch="local"``:
+            ``call_hook`` records a list by data-parallel rank, None where one has no record.
         masked: A tensor of the whole batch without what pads it.
         state: States layouts to the FlexModel.
         without_gradients: Parts of the names of parameters whose gradients can't be read.
@@ -94,6 +96,7 @@ class Pair:
     run: Callable[..., torch.Tensor] | None = None
     session: Callable[..., tuple[torch.Tensor, dict]] | None = None
     call_hook: Callable[[torch.Tensor, Callable | None], tuple] = apply
+    has_own_runs: bool = False
     masked: Callable[[torch.Tensor], torch.Tensor] = lambda full: full
     state: Callable[[object], object] = lambda flex: None
     without_gradients: tuple[str, ...] = ()

@@ -137,21 +137,18 @@ def test_along_dp_each_rank_may_see_its_own_rows():
     _, lines = lines_of(TWO, DP2, prints=prints(DP2, 1, 2))
     stated = "flex.annotate_layout('fc', kind='forward', dp="
     assert lines == [
-        "HookFunction('fc', dp_batch=\"local\")",
+        'FlexModel(..., dp_batch="local")',
         *(f"{stated}{one})" for one in ("Shard(0)", "Shard(1)", "Partial()", "Replicate()")),
     ]
     _, lines = lines_of(TWO, DP2, rows_dim=1)
     assert lines[1] == f"{stated}Shard(1))"
-    stages = Mesh((0, 1, 2, 3), 0, dp_size=2, pp_size=2)
-    _, lines = lines_of(TWO, stages)  # whose hooks have no dp_batch
-    assert lines[0] == f"{stated}Shard(0))"
 
 
 def test_rows_of_other_lengths_are_to_be_padded():
     """A Shard(1) that fits their sizes joined them end to end."""
     text, lines = lines_of([(2, 4, 8), (2, 6, 8)], DP2)
     assert "pad the inputs of the data-parallel ranks" in text
-    assert lines == ["HookFunction('fc', dp_batch=\"local\")"]
+    assert lines == ['FlexModel(..., dp_batch="local")']
     _, lines = lines_of([(2, 4, 8), (3, 4, 8)], DP2)
     assert lines[1:] == ["flex.annotate_layout('fc', kind='forward', dp=Shard(0))"]
 

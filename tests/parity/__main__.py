@@ -57,9 +57,9 @@ Pipelines run their hooks with the whole batch, or in micro-batches; edits that 
 run in micro-batches.
 
 The last rows are what users' scripts do. With `dp_batch`, the unsharded model runs all rows padded
-to one length, and its hooks see zeros there, or each rank's own rows in turn (`"local"`). Compiled
-blocks are captured by dynamo anew for each hook. GPUs are emulated (`tests/cuda/emulated`). These
-rows edit fewer sites.
+to one length, and its hooks see zeros there, or each rank's own rows in turn (`"local"`; hooks on
+gradients of parameters are then of a second FlexModel without it). Compiled blocks are captured by
+dynamo anew for each hook. GPUs are emulated (`tests/cuda/emulated`). These rows edit fewer sites.
 
 `+2e`: two more hooks gave a clear error on every rank, listed below. `WRONG` would be a silent
 wrong number: there must be none, and the tests fail if there is one.

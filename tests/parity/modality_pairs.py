@@ -67,6 +67,7 @@ def of_modality(tmp_path: Path, name: str, kind: str) -> Iterator[Pair]:
         return load(distributed_config=DistributedConfig(tp_size=tp))
 
     local = {"sizes": {"dp_batch": "local"}, "call_hook": partial(own_rows, dp), "backward": False}
+    local["has_own_runs"] = True
     yield Pair(
         load(),
         shard,

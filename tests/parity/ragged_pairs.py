@@ -107,5 +107,6 @@ def ragged(
         made.inputs = (frameworks.tokens(sum(num_rows), made.longest),)
         made.sizes = made.sizes | {"dp_batch": dp_batch}
         made.masked, made.run = made.without_padding, made.run_ragged
-        made.call_hook = made.see_own_rows if dp_batch == "local" else made.see_all
+        made.has_own_runs = dp_batch == "local"
+        made.call_hook = made.see_own_rows if made.has_own_runs else made.see_all
         yield made

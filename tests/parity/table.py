@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import models
 from flex_model import FlexModel, HookError, HookFunction
-from frameworks import Pair, apply, quiet, rank
+from frameworks import Pair, apply, num_ranks, quiet, rank
 
 KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")
 TIMEOUT_S = 20
@@ -134,8 +134,11 @@ def torch_hook(pair: Pair, cell: Cell, seen: list[torch.Tensor]):
         order = pair.turned.get(cell.site)
         value = value.permute(order) if order else value
         call_hook = apply if cell.kind == "parameter" else pair.call_hook
-        record, edited = call_hook(value, cell.edit)
+        # A rank's own loss is not divided by the number of ranks.
+        scale = pair.dp if pair.has_own_runs and cell.kind.startswith("full_backward") else 1
+        record, edited = call_hook(value * scale if scale > 1 else value, cell.edit)
         seen.append(record)
+        edited = edited / scale if edited is not None and scale > 1 else edited
         if edited is None or not order:
             return edited
         return edited.permute(torch.tensor(order).argsort().tolist())
@@ -207,6 +210,7 @@ class Sharded:
 
     def __init__(self, pair: Pair):
         self.pair, self.flex = pair, None
+        self.of_parameters: FlexModel | None = None  # for the hooks on their gradients
         self.targets = pair.own_output(random_targets(pair))
 
     def run(self, cells: list[Cell]) -> tuple[list[Outcome], Run | None]:
@@ -215,8 +219,11 @@ class Sharded:
         The run is None where it failed: then every cell has an outcome, of one text.
         """
         if self.flex is None and self.pair.session is None:
-            self.flex = FlexModel(self.pair.shard(), **self.pair.sizes, timeout=TIMEOUT_S)
+            sizes = dict(self.pair.sizes)
+            self.flex = FlexModel(self.pair.shard(), **sizes, timeout=TIMEOUT_S)
             self.pair.state(self.flex)
+            if sizes.pop("dp_batch", None) == "local":  # these are of all ranks
+                self.of_parameters = FlexModel(self.flex.module, **sizes, timeout=TIMEOUT_S)
         outcomes: list[Outcome] = []
         run, status, text = None, "right", ""
         try:
@@ -229,9 +236,10 @@ class Sharded:
         statuses = {status for status, _ in told}
         if statuses == {"right"}:
             return outcomes, run
-        if self.flex is not None:
-            self.flex.restore()
-        self.flex = None
+        for flex in (self.of_parameters, self.flex):
+            if flex is not None:
+                flex.restore()
+        self.of_parameters = self.flex = None
         if statuses != {"error"}:
             text = "; ".join(f"rank {rank}: {s} {t}" for rank, (s, t) in enumerate(told))
             status = "wrong"
@@ -246,8 +254,9 @@ class Sharded:
         def register(flex):
             for cell in cells:
                 kind = "hook" if cell.kind == "parameter" else f"{cell.kind}_hook"
+                on = (cell.kind == "parameter" and self.of_parameters) or flex
                 try:
-                    handles.append(getattr(flex, f"register_{kind}")(hook_function(flex, cell)))
+                    handles.append(getattr(on, f"register_{kind}")(hook_function(flex, cell)))
                 except ValueError as error:  # local, and the same on every rank
                     outcomes.append(Outcome(cell, "error", one_line(error)))
 
@@ -256,6 +265,8 @@ class Sharded:
             output, gradients = pair.session(register, records, self.targets)
             return Run(output, records, gradients)
         flex.zero_grad()
+        of_parameters = {} if self.of_parameters is None else self.of_parameters.output_ptr
+        of_parameters.clear()
         flex.output_ptr.clear()
         register(flex)
         if pair.first:
@@ -265,7 +276,7 @@ class Sharded:
         for handle in handles:
             handle.remove()
         gradients = pair.full_gradients(flex.module) if pair.backward else {}
-        return Run(output.detach(), dict(flex.output_ptr), gradients)
+        return Run(output.detach(), flex.output_ptr | of_parameters, gradients)
 
 
 def hook_function(flex: FlexModel, cell: Cell) -> HookFunction:
@@ -341,7 +352,7 @@ def compare(pair: Pair, cells: list[Cell], oracle: Run, run: Run) -> list[Outcom
         common += differences(f"gradient of {name}", got, expected, pair)
     outcomes = []
     for cell in cells:
-        expected = oracle.records[cell.record] if rank() == 0 else []
+        expected = own_records(pair, cell, oracle.records[cell.record])
         got = run.records.get(cell.record, [])
         wrong = []
         if len(got) != len(expected):
@@ -353,15 +364,17 @@ def compare(pair: Pair, cells: list[Cell], oracle: Run, run: Run) -> list[Outcom
     return outcomes
 
 
+def own_records(pair: Pair, cell: Cell, records: list) -> list:
+    """Those that this rank should have."""
+    if not pair.has_own_runs or cell.kind == "parameter":
+        return records if rank() == 0 else []
+    is_first = rank() % (num_ranks() // pair.dp) == 0  # of the ranks that share its rows
+    own = [of_ranks[pair.dp_rank] for of_ranks in records]
+    return [record for record in own if record is not None] if is_first else []
+
+
 def differences(what: str, got, expected, pair: Pair):
     """Yield a line if they are not equal within the tolerance, taken of the largest value."""
-    if isinstance(expected, list):  # the data-parallel ranks' own
-        if not isinstance(got, list) or len(got) != len(expected):
-            yield f"{what}: a {type(got).__name__}, expected {len(expected)} tensors"
-            return
-        for index, (ours, theirs) in enumerate(zip(got, expected)):
-            yield from differences(f"{what} of rank {index}", ours, theirs, pair)
-        return
     if got is None or expected is None:
         if got is not expected:
             yield f"{what}: got {shape_of(got)}, expected {shape_of(expected)}"

@@ -1,7 +1,8 @@
 """Ragged batches: data-parallel ranks whose batches differ in length and in rows, or have no rows.
 
-The oracle is the unsharded model on all rows, padded at the end. It is causal, so no row sees its
-padding; its hooks set the padding to zero, as FlexModel does.
+The oracle of ``dp_batch="global"`` is the unsharded model on all rows, padded at the end. It is
+causal, so no row sees its padding; its hooks set the padding to zero, as FlexModel does. That of
+``"local"`` is the unsharded model on each rank's own rows and loss, alone.
 """
 
 import contextlib
@@ -31,13 +32,17 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Linear(6, 8)
         self.block = models.Block()
+        self.tail = nn.Identity()  # called ``times`` times
         self.head = nn.Linear(8, 5)
 
     columns = tuple(f"block.{name}" for name in models.Block.columns)
     rows = tuple(f"block.{name}" for name in models.Block.rows)
 
-    def forward(self, x):
-        return self.head(self.block(self.embed(x)))
+    def forward(self, x, times=1):
+        x = self.block(self.embed(x))
+        for _ in range(times):
+            x = self.tail(x) * 0.9
+        return self.head(x)
 
 
 def mix(module, full, save_ctx, modules):
@@ -99,31 +104,26 @@ BATCHES = {
 }
 
 
-def by_rank(batch, edit, full):
-    """What the edit makes of each rank's own rows, without padding; and these rows."""
-    edited, parts = full.clone(), []
-    for dp, (rows, length) in enumerate(zip(batch.rows, batch.lengths)):
-        own = slice(batch.start(dp), batch.start(dp) + rows), slice(0, length)
-        parts.append(full[own].detach().clone() if rows else None)
-        if rows and edit is not None:
-            edited = edited.index_put(
-                (torch.arange(own[0].start, own[0].stop)[:, None], torch.arange(length)),
-                edit(None, full[own].clone(), None, None),
-            )
-    return edited, parts
+def hook(module, kind, run):
+    """Hook the tensor of this kind at a module of the unsharded model."""
+    if kind == "forward":
+        module.register_forward_hook(lambda module, args, output: run(output))
+    elif kind == "forward_pre":
+        module.register_forward_pre_hook(lambda module, args: (run(args[0]), *args[1:]))
+    else:
+        register = getattr(module, f"register_{kind}_hook")
+        register(lambda module, grads, *_: (run(grads[0]),))
 
 
-def oracle(model, batch, kind, site, edit, local=False):
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def oracle(model, batch, kind, site, edit):
     """Record, output and gradients of the unsharded model on the padded batch."""
     records, real = [], batch.real
-    module = model.get_submodule(site)
 
     def run(tensor):
-        if local:
-            mask = real.reshape(*real.shape, *[1] * (tensor.dim() - 2)).to(tensor.dtype)
-            edited, parts = by_rank(batch, edit, tensor * mask)
-            records.append(parts)
-            return edited * mask
         mask = real.reshape(*real.shape, *[1] * (tensor.dim() - 2)).to(tensor.dtype)
         full = tensor * mask
         records.append(full.detach().clone())
@@ -132,16 +132,28 @@ def oracle(model, batch, kind, site, edit, local=False):
         edited = edit(None, full, None, None)
         return edited * mask  # what is written to padding is dropped
 
-    if kind == "forward":
-        module.register_forward_hook(lambda module, args, output: run(output))
-    elif kind == "forward_pre":
-        module.register_forward_pre_hook(lambda module, args: (run(args[0]), *args[1:]))
-    else:
-        register = getattr(module, f"register_{kind}_hook")
-        register(lambda module, grads, *_: (run(grads[0]),))
+    hook(model.get_submodule(site), kind, run)
     output = model(batch.padded())
     batch.loss(output).backward()
-    return records, output, {name: p.grad for name, p in model.named_parameters()}
+    return records, output, gradients(model)
+
+
+def own_oracle(model, batch, dp, kind, site, edit, times=1):
+    """Record, output and gradients of the unsharded model on one rank's own rows, with its loss.
+    One without rows has no record and no gradient.
+    """
+    records = []
+
+    def run(tensor):
+        records.append(tensor.detach().clone())
+        return tensor if edit is None else edit(None, tensor, None, None)
+
+    has_rows = batch.rows[dp] > 0
+    if has_rows:
+        hook(model.get_submodule(site), kind, run)
+    output = model(batch.stand_in(dp), times)
+    (batch.loss(output, dp) * has_rows).backward()
+    return records, output[: batch.rows[dp]], gradients(model)
 
 
 def sharded(name, model, tp):
@@ -150,92 +162,164 @@ def sharded(name, model, tp):
     return parallelism, parallelism.shard(model), my_dp
 
 
-def run(flex, batch, my_dp):
+def run(flex, batch, my_dp, times=1):
     has_rows = batch.rows[my_dp] > 0
     with contextlib.nullcontext() if has_rows else flex.no_rows():
-        output = flex(batch.stand_in(my_dp))
+        output = flex(batch.stand_in(my_dp), times)
     (batch.loss(output, my_dp) * has_rows).backward()
     return output[: batch.rows[my_dp]]
 
 
-def compare(batch, parallelism, my_dp, whole, expected, model, output, records, kind, edit):
-    want, all_output, gradients = expected
-    start, rows, length = batch.start(my_dp), batch.rows[my_dp], batch.lengths[my_dp]
-    assert_close(output, all_output[start : start + rows, :length])
-    if dist.get_rank() == 0:
-        assert_close(records, want)
+def compare(parallelism, whole, model, expected):
     found = parallelism.full_gradients(whole, model)
-    for name, grad in gradients.items():
+    for name, grad in expected.items():
         assert_close(found[name], grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
+WAYS = ["dp", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"]
+
+
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", ["dp", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_global_batches_equal_the_padded_batch(kind, name):
-    check(kind, name, tp=1)
+    check_global(kind, name, tp=1)
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", ["dp", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("kind", KINDS[:-1])
-def test_local_batches_equal_the_rows_of_the_padded_batch(kind, name):
-    check(kind, name, tp=1, dp_batch="local")
+def test_local_batches_equal_the_model_on_a_ranks_own_rows(kind, name):
+    check_local(kind, name, tp=1)
 
 
 @pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("name", ["dp_tp", "dtensor x fsdp2"])
 @pytest.mark.parametrize("kind", KINDS[:-1])
-def test_local_batches_over_tensor_parallel_ranks(kind):
-    check(kind, "dp_tp", tp=2, dp_batch="local")
+def test_local_batches_over_tensor_parallel_ranks(kind, name):
+    check_local(kind, name, tp=2, batches=["both", "none first"])
 
 
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_global_batches_over_tensor_parallel_ranks(kind):
-    check(kind, "dp_tp", tp=2)
+    check_global(kind, "dp_tp", tp=2)
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("dp_batch", ["global", "local"])
-def test_batches_over_tensor_parallel_ranks_whose_weights_fsdp2_shards(dp_batch):
-    """Before, local hooks did not know the data-parallel dim of the weights' mesh."""
-    whole, batch = models.seeded(Model).double(), BATCHES["both"]
-    for kind, site in (("forward", "block.mlp.fc1"), ("full_backward", "block.mlp.fc2")):
-        expected = oracle(copy.deepcopy(whole), batch, kind, site, mix, dp_batch == "local")
-        parallelism, model, my_dp = sharded("dtensor x fsdp2", whole, tp=2)
-        with FlexModel(model, records := {}, dp_batch=dp_batch, timeout=20) as flex:
-            getattr(flex, f"register_{kind}_hook")(HookFunction(site, editing_function=mix))
-            output = run(flex, batch, my_dp)
-        found = records.get(site, [])
-        compare(batch, parallelism, my_dp, whole, expected, model, output, found, kind, mix)
+def test_global_batches_over_tensor_parallel_ranks_whose_weights_fsdp2_shards():
+    for kind in ("forward", "full_backward"):
+        check_global(kind, "dtensor x fsdp2", tp=2, batches=["both"])
 
 
-def check(kind, name, tp, dp_batch="global"):
-    for which, batch in BATCHES.items():
+def cases(kind, batches):
+    for which in batches:
         for site in SITES[kind]:
             for edit in (None, mix) if site == SITES[kind][0] else (mix,):
-                whole = models.seeded(Model).double()
-                local = dp_batch == "local"
-                expected = oracle(copy.deepcopy(whole), batch, kind, site, edit, local)
-                parallelism, model, my_dp = sharded(name, whole, tp)
-                records = {}
-                with FlexModel(
-                    model, records, **parallelism.sizes, dp_batch=dp_batch, timeout=20
-                ) as flex:
-                    hook = HookFunction(site, editing_function=edit)
-                    getattr(flex, f"register_{kind}_hook")(hook)
-                    try:
-                        output = run(flex, batch, my_dp)
-                    except Exception as error:
-                        raise AssertionError(f"{which}, {site}, {edit}") from error
-                found = records.get(site, [])
-                compare(
-                    batch, parallelism, my_dp, whole, expected, model, output, found, kind, edit
-                )
+                yield which, site, edit
+
+
+def check_global(kind, name, tp, batches=tuple(BATCHES)):
+    for which, site, edit in cases(kind, batches):
+        whole, batch = models.seeded(Model).double(), BATCHES[which]
+        want, all_output, of_whole = oracle(copy.deepcopy(whole), batch, kind, site, edit)
+        parallelism, model, my_dp = sharded(name, whole, tp)
+        sizes, records = parallelism.sizes, {}
+        with FlexModel(model, records, **sizes, dp_batch="global", timeout=20) as flex:
+            getattr(flex, f"register_{kind}_hook")(HookFunction(site, editing_function=edit))
+            try:
+                output = run(flex, batch, my_dp)
+            except Exception as error:
+                raise AssertionError(f"{which}, {site}, {edit}") from error
+        start, rows, length = batch.start(my_dp), batch.rows[my_dp], batch.lengths[my_dp]
+        assert_close(output, all_output[start : start + rows, :length])
+        if dist.get_rank() == 0:
+            assert_close(records.get(site, []), want)
+        compare(parallelism, whole, model, of_whole)
+
+
+def check_local(kind, name, tp, batches=tuple(BATCHES), sites=(), times=lambda dp: 1):
+    """The gradients of parameters are the mean of those that the ranks have alone; each rank calls
+    the module at the end ``times(dp)`` times.
+    """
+    num_dp = dist.get_world_size() // tp
+    for which, site, edit in sites or cases(kind, batches):
+        whole, batch = models.seeded(Model).double(), BATCHES[which]
+        of_ranks = [
+            own_oracle(copy.deepcopy(whole), batch, dp, kind, site, edit, times(dp))
+            for dp in range(num_dp)
+        ]
+        parallelism, model, my_dp = sharded(name, whole, tp)
+        sizes, records = parallelism.sizes, {}
+        with FlexModel(model, records, **sizes, dp_batch="local", timeout=20) as flex:
+            getattr(flex, f"register_{kind}_hook")(HookFunction(site, editing_function=edit))
+            try:
+                output = run(flex, batch, my_dp, times(my_dp))
+            except Exception as error:
+                raise AssertionError(f"{which}, {site}, {edit}") from error
+            weight = "block.mlp.fc2.weight"
+            if "fsdp2" in name or "ddp" in name:
+                grad = flex.get_module_gradient(weight)
+            full = flex.get_module_parameter(weight) if "_" not in name else None
+        want, expected, _ = of_ranks[my_dp]
+        assert_close(output, expected)
+        assert_close(records.get(site, []), want if dist.get_rank() % tp == 0 else [])
+        mean = {
+            one: sum(of_rank[2][one] for of_rank in of_ranks) / num_dp for one in of_ranks[0][2]
+        }
+        compare(parallelism, whole, model, mean)
+        if "fsdp2" in name or "ddp" in name:
+            assert_close(grad, mean[weight])
+        if full is not None:
+            assert_close(full, whole.get_parameter(weight).detach(), rtol=0, atol=0)
+
+
+def numbers_of_calls(kind):
+    return [("both", "tail", edit) for edit in (None, mix)]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dp_batch", [None, "global", "local"])
+@pytest.mark.parametrize("name", ["dp", "ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["forward", "full_backward"])
+def test_local_ranks_may_call_a_module_different_numbers_of_times(kind, name):
+    check_local(kind, name, 1, sites=numbers_of_calls(kind), times=lambda dp: 1 + 2 * dp)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["dp_tp", "dtensor x fsdp2"])
+@pytest.mark.parametrize("kind", ["forward", "full_backward"])
+def test_local_groups_may_call_a_module_different_numbers_of_times(kind, name):
+    check_local(kind, name, 2, sites=numbers_of_calls(kind), times=lambda dp: 1 + 2 * dp)
+
+
+@pytest.mark.ranks(4)
+def test_local_groups_may_run_different_numbers_of_times():
+    """As ``generate`` does; each group has its own ``save_ctx``, and its records on its first."""
+    parallelism, model, dp = sharded("dp_tp", whole := models.seeded(Model).double(), tp=2)
+    batch, records, seen = BATCHES["both"], {}, []
+
+    def count(module, full, save_ctx, modules):
+        save_ctx.calls = getattr(save_ctx, "calls", 0) + 1
+        return full + save_ctx.calls
+
+    def see(module, args, output):
+        seen.append(output.detach())
+        return output + len(seen)
+
+    whole.block.mlp.fc1.register_forward_hook(see)
+    sizes = parallelism.sizes
+    with FlexModel(model, records, **sizes, dp_batch="local", timeout=20) as flex:
+        assert (flex.dp_size, flex.tp_size) == (2, 2)
+        flex.register_forward_hook(HookFunction("block.mlp.fc1", editing_function=count))
+        with flex.active():
+            for _ in range(1 + 2 * dp):
+                assert_close(flex(batch.of(dp)), whole(batch.of(dp)))
+        assert flex.save_ctx.calls == 1 + 2 * dp
+    assert_close(records.get("block.mlp.fc1", []), seen if dist.get_rank() % 2 == 0 else [])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dp_batch", [None, "global"])
 def test_gradients_of_parameters_need_no_choice(dp_batch):
     """Before, with hooks on parameters alone, that ranks have other lengths was not noticed."""
 

@@ -54,16 +54,15 @@ class Flat(nn.Module):
 @pytest.mark.parametrize("site", ["tokens", "positions"])
 def test_tensors_that_no_padding_joins_are_refused_and_seen_by_rank(site):
     records, model = {}, models.seeded(Flat).double()
-    with wrapped(model, records) as flex:
-        handle = flex.register_forward_hook(HookFunction(site, dp_batch="global"))
+    with wrapped(model, dp_batch="global") as flex:
+        flex.register_forward_hook(HookFunction(site))
         with pytest.raises(ValueError, match='dp_batch="local"'):
             flex(own())
-        handle.remove()
-        flex.register_forward_hook(HookFunction(site, dp_batch="local"))
+    with wrapped(model, records, dp_batch="local") as flex:
+        flex.register_forward_hook(HookFunction(site))
         flex(own())
-    if dist.get_rank() == 0:
-        ((first, second),) = records[site]
-        assert (len(first), len(second)) == ((20, 24) if site == "tokens" else (10, 12))
+    (record,) = records[site]
+    assert len(record) == ((20, 24) if site == "tokens" else (10, 12))[dist.get_rank()]
 
 
 @pytest.mark.ranks(2)
@@ -119,26 +118,35 @@ def test_trainable_modules_get_the_gradient_of_all_real_tokens(edit_on, output_r
 
 
 @pytest.mark.ranks(2)
-def test_trainable_modules_with_gradients_are_refused_on_a_ranks_own_rows():
-    def edit(module, full, save_ctx, modules):
-        return full + modules["probe"](full)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_trainable_modules_get_the_gradient_of_a_ranks_own_loss(edit_on):
+    """Their mean over the ranks is that of the mean of the losses."""
+    whole, rank = models.seeded(Model).double(), dist.get_rank()
+    probe = models.seeded(nn.Linear, 8, 8, seed=5).double()
 
-    flex = wrapped(dp_batch="local")
-    flex.register_trainable_module("probe", nn.Linear(8, 8).double())
+    def edit(module, full, save_ctx, modules):
+        return full + modules["probe"](mix(module, full, save_ctx, modules))
+
+    oracle, oracle_probe = copy.deepcopy(whole), copy.deepcopy(probe)
+    oracle.block.mlp.register_forward_hook(
+        lambda module, args, out: edit(module, out, None, {"probe": oracle_probe})
+    )
+    LENGTHS.loss(oracle(own()), rank).backward()
+    flex = wrapped(whole, dp_batch="local", edit_on=edit_on)
+    ours = models.seeded(nn.Linear, 8, 8, seed=5 + rank).double()
+    flex.register_trainable_module("probe", ours)
+    assert_close(ours.state_dict(), probe.state_dict())  # rank 0's, on every rank
     flex.register_forward_hook(HookFunction("block.mlp", editing_function=edit))
-    with pytest.raises(HookError, match="'probe' is used in a hook with dp_batch='local'"):
-        flex(own())
-    with torch.no_grad():
-        flex(own())
-    flex.trainable_modules.requires_grad_(False)
-    flex(own())
+    LENGTHS.loss(flex(own()), rank).backward()
+    assert_close(ours.weight.grad, oracle_probe.weight.grad)
+    for one, other in zip(flex.parameters(), oracle.parameters()):
+        assert_close(one.grad, other.grad)
     flex.restore()
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("records", [True, False])
-def test_an_error_on_one_ranks_own_rows(records):
-    """All ranks raise it where they exchange something at the end of the run."""
+def test_an_error_on_one_ranks_own_rows():
+    """The other has a run of its own, and can read parameters with it afterwards."""
     fails = [True]
 
     def edit(module, full, save_ctx, modules):
@@ -147,14 +155,15 @@ def test_an_error_on_one_ranks_own_rows(records):
         return full * 2
 
     flex = wrapped(dp_batch="local")
-    flex.register_forward_hook(HookFunction("block.mlp", None, edit, record=records))
-    if records or dist.get_rank() == 1:
+    flex.register_forward_hook(HookFunction("block.mlp", None, edit))
+    if dist.get_rank() == 1:
         with pytest.raises(HookError, match="of rank 1"):
             flex(own())
     else:
         flex(own())
     fails[0] = False
     expected = models.seeded(Model).double()
+    assert_close(flex.get_module_parameter("head.bias"), expected.head.bias.detach())
     expected.block.mlp.register_forward_hook(lambda module, args, out: out * 2)
     assert_close(flex(own()), expected(own()))
     flex.restore()
@@ -162,16 +171,14 @@ def test_an_error_on_one_ranks_own_rows(records):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("first", ["local", "global"])
-def test_hooks_on_own_rows_and_on_the_batch_in_one_run(first):
+def test_hooks_on_own_rows_and_on_the_batch_of_two_flex_models(first):
     """The second sees what the first has made, or is refused."""
     second = "global" if first == "local" else "local"
-    records = {}
     whole, batch = models.seeded(Model).double(), LENGTHS
-    flex = wrapped(copy.deepcopy(whole), records)
-    flex.register_forward_hook(
-        HookFunction("block.mlp.fc1", editing_function=lambda m, full, *_: full * 2, dp_batch=first)
-    )
-    flex.register_forward_hook(HookFunction("block.mlp.act", None, mix, dp_batch=second))
+    model = copy.deepcopy(whole)
+    one, two = wrapped(model, dp_batch=first), wrapped(model, dp_batch=second)
+    one.register_forward_hook(HookFunction("block.mlp.fc1", None, lambda m, full, *_: full * 2))
+    two.register_forward_hook(HookFunction("block.mlp.act", None, mix))
     oracle, mask = copy.deepcopy(whole), batch.real[..., None]
     oracle.block.mlp.fc1.register_forward_hook(lambda module, args, out: out * 2)
 
@@ -187,10 +194,11 @@ def test_hooks_on_own_rows_and_on_the_batch_in_one_run(first):
     for _ in range(2):
         if first == "local":  # nothing is known of what each rank made of its own rows
             with pytest.raises(ValueError, match="over the data-parallel ranks is not known"):
-                flex(own())
+                two(own())
         else:
-            assert_close(flex(own()), expected)
-    flex.restore()
+            assert_close(one(own()), expected)
+    two.restore()
+    one.restore()
 
 
 @pytest.mark.ranks(2)
@@ -201,7 +209,7 @@ def test_a_stand_in_is_refused_by_hooks_that_would_count_its_rows():
     none = flex.no_rows() if dist.get_rank() == 1 else contextlib.nullcontext()
     with pytest.raises(ValueError, match=r"no_rows\(\)"), none:
         flex(own(batch))
-    flex.register_forward_hook(HookFunction("block.mlp.fc1", dp_batch="global"))
+    flex.register_hook(HookFunction("block.mlp.fc1.weight"))  # which would leave them out
     none = flex.no_rows() if dist.get_rank() == 1 else contextlib.nullcontext()
     with pytest.raises(ValueError, match=r"block.mlp'.*no_rows\(\)"), none:
         flex(own(batch))
@@ -254,22 +262,20 @@ def test_an_epoch_that_ends_sooner_on_one_rank():
 
 
 @pytest.mark.ranks(2)
-def test_join_of_ddp_with_hooks_that_exchange_nothing():
-    """With DDP's join a rank without rows does not run the model: hooks on a rank's own rows that
-    record nothing need no other rank.
+def test_join_of_ddp():
+    """With DDP's join a rank without rows does not run the model: hooks on a rank's own rows need
+    no other rank.
     """
-    rank, calls = dist.get_rank(), []
+    rank, calls, records = dist.get_rank(), [], {}
     model = DistributedDataParallel(models.seeded(Model).double())
-    flex = FlexModel(model, {}, data_parallel_size=2, dp_batch="local", timeout=20)
+    flex = FlexModel(model, records, data_parallel_size=2, dp_batch="local", timeout=20)
     flex.register_forward_hook(
-        HookFunction(
-            "block.mlp", None, lambda m, full, *_: calls.append(1) or full * 2, record=False
-        )
+        HookFunction("block.mlp", None, lambda m, full, *_: calls.append(1) or full * 2)
     )
     with model.join():
         for _ in range(1 + 2 * rank):
             flex(own()).sum().backward()
-    assert len(calls) == 1 + 2 * rank
+    assert len(calls) == 1 + 2 * rank and len(records["block.mlp"]) == 1
     flex.restore()
 
 
@@ -331,7 +337,9 @@ def test_llama(form, dp_batch):
         assert_close(logits, expected[mine])
         for ours, theirs in zip(model.module.parameters(), oracle.parameters()):
             assert_close(ours.grad, theirs.grad)
-    if rank == 0 and dp_batch == "global" and form == "packed":
+    if form == "packed" and dp_batch == "local":
+        assert_close(records[site], [seen[0][mine]])
+    elif form == "packed" and rank == 0:
         assert_close(records[site], seen)
     assert width == model.module.config.hidden_size
     flex.restore()

@@ -54,7 +54,7 @@ class Session:
 
     Raises:
         ValueError: the folder is not seen by all ranks, is being written by others, or holds
-            records of another model.
+            records of another model; or data-parallel ranks have runs of their own.
     """
 
     def __init__(
@@ -65,6 +65,12 @@ class Session:
         take: Callable[[], dict[str, list[Any]]],
         dp_size: int | None = None,
     ) -> None:
+        if communicator.mesh.left_out:
+            raise ValueError(
+                "an ActivationStore keeps records of the whole batch, and with "
+                "FlexModel(dp_batch='local') each data-parallel rank has records of its own; keep "
+                "them in a dict, or use dp_batch='global'"
+            )
         store.check_unused()
         self.store, self.number = store, 0
         self.in_run = self.is_sequential = False
