@@ -298,7 +298,8 @@ class HookHandlers:
             self._backwards.check_open(call.run)
             self._backwards.check_is_of_loss(call.registration)
             with follow.paused():  # FSDP2 has its hooks run by a node of the model
-                grad = self._executor.gradient(call, self._executor.summed(grad))
+                grad = self._executor.summed(grad)  # returned where the next line raises
+                grad = self._executor.gradient(call, grad)
             order.add(name, position, batch)
         except Exception as error:
             if self._communicator.is_local and self._step is None:  # else the backward's end does
