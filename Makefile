@@ -124,8 +124,8 @@ endif
 check-symbols: check-build  ## the binaries depend on torch's stable C functions only
 	$(PYTHON) .ci/check_symbols.py flex_model/*.so
 
-check-sdist: venv  ## sdist -> install, without CUDA, in a fresh environment -> import from elsewhere
-	@.ci/check_installs without_cuda
+check-sdist: venv  ## sdist -> install, without torch and without CUDA, in a fresh environment -> import from elsewhere
+	@.ci/check_installs without_torch without_cuda
 
 check-installs: venv  ## ways to install that take minutes each, and downloads; not in `make check`
 	@.ci/check_installs

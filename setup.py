@@ -18,7 +18,6 @@ Environment:
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -55,14 +54,21 @@ SANITIZERS = [
 
 
 def find_torch() -> tuple[Path, str]:
-    """The folder of torch's headers and its version, without importing it."""
-    found = importlib.util.find_spec("torch")
-    if found is None or not found.origin:
+    """The folder of torch's headers and its version, without importing it. An isolated build takes
+    those of the environment that flex_model is installed into.
+    """
+    where = "from importlib.util import find_spec; print(find_spec('torch').origin)"
+    # Packages of the environment are hidden from an isolated build by PYTHONPATH, which -E ignores.
+    commands = ([sys.executable, "-c", where], [sys.executable, "-E", "-c", where])
+    tries = [subprocess.run(command, capture_output=True, text=True) for command in commands]
+    found = [done.stdout.strip() for done in tries if "__init__.py" in done.stdout]
+    if not found:
         sys.exit(
-            "flex_model: torch is not installed where this build runs, and the build takes its "
-            "headers; run `pip install torch`, or pip without --no-build-isolation"
+            f"flex_model: there is no torch in {sys.prefix}, and the build takes its headers: run "
+            '`pip install "torch>=2.11"` first (installers other than pip hide it: build with '
+            "--no-build-isolation)"
         )
-    folder = Path(found.origin).parent
+    folder = Path(found[0]).parent
     version = runpy.run_path(str(folder / "version.py"))["__version__"]
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TORCH:
         sys.exit(f"flex_model: torch is {version}; 2.11 or later is needed")

@@ -16,11 +16,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError('flex_model needs torch: run `pip install "torch>=2.11"`') from None
 
 FOLDER = Path(__file__).parent
 REQUIRE = ("cpu", "cuda")
-REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+REBUILD = "pip install --force-reinstall --no-deps ."
 
 _loaded: dict[str, str] = {}  # name -> "loaded", or the reason why not
 
@@ -78,34 +83,20 @@ def load() -> None:
             "flex_model: FLEX_MODEL_REQUIRE=cuda, but flex_model._cuda is not loaded: "
             + _loaded["_cuda"]
         )
-    for warning in _warnings():
-        warnings.warn(warning, stacklevel=3)  # at the import of flex_model
-
-
-def _warnings() -> list[str]:
-    """What works, but not as the user may expect it to."""
-    found = []
-    # NVML counts the GPUs without a CUDA context, so that the process can still be forked.
-    if torch.version.cuda and not has_cuda_kernels() and torch.cuda.device_count():
-        found.append(
+    if _has_idle_gpu():
+        warnings.warn(
             "this machine has a GPU, but the CUDA kernels of flex_model are not loaded: "
             f"{_loaded['_cuda']}. Tensors of sharded models on GPUs move through the CPU. To build "
-            f"the kernels, run in flex_model's sources: `FLEX_MODEL_CUDA=1 {REBUILD}`"
+            f"the kernels, run in flex_model's sources: `FLEX_MODEL_CUDA=1 {REBUILD}`",
+            stacklevel=3,  # at the import of flex_model
         )
-    # The other way round is what torch's stable ABI promises.
-    against = built_facts().get("torch", torch.__version__)
-    if _release(against) > _release(torch.__version__):
-        found.append(
-            f"flex_model was built against torch {against}, but torch {torch.__version__} is "
-            "installed. It loads, for it calls only what torch 2.11 has. To build it against the "
-            f"installed torch, run in flex_model's sources: `{REBUILD}`"
-        )
-    return found
 
 
-def _release(version: str) -> list[int]:
-    """The major and minor version."""
-    return [int(number) for number in re.findall(r"\d+", version)[:2]]
+def _has_idle_gpu() -> bool:
+    """Whether there is a GPU without our kernels."""
+    # NVML counts the GPUs without a CUDA context, so that the process can still be forked.
+    is_idle = torch.version.cuda is not None and not has_cuda_kernels()
+    return is_idle and torch.cuda.device_count() > 0
 
 
 def built_facts() -> dict[str, Any]:

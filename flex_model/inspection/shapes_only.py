@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flex_model.distributed.mesh import Mesh
@@ -82,7 +81,7 @@ class _Done(dist.Work):
         return True
 
 
-class _NoTransfers(TorchDispatchMode):
+class _NoTransfers(compiled.DispatchMode):
     """A dispatch mode in which collectives return tensors of the right shape at once. Functional
     collectives have fake kernels; in-place ones are skipped.
     """

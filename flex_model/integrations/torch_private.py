@@ -54,6 +54,13 @@ def is_composite(operation: Any) -> bool:
     return has_kernel(operation.name(), "CompositeImplicitAutograd")
 
 
+def decompose(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation that is composed of others as these. Torch's own method prefers another form
+    of some, in Python, which imports sympy.
+    """
+    return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
 def decomposition_of(operation: Any) -> Callable[..., Any]:
     """Return a function that runs an operation as a sequence of others. NotImplementedError if
     there is none. Without torch's table: only for those that are composed of others.
@@ -63,7 +70,7 @@ def decomposition_of(operation: Any) -> Callable[..., Any]:
         return found
     if not is_composite(operation):
         raise NotImplementedError(operation)
-    return operation.decompose
+    return functools.partial(decompose, operation)
 
 
 # ---- Autograd and torch.func. Without them: hooks on the graph's nodes; no check ----------------

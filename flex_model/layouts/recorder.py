@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
+from flex_model.integrations.compiled import DispatchMode
 from flex_model.integrations.torch_private import (
     DisableTorchFunction,
     OpOverload,
+    decompose,
     is_composite,
     reduction_of,
 )
@@ -48,7 +49,7 @@ _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
 _keys = itertools.count(1)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """A dispatch mode that records operations while it is entered, except inside ``paused``. Local.
 
     Args:
@@ -309,9 +310,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace not in COLLECTIVES and self._is_composite(func, args, kwargs):
             with self._in_operation():
-                result = func.decompose(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+                return decompose(func, *args, **kwargs)
         schema = func._schema
         if func.namespace in COLLECTIVES:
             return self._collective(func, args, kwargs)

@@ -73,7 +73,7 @@ def test_the_doctor_on_gpus_without_kernels(monkeypatch):
         "the CUDA kernels: nvcc was not found",
         f"NCCL, which torch {torch.__version__} lacks",
     ]
-    assert missing[0].mend.startswith("FLEX_MODEL_CUDA=1 pip install --no-build-isolation")
+    assert missing[0].mend.startswith("FLEX_MODEL_CUDA=1 pip install --force-reinstall")
 
 
 @needs_emulation

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flex_model.inspection.edits.findings import (
@@ -23,6 +22,7 @@ from flex_model.inspection.edits.findings import (
     Source,
 )
 from flex_model.integrations import dtensor
+from flex_model.integrations.compiled import DispatchMode
 from flex_model.integrations.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -99,7 +99,7 @@ class FakeArguments(TorchFunctionMode):
         return self._fakes[id(tensor)][1]
 
 
-class Watch(TorchDispatchMode):
+class Watch(DispatchMode):
     """Refuses collectives and shards of weights in one call, and notes the lines of operations.
 
     Attributes:

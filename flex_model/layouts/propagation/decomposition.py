@@ -1,9 +1,12 @@
 """Follows an operation that has no rule through its decomposition: torch's own, on meta tensors.
 
 It is decomposed twice, for the shapes of a rank and for those of the full tensors, as the unsharded
-program does: ``mse_loss(x, y)`` is ``mean((x - y) ** 2)`` on both. The parts must be the same, and
-get the same numbers, except for sizes, which the rule of a part compares. So a number that is made
-of a local size, such as a mean's ``1 / n`` along a split dim, makes a result unknown.
+program does: ``soft_margin_loss(x, y)`` is ``mean(log1p(exp(-x * y)))`` on both. The parts must be
+the same, and get the same numbers, except for sizes, which the rule of a part compares. So a number
+that is made of a local size, such as a mean's ``1 / n`` along a split dim, makes a result unknown.
+
+Torch's Python code for it imports sympy or the compiler at its first use, 500 or 900 modules: what
+many models run has a rule.
 """
 
 from __future__ import annotations
@@ -15,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from flex_model.distributed.placement import Placement
+from flex_model.integrations.compiled import DispatchMode
 from flex_model.integrations.torch_private import decomposition_of, disabled_modes
 from flex_model.layouts.propagation.labels import Placements
 from flex_model.layouts.propagation.operation import (
@@ -64,7 +67,7 @@ class _Part:
     outputs: tuple[_Tensor, ...]
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Records the operations that run while it is entered."""
 
     def __init__(self) -> None:

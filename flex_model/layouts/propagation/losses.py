@@ -1,4 +1,4 @@
-"""The rule for the loss of classes, which models compute in their forward."""
+"""Rules for losses, which models compute in their forward."""
 
 from __future__ import annotations
 
@@ -42,4 +42,21 @@ def nll_loss(operation: Operation) -> Placements:
     return resolve(operation, [loss, total][: len(operation.outputs)])
 
 
-RULES = dict.fromkeys(words("nll_loss_forward nll_loss2d_forward"), nll_loss)
+def elementwise(operation: Operation) -> Placements:
+    """Return the losses of all elements, or their mean, or sum: ``((x - y) ** 2).sum()``."""
+    operands = operation.operands
+    labels = tuple(range(max(operand.ndim for operand in operands)))
+    inputs = tuple(Input(o, labels[len(labels) - o.ndim :], broadcasts=True) for o in operands)
+    whole = tuple(Input(o, (None,) * o.ndim) for o in operands)
+    outputs = (Output(labels, inputs), Output((), whole), Output((), terms=(Term((), inputs),)))
+    return resolve(operation, [outputs[operation["reduction"]]])
+
+
+_ELEMENTWISE = words(
+    "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
+)
+
+RULES = {
+    **dict.fromkeys(words("nll_loss_forward nll_loss2d_forward"), nll_loss),
+    **dict.fromkeys(_ELEMENTWISE, elementwise),
+}

@@ -1,7 +1,7 @@
 """Rules for normalization over dims, with weights by channel or by element.
 
 These layers are in most models. Torch would decompose them, too, but the first operation that it
-decomposes imports dynamo, 900 modules, where nothing else has.
+decomposes imports sympy or dynamo, 500 or 900 modules, where nothing else has.
 """
 
 from __future__ import annotations

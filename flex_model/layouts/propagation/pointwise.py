@@ -112,11 +112,17 @@ def pointwise(operation: Operation) -> Placements:
 
 
 def _are_broadcast(operands: Sequence[Operand], made: Operand) -> bool:
-    """Whether the output has the shape to which the operands are broadcast."""
-    return all(
-        torch.broadcast_shapes(*(operand.shapes[rank] for operand in operands)) == shape
-        for rank, shape in enumerate(made.shapes)
-    )
+    """Whether the output has the shape to which the operands are broadcast: each of its sizes is
+    one of theirs, beside which they have only ones.
+    """
+    # `torch.broadcast_shapes` would import sympy, 480 modules.
+    if max(operand.ndim for operand in operands) != made.ndim:
+        return False
+    for rank, shape in enumerate(made.shapes):
+        padded = [(1,) * (made.ndim - o.ndim) + o.shapes[rank] for o in operands]
+        if not all(n in sizes and {1, n}.issuperset(sizes) for n, *sizes in zip(shape, *padded)):
+            return False
+    return True
 
 
 def _terms(operation: Operation, inputs: dict[str, Input]) -> tuple[Term, ...]:

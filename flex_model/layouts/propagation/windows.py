@@ -129,9 +129,9 @@ def linear_over_positions(operation: Operation) -> Placements:
 
 
 def columns(operation: Operation) -> Placements:
-    """Add up the windows of each row (``col2im``)."""
+    """Take the windows of each row (``im2col``), or add them up (``col2im``)."""
     (x,), (made,) = operation.operands, operation.outputs
-    rows = x.ndim - 2
+    rows = min(x.ndim, made.ndim) - 2
     i = Input(x, leading(x.ndim, rows))
     return resolve(operation, [Output(leading(made.ndim, rows), terms=(Term((i,)),))])
 
@@ -154,8 +154,11 @@ adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d
 
 _LINEAR = words(
     """
-avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_nearest2d
-upsample_bilinear2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d
+upsample_nearest1d upsample_nearest2d upsample_nearest3d
+_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+_upsample_bilinear2d_aa _upsample_bicubic2d_aa
 reflection_pad1d reflection_pad2d reflection_pad3d
 replication_pad1d replication_pad2d replication_pad3d
 """
@@ -164,7 +167,9 @@ replication_pad1d replication_pad2d replication_pad3d
 RULES = {
     **dict.fromkeys(_POOLS, over_positions),
     **dict.fromkeys(_LINEAR, linear_over_positions),
-    "col2im": columns,
+    **dict.fromkeys(words("im2col col2im"), columns),
+    **dict.fromkeys(words("pixel_shuffle pixel_unshuffle"), form("self:...*** -> ...*** = self")),
+    "channel_shuffle": form("self:n*... -> n*... = self"),
     **dict.fromkeys(words("grid_sampler_2d grid_sampler_3d"), grid_sampler),
     "_cdist_forward": form("x1:~...p* x2:~...r* -> ...pr"),
 }
