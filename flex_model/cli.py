@@ -77,16 +77,15 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = commands.add_parser(
         "inspect",
         help="print the modules of a model, with the layouts of their tensors",
-        description="Prints the modules of a model as a tree, with the full shapes of their inputs "
-        "and outputs, and the layouts for the given sharding. Runs in one process, without weights "
-        "or computation: the model is built on the meta device and run on shapes.",
+        usage="python -m flex_model inspect MODEL [options]",
+        description="Prints a model's modules as a tree, with full shapes and layouts for a "
+        "sharding. Runs in one process, without weights or computation: on shapes.",
         epilog="example: python -m flex_model inspect llama-8b/config.json --tp 4 --dp 2",
     )
     parser.add_argument(
         "model",
-        help="a Hugging Face folder or config.json, or package.module:function or file.py:function "
-        "that returns a module; the function is called once for every rank, inside a process group "
-        "without transfers, and may shard the module",
+        help="a Hugging Face folder or config.json; or file.py:function or package.module:function "
+        "that makes a rank's module",
     )
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default 1)")
     parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks (default 1)")
@@ -94,16 +93,15 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--input",
         action="append",
         type=_shape_and_dtype,
-        metavar="SIZES[:DTYPE]",
-        help="full shape of an input, for example 4,128:int64; once for each positional one "
-        "(default, for Hugging Face models: 2 x dp rows of 8 tokens)",
+        metavar="SHAPE",
+        help="full shape of each positional input, such as 4,128:int64 (default, for Hugging Face "
+        "models: 2 x dp rows of 8 tokens)",
     )
     parser.add_argument(
         "--hooks",
         metavar="FILE",
-        help="print instead what the hooks of this file would cost: one of each line, as in "
-        "'layers.*.mlp edit', of a module's name, in which * is any text, 'read' or 'edit', and "
-        f"a kind ({', '.join(hook_costs.KINDS)}; default forward)",
+        help="print instead what hooks would cost: in each line one, such as 'layers.*.mlp edit "
+        "full_backward' or 'lm_head read'",
     )
     parser.add_argument(
         "--hosts", type=int, default=1, help="with --hooks: hosts of the ranks (default 1)"

@@ -27,11 +27,14 @@ def run(folder, *arguments):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_an_example_that_is_right(command, capsys):
+def test_help_fits_a_screen_and_shows_an_example_that_is_right(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
         cli.main([command, "--help"])
     assert ended.value.code == 0
-    told = " ".join(capsys.readouterr().out.split())
+    help_text = capsys.readouterr().out
+    assert len(help_text.splitlines()) <= 24
+    told = " ".join(help_text.split())
     example = told.rpartition("example: python -m flex_model ")[2].partition(" > ")[0]
     options = cli.make_parser().parse_args(shlex.split(example))
     assert options.command == command and callable(options.run)

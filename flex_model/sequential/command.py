@@ -17,12 +17,11 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser(
         "harvest",
         help="a model's activations for a text file, on disk; the model may be larger than memory",
-        description="Runs a model layer by layer over the lines of a text file and writes the "
-        "outputs of chosen modules to a folder, as safetensors files with a JSON manifest. Each "
-        "layer's weights are read once per window of batches. The same command goes on after a "
-        "kill.",
-        epilog="example: python -m flex_model harvest llama-8b/ --modules model.layers.7.mlp "
-        "--data lines.txt --out activations/",
+        usage="python -m flex_model harvest MODEL --modules NAME ... --data FILE --out FOLDER ...",
+        description="Runs a model layer by layer, writes what modules give; resumes after a kill.",
+        epilog="example: python -m flex_model harvest llama-8b/ --modules layers.7.mlp "
+        "--data a.txt --out out/",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38),
     )
     parser.add_argument("model", help="a Hugging Face folder, with a tokenizer")
     parser.add_argument(
@@ -32,8 +31,12 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="NAME",
         help="names, class names or re:PATTERN of modules",
     )
-    parser.add_argument("--data", required=True, help="a text file; each line is one sequence")
-    parser.add_argument("--out", required=True, help="folder for the activations")
+    parser.add_argument(
+        "--data", required=True, metavar="FILE", help="a text file; each line is one sequence"
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="FOLDER", help="of safetensors and a manifest"
+    )
     parser.add_argument("--inputs", action="store_true", help="write the modules' inputs instead")
     parser.add_argument("--batch-size", type=_at_least_1, default=8, metavar="LINES")
     parser.add_argument("--max-length", type=_at_least_1, default=512, metavar="TOKENS")
@@ -42,14 +45,14 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=_at_least_1,
         default=16,
         metavar="BATCHES",
-        help="in progress at once: more need more memory and fewer loads (default 16)",
+        help="at once: more take more memory and fewer loads (default 16)",
     )
     parser.add_argument(
         "--targets",
         nargs="+",
         default="auto",
         metavar="NAME",
-        help="modules that are loaded one at a time, as --modules (default: the model's layers)",
+        help="modules that are loaded one by one (default: layers)",
     )
     parser.add_argument("--dtype", type=_dtype, help="such as bfloat16 (default: the model's own)")
     parser.add_argument("--device", help="such as cuda (default: a GPU where there is one)")
@@ -57,7 +60,8 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--offload-activations",
         choices=("none", "cpu", "disk"),
         default="none",
-        help="where activations of waiting batches are",
+        metavar="WHERE",
+        help="activations of waiting batches: none, cpu, disk",
     )
     parser.add_argument("--quiet", dest="progress", action="store_false", help="no progress bar")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
