@@ -10,19 +10,19 @@ from typing import Any
 from flex_model.distributed.placement import Placement
 from flex_model.layouts.propagation.operation import REPLICATED, Operation, differ
 from flex_model.layouts.propagation.slicing import (
-    RULES_OF_SPLITS,
+    SPLITS,
     follow_to_end,
     own_part,
     slice_ranges,
 )
 
 #: Operations that make chunks.
-SPLITS = frozenset(RULES_OF_SPLITS) | {"slice", "narrow"}
+CHUNKS = frozenset(SPLITS) | {"slice", "narrow"}
 
 
 def splits_or_joins(operation: Operation) -> bool:
     """Whether it splits off chunks, or joins some, along the same dim on all ranks."""
-    if operation.name not in SPLITS | {"cat"}:
+    if operation.name not in CHUNKS | {"cat"}:
         return False
     names = {"dim", "step"} & operation.arguments[0].keys()
     return not any(differ(operation.by_rank(name)) for name in names)
@@ -39,7 +39,7 @@ def combine(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | N
     made = [makers.get(value) for value in values]
     ranges, of = [], set()
     for maker in made:
-        if maker is None or maker[0].name not in SPLITS:
+        if maker is None or maker[0].name not in CHUNKS:
             return None
         operation, output, sources = maker
         operand = operation.operands[0]
@@ -57,7 +57,7 @@ def combine(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | N
 def _range(operation: Operation, output: int, dim: int) -> tuple[int, int] | None:
     """Return the range of an output in its operand; None if ranks took different ones."""
     size = operation.operands[0].shapes[0][dim]
-    if operation.name in RULES_OF_SPLITS:
+    if operation.name in SPLITS:
         sizes = [made.shapes[0][dim] for made in operation.outputs]
         return sum(sizes[:output]), sum(sizes[: output + 1])
     if operation.name == "narrow":

@@ -18,8 +18,9 @@ import torch
 
 from flex_model.distributed.placement import Partial, Placement, Shard
 from flex_model.layouts import factories
-from flex_model.layouts.propagation import recurrent, rules
+from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, differ
+from flex_model.layouts.propagation.text_cases import RECURRENT
 
 OpenDims = frozenset[int]
 
@@ -149,7 +150,7 @@ def with_extents(
 ) -> Operation:
     """Return the operation, with operands of unknown extent placed as the other operands show."""
     operands = operation.operands
-    if operation.name in recurrent.LAYERS and len(operands) == len(values):
+    if operation.name in RECURRENT and len(operands) == len(values):
         return _with_states(operation, values, known)
     if len(operands) != len(values):
         return operation

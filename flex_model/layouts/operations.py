@@ -17,13 +17,13 @@ from flex_model.layouts.contracts import collectives
 from flex_model.layouts.operation_log import Entry, Value, dtype_of
 from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.propagation.normalization import BATCH_NORMS
 from flex_model.layouts.propagation.operation import (
     REPLICATED,
     ArgumentsDifferError,
     Operand,
     Operation,
 )
+from flex_model.layouts.propagation.text_cases import BATCH_NORMS
 from flex_model.layouts.propagation.views import TO_SIZES
 from flex_model.layouts.writes import follow_writes
 

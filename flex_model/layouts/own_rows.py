@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from flex_model.distributed.placement import Shard
 from flex_model.layouts.propagation.operation import REPLICATED, Operation
-from flex_model.layouts.propagation.slicing import RULES_OF_SPLITS, slice_ranges
+from flex_model.layouts.propagation.slicing import SPLITS, slice_ranges
 
 
 class OwnRows(NamedTuple):
@@ -40,7 +40,7 @@ def infer(
 def _taken(operation: Operation, output: int) -> OwnRows | None:
     """Return the rows that an operation takes of a tensor in rows."""
     name, operands = operation.name, operation.operands
-    if name not in (*RULES_OF_SPLITS, "unbind", "select", "slice") or len(operands) != 1:
+    if name not in (*SPLITS, "unbind", "select", "slice") or len(operands) != 1:
         return None
     operand, dim = operands[0], operation.get("dim", 0) % max(operands[0].ndim, 1)
     if operand.placement != Shard(dim):

@@ -68,7 +68,7 @@ def _dims_of_piece(proofs: AxisProofs, piece: Value, whole: Value) -> tuple[int 
     shapes = proofs.shapes.get(piece, ()), proofs.shapes.get(whole, ())
     while piece != whole:
         maker = proofs.makers.get(piece)
-        if maker is None or maker[0].name not in chunks.SPLITS or maker[2][0] is None:
+        if maker is None or maker[0].name not in chunks.CHUNKS or maker[2][0] is None:
             return None
         piece = maker[2][0]
     sizes = zip(*(zip(*of_ranks) for of_ranks in shapes))

@@ -115,12 +115,6 @@ SLICES = [
         sizes=("input_sizes",),
         program=lambda op, g: op(g, [g.shape[0], 6], 1, 2, 1),
     ),
-    sample(
-        "diagonal_backward",
-        floats(2, 4),
-        sizes=("input_sizes",),
-        program=lambda op, g: op(g, [g.shape[0], 4, 5], 0, 1, 2),
-    ),
 ]
 
 

@@ -132,11 +132,4 @@ SAMPLES = [
     ),
     written("_thnn_fused_lstm_cell", lstm_cell, floats(4, 4 * H), floats(4, 4 * H), floats(4, H)),
     written("_thnn_fused_gru_cell", gru_cell, floats(4, 3 * H), floats(4, 3 * H), floats(4, H)),
-    written(
-        "_masked_scale",
-        lambda x, m, s: x * m * s,
-        floats(4, 6),
-        floats(4, 6),
-        program=lambda op, x, m: op(x, fit(m, x.shape), 2.0),
-    ),
 ]

@@ -8,23 +8,14 @@ An operation is described as in ``einsum``: a label for every dim of every opera
 - A label that only operands carry is *summed over*: operands split there alike give partial sums.
 
 An output that depends linearly on some operands states its terms: it is the sum of products of
-operands, so that products with one partial sum are partial sums, and sums of those.
-
-Text form, one output after the other behind the arrow, divided by ``;``::
-
-    self:~ik mat1:ij mat2:jk -> ik = self + mat1*mat2
-
-``~`` marks an operand that is broadcast (fewer dims, or dims of size 1), ``...`` any number of dims
-with a label each, ``?`` an operand that may be None. Of what follows ``=``, an output depends on
-the operands named there, on those with ``!`` not linearly; without it on all, on none linearly.
+operands, so that products with one partial sum are partial sums, and sums of those. The text form
+of this is in `text_forms`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,13 +55,11 @@ class Output:
     Attributes:
         terms: The products of which it is the sum; empty if it is no sum of products.
         inputs: The operands that it depends on, if it has no terms.
-        scale: By label, the ratio of an output dim's length to the operands'.
     """
 
     labels: Labels
     inputs: tuple[Input, ...] = ()
     terms: tuple[Term, ...] = ()
-    scale: Mapping[Hashable, int] = field(default_factory=dict)
 
     @property
     def reads(self) -> tuple[Input, ...]:
@@ -108,12 +97,8 @@ def _placement(output: Output, made: Operand) -> Placement | None:
     if label is None or not all(_is_split_alike(i, label, shard, sizes) for i in reads):
         return None
     if label in output.labels:
-        dim, scale = output.labels.index(label), output.scale.get(label, 1)
-        if partial or output.labels.count(label) > 1:
-            return None
-        if scale != 1 and getattr(shard, "part_sizes", None) is not None:
-            return None  # part_sizes are sizes of the operand
-        if sizes_along(made, dim) != tuple(size * scale for size in sizes):
+        dim = output.labels.index(label)
+        if partial or output.labels.count(label) > 1 or sizes_along(made, dim) != sizes:
             return None
         return replace(shard, dim=dim)
     if shard.pieces is not None or not _is_sum(output.terms, partial, {i for i, _ in split}):
@@ -173,29 +158,6 @@ def as_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     return tuple(dim % max(ndim, 1) for dim in dims)
 
 
-def all_but(ndim: int, dims: int | Sequence[int]) -> Labels:
-    """Return a label for each dim except these, which must be whole."""
-    whole = {dims % max(ndim, 1)} if isinstance(dims, int) else {d % max(ndim, 1) for d in dims}
-    return tuple(None if dim in whole else dim for dim in range(ndim))
-
-
-def leading(ndim: int, count: int) -> Labels:
-    """Return a label for each of the first ``count`` dims; the others must be whole."""
-    return tuple(dim if dim < count else None for dim in range(ndim))
-
-
-def linear_in(*inputs: Input) -> tuple[Term, ...]:
-    """Return the one product of all inputs."""
-    return (Term(inputs),)
-
-
-def unary(operation: Operation, before: Labels, *after: Labels, linear: bool = False) -> Placements:
-    """Resolve an operation on ``self`` or ``input`` alone."""
-    x = Input(operand_of(operation), before)
-    terms = linear_in(x) if linear else ()
-    return resolve(operation, [Output(labels, (x,), terms) for labels in after])
-
-
 def operand_of(operation: Operation) -> Operand:
     """Return the only tensor among the arguments."""
     (operand,) = operation.operands
@@ -205,104 +167,3 @@ def operand_of(operation: Operation) -> Operand:
 def words(text: str) -> list[str]:
     """Split a text into a list of names."""
     return text.split()
-
-
-# ---- The text form -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Form:
-    inputs: tuple[tuple[str, str, bool, bool], ...]  # name, labels, broadcasts, optional
-    outputs: tuple[tuple[str, tuple[tuple[tuple[str, bool], ...], ...] | None], ...]
-
-
-def parse_terms(text: str) -> tuple[tuple[tuple[str, bool], ...], ...]:
-    """Parse ``a*!b + c`` into terms of (name, whether it is linear in it)."""
-    return tuple(
-        tuple(
-            (factor.strip().lstrip("!"), not factor.strip().startswith("!"))
-            for factor in term.split("*")
-        )
-        for term in text.split("+")
-    )
-
-
-@cache
-def _parsed(text: str) -> _Form:
-    before, after = text.split("->")
-    inputs = []
-    for word in before.split():
-        name, labels = word.split(":")
-        inputs.append(
-            (name.rstrip("?"), labels.lstrip("~"), labels.startswith("~"), name.endswith("?"))
-        )
-    outputs = []
-    for part in after.split(";"):
-        labels, _, terms = part.partition("=")
-        outputs.append((labels.strip(), parse_terms(terms) if terms else None))
-    return _Form(tuple(inputs), tuple(outputs))
-
-
-def _labels(text: str, ndim: int) -> Labels:
-    head, dots, tail = text.partition("...")
-    labels: list[Label] = [None if letter == "*" else letter for letter in head]
-    if dots:
-        count = ndim - len(head) - len(tail)
-        labels += [("...", count - i) for i in range(count)]
-    return (*labels, *(None if letter == "*" else letter for letter in tail))
-
-
-def form(text: str) -> Callable[[Operation], Placements]:
-    """Return the rule that a text form describes."""
-
-    def rule(operation: Operation) -> Placements:
-        parsed = _parsed(text)
-        inputs: dict[str, Input | None] = {}
-        for name, labels, broadcasts, optional in parsed.inputs:
-            operand = operation.get(name)
-            if operand is None and optional:
-                inputs[name] = None
-                continue
-            own = _labels(labels, operand.ndim)
-            if broadcasts:
-                own = own[len(own) - operand.ndim :]
-            inputs[name] = Input(operand, own, broadcasts)
-        present = tuple(i for i in inputs.values() if i is not None)
-        if any(o not in {id(i.operand) for i in present} for o in map(id, operation.operands)):
-            return [None] * len(operation.outputs)  # an operand that the form does not name
-        outputs = []
-        for (labels, terms), made in zip(parsed.outputs, operation.outputs):
-            found = () if terms is None else make_terms(terms, inputs)
-            outputs.append(Output(_labels(labels, made.ndim), present, found))
-        outputs += [None] * (len(operation.outputs) - len(outputs))  # type: ignore[list-item]
-        return resolve(operation, outputs)
-
-    rule.__doc__ = text
-    return rule
-
-
-def make_terms(
-    terms: Sequence[Sequence[tuple[str, bool]]], inputs: Mapping[str, Any]
-) -> tuple[Term, ...]:
-    """Return terms of inputs by name. A term with an absent factor is omitted if it is linear in
-    that.
-    """
-    made = []
-    for factors in terms:
-        if any(is_linear and inputs[name] is None for name, is_linear in factors):
-            continue
-        present = [(inputs[name], is_linear) for name, is_linear in factors if inputs[name]]
-        made.append(
-            Term(
-                tuple(i for i, is_linear in present if is_linear),
-                tuple(i for i, is_linear in present if not is_linear),
-            )
-        )
-    return tuple(made)
-
-
-def by_mask(operation: Operation, outputs: Sequence[Output]) -> list[Output]:
-    """Return those of a backward operation's outputs that its mask selects."""
-    names = ("output_mask", "grad_input_mask")
-    mask = next(operation[name] for name in names if name in operation.arguments[0])
-    return [output for output, is_made in zip(outputs, mask) if is_made]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -109,6 +109,14 @@ class Operation:
     def by_rank(self, name: str) -> list[Any]:
         """Return the argument's values, by rank."""
         return [arguments[name] for arguments in self.arguments]
+
+    def without(self, *names: str) -> Operation:
+        """Return the operation without arguments that it does not read."""
+        arguments = tuple(
+            {name: value for name, value in of_rank.items() if name not in names}
+            for of_rank in self.arguments
+        )
+        return replace(self, arguments=arguments)
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:

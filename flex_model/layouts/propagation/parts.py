@@ -18,19 +18,11 @@ def part_widths(operand: Operand) -> Widths | None:
     if shard is None:
         return None
     held = [shape[shard.dim] for shape in operand.shapes]
-    if getattr(shard, "part_sizes", None) is None:
-        if any(size % shard.parts for size in held):
-            return None
-        return [(size // shard.parts,) * shard.parts for size in held]
     of_pieces = by_piece(shard, held)
-    widths = None if of_pieces is None else _stated_widths(shard, of_pieces)
+    widths = None if of_pieces is None else shard.part_widths(of_pieces)
     if widths is None:
         return None
     return [tuple(widths[shard.piece(rank)]) for rank in range(len(held))]
-
-
-def _stated_widths(shard: Any, held: list[int]) -> list[list[int]] | None:
-    return shard.part_widths(held)
 
 
 def by_piece(shard: Shard, of_ranks: Sequence[Any]) -> list[Any] | None:
@@ -49,22 +41,12 @@ def shard_of_parts(like: Shard, widths: Widths) -> Shard | None:
     count = len(widths[0])
     if count == 0:
         return None
-    plain = replace(_without_sizes(like), parts=1)
-    if count == 1:
-        return plain
+    plain = Shard(like.dim, pieces=like.pieces, stride=like.stride)
     if all(len(set(own)) == 1 for own in widths):
         return replace(plain, parts=count)
     of_pieces = by_piece(like, widths)
-    if of_pieces is None or not hasattr(like, "part_sizes"):
+    if of_pieces is None:
         return None
-    sizes = tuple(sum(of_part) for of_part in zip(*of_pieces))
-    of_parts: dict[str, Any] = {"part_sizes": sizes}
-    stated: Any = replace(plain, **of_parts)
+    stated = replace(plain, part_sizes=tuple(sum(of_part) for of_part in zip(*of_pieces)))
     found = stated.part_widths([sum(own) for own in of_pieces])
     return stated if found == [list(own) for own in of_pieces] else None
-
-
-def _without_sizes(shard: Shard) -> Shard:
-    if getattr(shard, "part_sizes", None) is None:
-        return shard
-    return Shard(shard.dim, pieces=shard.pieces, stride=shard.stride)

@@ -10,17 +10,9 @@ import torch
 
 from flex_model.distributed.placement import Partial, Shard
 from flex_model.integrations.torch_private import all_operation_names
-from flex_model.layouts.propagation.labels import (
-    Input,
-    Output,
-    Placements,
-    Term,
-    form,
-    parse_terms,
-    resolve,
-    words,
-)
+from flex_model.layouts.propagation.labels import Placements, words
 from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation
+from flex_model.layouts.propagation.text_forms import form
 
 # The operands in which an output is linear: partial sums propagate there.
 _LINEAR = {
@@ -41,22 +33,6 @@ _LINEAR = {
     "addcdiv": "self + tensor1*!tensor2",
     "lerp": "self*!weight + end*!weight",
     "complex": "real + imag",
-    **dict.fromkeys(
-        words(
-            "threshold_backward gelu_backward silu_backward mish_backward softplus_backward "
-            "hardtanh_backward hardswish_backward hardsigmoid_backward leaky_relu_backward "
-            "logit_backward softshrink_backward"
-        ),
-        "grad_output*!self",
-    ),
-    "elu_backward": "grad_output*!self_or_result",
-    "tanh_backward": "grad_output*!output",
-    "sigmoid_backward": "grad_output*!output",
-    "log_sigmoid_backward": "grad_output*!self*!buffer",
-    "native_dropout_backward": "grad_output*!mask",
-    "_masked_scale": "self*!mask",
-    "rrelu_with_noise_backward": "grad_output*!self*!noise",
-    "hardshrink_backward": "grad_out*!self",
 }
 
 # Further pointwise operations that don't carry torch's tag.
@@ -95,20 +71,14 @@ def names() -> frozenset[str]:
 
 def pointwise(operation: Operation) -> Placements:
     """Compute an element of every output for each element of the operands, broadcast."""
-    (made, *more) = operation.outputs
-    if any(other.shapes != made.shapes for other in more):
+    made = operation.outputs[0]
+    if any(other.shapes != made.shapes for other in operation.outputs):
         return [None] * len(operation.outputs)
-    inputs: dict[str, Input] = {}
-    for name, value in operation.arguments[0].items():
-        if isinstance(value, Operand):
-            labels = tuple(range(made.ndim - value.ndim, made.ndim))
-            inputs[name] = Input(value, labels, broadcasts=True)
-        elif isinstance(value, (list, tuple)) and any(isinstance(v, Operand) for v in value):
-            return [None] * len(operation.outputs)
     if not _are_broadcast(operation.operands, made):
         return [None] * len(operation.outputs)  # ``where`` with only a condition returns indices
-    output = Output(tuple(range(made.ndim)), tuple(inputs.values()), _terms(operation, inputs))
-    return resolve(operation, [output, *[output] * len(more)])
+    name = _ALIASES.get(operation.name, operation.name)
+    terms = "" if operation.get("rounding_mode") is not None else _LINEAR.get(name, "")
+    return form(f":~... -> ...+ = {terms}")(operation)
 
 
 def _are_broadcast(operands: Sequence[Operand], made: Operand) -> bool:
@@ -125,47 +95,16 @@ def _are_broadcast(operands: Sequence[Operand], made: Operand) -> bool:
     return True
 
 
-def _terms(operation: Operation, inputs: dict[str, Input]) -> tuple[Term, ...]:
-    name = _ALIASES.get(operation.name, operation.name)
-    if name not in _LINEAR or operation.get("rounding_mode") is not None:
-        return ()
-    terms = []
-    for factors in parse_terms(_LINEAR[name]):
-        linear = [inputs.get(factor) for factor, is_linear in factors if is_linear]
-        other = [
-            inputs[factor] for factor, is_linear in factors if not is_linear and factor in inputs
-        ]
-        present = tuple(i for i in linear if i is not None)
-        if not present:
-            # A constant is not a partial sum, but zero is.
-            if any(operation.get(factor) != 0 for factor, is_linear in factors if is_linear):
-                return ()
-            continue
-        terms.append(Term(present, tuple(other)))
-    return tuple(terms)
-
-
-def of_self(operation: Operation) -> Placements:
-    """Convert ``self``: other operands only determine the dtype or device."""
-    operand = operation["self"]
-    made = operation.outputs[0]
-    x = Input(operand, tuple(range(operand.ndim)))
-    return resolve(operation, [Output(tuple(range(made.ndim)), terms=(Term((x,)),))])
-
-
 def copy(operation: Operation) -> Placements:
     """Copy (``copy_``): the values are the source's, the shape is that of the written tensor."""
     target, source = operation["self"], operation["src"]
-    made = operation.outputs[0]
-    labels = tuple(range(made.ndim - source.ndim, made.ndim))
-    of_source = Input(source, labels, broadcasts=True)
-    is_whole = source.shapes == made.shapes
-    if isinstance(target.placement, Shard) or not (is_whole or target.placement is None):
-        of_target = Input(target, tuple(range(made.ndim)), broadcasts=False)
-        return resolve(operation, [Output(tuple(range(made.ndim)), (of_target, of_source))])
-    if not is_whole or (target.placement == REPLICATED and isinstance(source.placement, Shard)):
-        return [None]
-    return resolve(operation, [Output(tuple(range(made.ndim)), terms=(Term((of_source,)),))])
+    if isinstance(target.placement, Shard):
+        return form("self:... src:~... -> ...")(operation)
+    is_cast = target.placement == REPLICATED and isinstance(source.placement, Shard)
+    if is_cast or source.shapes != operation.outputs[0].shapes:
+        is_known = target.placement == source.placement == REPLICATED
+        return [REPLICATED if is_known else None]
+    return form("src:... -> ... = src")(operation.without("self"))
 
 
 def like(operation: Operation) -> Placements:
@@ -205,30 +144,16 @@ _RANDOM = words(
 def dropout(operation: Operation) -> Placements:
     """Drop elements: each rank those of its own shard; without training it is the identity."""
     train = operation.get("train", operation.get("training"))
-    operand = operation.operands[0]
-    x = Input(operand, tuple(range(operand.ndim)))
-    outputs = [Output(x.labels, (x,)) for _ in operation.outputs]
-    if train is False or operation.get("p") == 0:
-        outputs[0] = Output(x.labels, terms=(Term((x,)),))
-    return resolve(operation, outputs)
-
-
-def feature_dropout(operation: Operation) -> Placements:
-    """Drop whole channels: the dims after the channels must be whole."""
-    operand = operation.operands[0]
-    labels = (0, 1, *[None] * (operand.ndim - 2))
-    return resolve(operation, [Output(labels, (Input(operand, labels),))])
+    is_identity = train is False or operation.get("p") == 0
+    terms = " = input" if is_identity else ""
+    return form(f"input:... -> ...{terms} ; ...")(operation)
 
 
 def prelu(operation: Operation) -> Placements:
     """Apply ``prelu``, whose ``weight`` has one element, or one for each channel, dim 1."""
     operand, weight = operation["self"], operation["weight"]
-    if weight.shapes[0] == (1,) or weight.ndim == 0 or operand.ndim < 2:
-        labels: tuple = (None,) * weight.ndim
-    else:
-        labels = (1,)
-    x = Input(operand, tuple(range(operand.ndim)))
-    return resolve(operation, [Output(x.labels, (x, Input(weight, labels)))])
+    is_one = weight.shapes[0] == (1,) or weight.ndim == 0 or operand.ndim < 2
+    return form("self:... weight:_ -> ..." if is_one else "self:nc... weight:c -> nc...")(operation)
 
 
 RULES_OF_NUMBERS = {"mul": scaled}
@@ -239,13 +164,6 @@ RULES = {
     **dict.fromkeys(_FILLS, like),
     **dict.fromkeys(_RANDOM, pointwise),
     "copy": copy,
-    "to": of_self,
-    "type_as": of_self,
     **dict.fromkeys(words("dropout native_dropout alpha_dropout"), dropout),
-    "_fused_dropout": form("self:... -> ... ; ..."),
-    "feature_dropout": feature_dropout,
-    "feature_alpha_dropout": feature_dropout,
     "prelu": prelu,
-    "view_as_real": form("self:... -> ...* = self"),
-    "view_as_complex": form("self:...* -> ... = self"),
 }

@@ -44,7 +44,7 @@ def reshaped(
     if not isinstance(placement, Shard):
         return _of_whole(made, placement, known, are_stated and bool(sizes))
     is_same = operand.shapes == made.shapes and _may_be_same(operand, known)
-    if getattr(placement, "part_sizes", None) is not None:
+    if placement.part_sizes is not None:
         return placement if is_same else _of_unequal_parts(operand, made, placement, known)
     readings = [
         reading

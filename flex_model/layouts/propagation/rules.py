@@ -16,18 +16,14 @@ from flex_model.distributed.placement import Partial, Placement, Replicate, Shar
 from flex_model.integrations.torch_private import OpOverload, OpOverloadPacket
 from flex_model.layouts.propagation import (
     attention,
-    contractions,
+    convolutions,
     decomposition,
     indexing,
-    joining,
-    losses,
-    normalization,
     pointwise,
-    recurrent,
-    reductions,
     slicing,
+    text_cases,
+    text_rules,
     views,
-    windows,
 )
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
 
@@ -45,25 +41,20 @@ class Rule:
 
 
 _BUILT_IN: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
+    (text_rules.RULES, ()),
+    (text_rules.RULES_OF_ROWS, ("N",)),
+    (text_cases.RULES, ()),
     (pointwise.RULES, ()),
     (pointwise.RULES_OF_NUMBERS, ("other",)),
-    (reductions.RULES, ()),
-    (contractions.RULES, ()),
     (views.RULES, ()),
     (views.RULES_OF_SIZES, ("size", "shape", "sizes", "stride", "repeats")),
     (slicing.RULES, ()),
     (slicing.RULES_OF_BOUNDS, ("start", "end", "length")),
     (slicing.RULES_OF_SPLITS, ("split_size", "split_sizes")),
-    (slicing.RULES_OF_GRADIENTS, ("input_sizes",)),
-    (joining.RULES, ()),
     (indexing.RULES, ()),
-    (normalization.RULES, ()),
-    (normalization.RULES_OF_ROWS, ("N",)),
-    (losses.RULES, ()),
     (attention.RULES, ()),
-    (windows.RULES, ()),
-    (windows.RULES_OF_GROUPS, ("groups",)),
-    (recurrent.RULES, ()),
+    # The number of groups follows from the weight's shape.
+    (convolutions.RULES, ("groups",)),
 )
 
 _rules: dict[str, Rule] = {
@@ -71,15 +62,6 @@ _rules: dict[str, Rule] = {
     for rules, per_rank in _BUILT_IN
     for name, function in rules.items()
 }
-
-
-# A view's ``_copy`` form returns the same values.
-for _name in (*views.RULES, *views.RULES_OF_SIZES, *slicing.RULES, *slicing.RULES_OF_BOUNDS):
-    if hasattr(torch.ops.aten, f"{_name}_copy"):
-        _rules[f"{_name}_copy"] = _rules[_name]
-for _name in ("split", "split_with_sizes", "view_as_real", "view_as_complex", "detach", "alias"):
-    _rules[f"{_name}_copy"] = _rules[_name]
-
 
 _POINTWISE = Rule(pointwise.pointwise)
 
@@ -218,9 +200,7 @@ def fits(placement: Placement | None, operand: Operand) -> bool:
     others = {(shape[:dim], shape[dim + 1 :]) for shape in operand.shapes}
     if len(others) > 1:
         return False
-    if getattr(placement, "part_sizes", None) is None and any(
-        shape[dim] % parts for shape in operand.shapes
-    ):
+    if placement.part_sizes is None and any(shape[dim] % parts for shape in operand.shapes):
         return False
     try:
         return bool(replace_placement(operand, placement).full_shape)

@@ -10,14 +10,13 @@ from typing import Any
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.layouts.propagation.labels import (
     Placements,
-    all_but,
     operand_of,
     sizes_along,
-    unary,
     words,
 )
 from flex_model.layouts.propagation.operation import Operand, Operation
 from flex_model.layouts.propagation.parts import Widths, by_piece, part_widths, shard_of_parts
+from flex_model.layouts.propagation.text_forms import form
 
 Range = tuple[int, int]  # start and end, within one rank's local tensor
 
@@ -108,23 +107,38 @@ def slice_ranges(
 
 def slice_(operation: Operation) -> Placements:
     """Read ``x[..., start:end:step, ...]`` along one dim."""
-    operand = operand_of(operation)
-    dim, step = operation["dim"] % operand.ndim, operation["step"]
-    starts, ends = operation.by_rank("start"), operation.by_rank("end")
-    sizes = sizes_along(operand, dim)
-    ranges = slice_ranges(starts, ends, sizes)
-    first = _stated(operation, "start", starts[0])
-    last = _stated(operation, "end", ends[0])
-    full = operand.full_shape[dim]
+    dim, step = operation["dim"] % operand_of(operation).ndim, operation["step"]
+    sizes = sizes_along(operand_of(operation), dim)
+    ranges = slice_ranges(operation.by_rank("start"), operation.by_rank("end"), sizes)
+    first = _stated(operation, "start")
+    last = _stated(operation, "end")
+    of_full = None
     if first is not _UNKNOWN and last is not _UNKNOWN:
-        (of_full,) = slice_ranges([first], [last], [full])
-    else:
-        of_full = None
+        (of_full,) = slice_ranges([first], [last], [operand_of(operation).full_shape[dim]])
+    return [_taken(operation, dim, ranges, of_full, step)]
+
+
+def narrow(operation: Operation) -> Placements:
+    """Read from ``start`` for ``length`` along one dim."""
+    dim = operation["dim"] % operand_of(operation).ndim
+    sizes = sizes_along(operand_of(operation), dim)
+    starts = [_clamped(start, size, 0) for start, size in zip(operation.by_rank("start"), sizes)]
+    ranges = [(start, start + length) for start, length in zip(starts, operation.by_rank("length"))]
+    first, length = _stated(operation, "start"), _stated(operation, "length")
+    of_full = None if _UNKNOWN in (first, length) else (first, first + length)
+    return [_taken(operation, dim, ranges, of_full)]
+
+
+def _taken(
+    operation: Operation, dim: int, ranges: Sequence[Range], of_full: Range | None, step: int = 1
+) -> Placement | None:
+    """Return the placement of ranges; ``of_full``: of the unsharded program, if it is known."""
+    operand = operand_of(operation)
     if operand.shard is not None and operand.shard.dim == dim:
-        return [_along_split_dim(operation, operand, ranges, of_full) if step == 1 else None]
+        return _along_split_dim(operation, operand, ranges, of_full) if step == 1 else None
     if len(set(ranges)) == 1:
-        return [operand.placement if of_full == ranges[0] else None]
-    return [sliced(operand, dim, ranges) if step == 1 else None]
+        return operand.placement if of_full == ranges[0] else None
+    return sliced(operand, dim, ranges) if step == 1 else None
 
 
 def _along_split_dim(
@@ -135,25 +149,13 @@ def _along_split_dim(
     """
     shard = operand.shard
     assert shard is not None
-    full, sizes = operand.full_shape[shard.dim], sizes_along(operand, shard.dim)
-    if all(r == (0, size) for r, size in zip(ranges, sizes)):
-        return shard if of_full == (0, full) else None
-    found = _of_parts(operand, ranges)
-    if found is not None and ("start" in operation.full_sizes or "end" in operation.full_sizes):
-        made = replace(operation.outputs[0], placement=found)
-        taken = _parts_of(part_widths(operand), ranges)
-        start = _full_start(operand, taken[0] if taken else 0)
-        return found if of_full == (start, start + made.full_shape[shard.dim]) else None
-    return found
-
-
-def _full_start(operand: Operand, part: int) -> int:
-    """Return where a part begins in the full tensor."""
-    widths, shard = part_widths(operand), operand.shard
-    assert widths is not None and shard is not None
-    of_pieces = by_piece(shard, [sum(own[:part]) for own in widths])
-    assert of_pieces is not None
-    return sum(of_pieces)
+    sizes, pieces = sizes_along(operand, shard.dim), by_piece(shard, ranges)
+    is_all = all(r == (0, size) for r, size in zip(ranges, sizes))
+    found = shard if is_all else _of_parts(operand, ranges)
+    if found is None or pieces is None:
+        return None
+    is_proven = of_full == tuple(map(sum, zip(*pieces)))
+    return found if is_proven or not (is_all or operation.full_sizes) else None
 
 
 class _Unknown:
@@ -163,50 +165,12 @@ class _Unknown:
 _UNKNOWN = _Unknown()
 
 
-def _stated(operation: Operation, name: str, local: int | None) -> Any:
+def _stated(operation: Operation, name: str) -> Any:
     """Return the number that the unsharded program passes: the stated one, else the same."""
     stated = operation.full_sizes.get(name)
     if stated is None:
-        return local
+        return operation.by_rank(name)[0]
     return _UNKNOWN if stated[0] is None else stated[0]
-
-
-def narrow(operation: Operation) -> Placements:
-    """Read from ``start`` for ``length`` along one dim."""
-    operand = operand_of(operation)
-    dim = operation["dim"] % operand.ndim
-    sizes = sizes_along(operand, dim)
-    starts = [_clamped(start, size, 0) for start, size in zip(operation.by_rank("start"), sizes)]
-    lengths = operation.by_rank("length")
-    ranges = [(start, start + length) for start, length in zip(starts, lengths)]
-    first = _stated(operation, "start", starts[0])
-    length = _stated(operation, "length", lengths[0])
-    is_known = first is not _UNKNOWN and length is not _UNKNOWN
-    of_full = (first, first + length) if is_known else None
-    shard = operand.shard
-    if shard is not None and shard.dim == dim:
-        is_whole = of_full == (0, operand.full_shape[dim])
-        is_whole = is_whole and all(r == (0, size) for r, size in zip(ranges, sizes))
-        is_stated = bool(operation.full_sizes)
-        return [shard if is_whole else None if is_stated else _of_parts(operand, ranges)]
-    if len(set(ranges)) == 1:
-        return [operand.placement if of_full == ranges[0] else None]
-    return [sliced(operand, dim, ranges)]
-
-
-def select(operation: Operation) -> Placements:
-    """Read one index along a dim, which is removed: a split dim must be another one."""
-    operand = operand_of(operation)
-    labels = all_but(operand.ndim, operation["dim"])
-    operation["index"]
-    return unary(operation, labels, tuple(x for x in labels if x is not None), linear=True)
-
-
-def unbind(operation: Operation) -> Placements:
-    operand = operand_of(operation)
-    labels = all_but(operand.ndim, operation["dim"])
-    after = tuple(label for label in labels if label is not None)
-    return unary(operation, labels, *[after] * len(operation.outputs), linear=True)
 
 
 def split(operation: Operation) -> Placements:
@@ -225,83 +189,75 @@ def split(operation: Operation) -> Placements:
         found.append(sliced(operand, dim, ranges))
         starts = [end for _, end in ranges]
         if found[-1] is not None:
-            of_full.append(replace_placement(made, found[-1]).full_shape[dim])
-    expected = _full_split_sizes(operation, operand, dim)
+            of_full.append(replace(made, placement=found[-1]).full_shape[dim])
+    expected = _full_split_sizes(operation, operand.full_shape[dim])
     if len(of_full) == len(found) and expected in (None, of_full):
         return found
     return [None] * len(found)
 
 
-def replace_placement(operand: Operand, placement: Placement | None) -> Operand:
-    return Operand(operand.shapes, operand.dtype, placement)
-
-
-def _full_split_sizes(operation: Operation, operand: Operand, dim: int) -> list[int] | None:
+def _full_split_sizes(operation: Operation, full: int) -> list[int] | None:
     """Return the sizes of the unsharded program's slices; None if only the local ones determine
     them.
     """
-    full, name = operand.full_shape[dim], operation.name
-    if name.endswith("chunk"):
-        width = -(-full // operation["chunks"])
-        return _of_width(full, width)
+    stated = operation.full_sizes
+    if "split_size" in stated and len(stated["split_size"]) == 1:
+        (width,) = stated["split_size"]
+        if width is None:
+            raise ValueError("the width is not known")
+        return [min(width, full - start) for start in range(0, full, width)] or [0]
     if "sections" in operation.arguments[0]:
         sections = operation["sections"]
         return [full // sections + (i < full % sections) for i in range(sections)]
-    if "split_size" in operation.arguments[0]:
-        sizes = operation.full_sizes.get("split_size")
-        sizes = [sizes] if isinstance(sizes, int) else sizes
-        if sizes is None:
-            return None
-        if sizes[0] is None:
-            raise ValueError("the width is not known")
-        return _of_width(full, sizes[0]) if len(sizes) == 1 else list(sizes)  # type: ignore[arg-type]
-    if "split_sizes" in operation.arguments[0]:
-        stated = operation.full_sizes.get("split_sizes")
-        if stated is None:
-            return None
-        if list(stated).count(None) > 1:
-            raise ValueError("the widths are not known")
-        rest = full - sum(size for size in stated if size is not None)
-        return [rest if size is None else size for size in stated]
-    if operand.shard is not None and operand.shard.dim == dim:
+    if operation.name == "tensor_split":
         raise ValueError("slices at indices: whether those are sizes is not known")
-    return None
+    sizes = stated.get("split_size", stated.get("split_sizes"))
+    if sizes is None:
+        return None
+    if list(sizes).count(None) > 1:
+        raise ValueError("the widths are not known")
+    rest = full - sum(size for size in sizes if size is not None)
+    return [rest if size is None else size for size in sizes]
 
 
-def _of_width(full: int, width: int) -> list[int]:
-    return [min(width, full - start) for start in range(0, full, width)] or [0]
-
-
-def into_zeros(operation: Operation) -> Placements:
-    """Put the gradient of a part of a tensor into zeros: the dims that the part was taken along
-    must be whole.
-    """
-    (made,), name = operation.outputs, operation.name
-    dims = [operation[dim] for dim in ("dim", "dim1", "dim2") if dim in operation.arguments[0]]
-    labels = all_but(made.ndim, dims)
-    stated = operation.full_sizes.get("input_sizes", made.shapes[0])
-    if any(label is None and a != b for label, a, b in zip(labels, stated, made.shapes[0])):
+def cat(operation: Operation) -> Placements:
+    """Concatenate: along a split dim each tensor's parts stay parts, if all are split alike."""
+    operands = list(operation["tensors"])
+    made = operation.outputs[0]
+    parts = {o.shard.parts for o in operands if o.shard is not None}
+    if len(parts) > 1:  # equal parts may be split otherwise than parts of stated sizes
         return [None]
-    kept = tuple(label for label in labels if label is not None)
-    before = labels if name in ("slice_backward", "unfold_backward") else kept
-    if name in ("unfold_backward", "diagonal_backward"):
-        before = (*before, None)
-    return unary(operation, before, labels, linear=True)
+    if made.ndim > 1:
+        # Empty vectors are ignored, whatever the other tensors' dims.
+        operands = [o for o in operands if any(shape != (0,) for shape in o.shapes)]
+    dim = operation["dim"] % made.ndim
+    if all(o.shard is not None and o.shard.dim == dim for o in operands):
+        return [_along_joined_dim(operands)]
+    arguments = tuple({**of_rank, "tensors": operands} for of_rank in operation.arguments)
+    joined = form("tensors:...[dim] -> ...[dim] = tensors")
+    return joined(replace(operation, arguments=arguments))
 
+
+def _along_joined_dim(operands: list[Operand]) -> Placement | None:
+    """Return the placement of the parts of all tensors, in order."""
+    shards = [operand.shard for operand in operands]
+    first, widths = shards[0], [part_widths(operand) for operand in operands]
+    split = {(s.dim, s.pieces, s.stride) for s in shards if s is not None}
+    if first is None or len(split) != 1 or any(own is None for own in widths):
+        return None
+    of_ranks = zip(*(own for own in widths if own is not None))
+    return shard_of_parts(first, [tuple(itertools.chain(*own)) for own in of_ranks])
+
+
+#: Operations that make consecutive slices.
+SPLITS = words(
+    "split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk"
+)
+
+RULES = {"cat": cat}
 
 RULES_OF_BOUNDS = {"slice": slice_, "narrow": narrow}
 
 RULES_OF_SPLITS = dict.fromkeys(
-    words(
-        "split split_with_sizes chunk tensor_split "
-        "unsafe_split unsafe_split_with_sizes unsafe_chunk"
-    ),
-    split,
+    words("split split_with_sizes tensor_split unsafe_split unsafe_split_with_sizes"), split
 )
-
-# Their ``input_sizes`` are those of the rank's own part of a tensor.
-RULES_OF_GRADIENTS = dict.fromkeys(
-    words("slice_backward select_backward unfold_backward diagonal_backward"), into_zeros
-)
-
-RULES = {"select": select, "unbind": unbind}

@@ -9,21 +9,17 @@ from dataclasses import replace
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.layouts.propagation.labels import (
     Input,
-    Label,
+    Labels,
     Output,
     Placements,
     Term,
-    all_but,
-    as_dims,
-    form,
     operand_of,
     resolve,
     sizes_along,
-    unary,
-    words,
 )
-from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
 from flex_model.layouts.propagation.reshaping import Sizes, reshaped
+from flex_model.layouts.propagation.text_forms import form
 
 # ---- Shapes --------------------------------------------------------------------------------------
 
@@ -73,23 +69,6 @@ def _reinterpreted(operand: Operand, made: Operand) -> Placements:
     return [operand.placement if is_kept and is_split_or_whole else None]
 
 
-def flatten(operation: Operation) -> Placements:
-    """Join dims: the full output has the shape of the flattened full operand."""
-    operand, made = operand_of(operation), operation.outputs[0]
-    full = operand.full_shape
-    if not full:
-        return [reshaped(operand, made)]
-    start = operation["start_dim"] % len(full)
-    end = operation["end_dim"] % len(full)
-    sizes = (*full[:start], math.prod(full[start : end + 1]), *full[end + 1 :])
-    return [reshaped(operand, made, sizes)]
-
-
-def ravel(operation: Operation) -> Placements:
-    operand = operand_of(operation)
-    return [reshaped(operand, operation.outputs[0], (math.prod(operand.full_shape),))]
-
-
 def unflatten(operation: Operation) -> Placements:
     """Divide one dim; the others keep their sizes."""
     operand, made = operand_of(operation), operation.outputs[0]
@@ -106,108 +85,14 @@ def unflatten(operation: Operation) -> Placements:
     return [reshaped(operand, made, sizes, flexible, are_stated)]
 
 
-def like_other(operation: Operation) -> Placements:
-    """Reshape (``view_as``, ``reshape_as``): the other tensor's placement determines the full
-    sizes.
-    """
-    operand, other = operation["self"], operation["other"]
-    known = other.placement is not None
-    sizes = other.full_shape if known else (None,) * other.ndim
-    return [reshaped(operand, operation.outputs[0], sizes)]
-
-
-# ---- Dims that are moved, added and removed ------------------------------------------------------
+# ---- Dims that are moved -------------------------------------------------------------------------
 
 
 def permute(operation: Operation) -> Placements:
-    operand = operand_of(operation)
-    labels = tuple(range(operand.ndim))
-    after = tuple(labels[dim] for dim in operation["dims"])
-    return unary(operation, labels, after, linear=True)
-
-
-def transpose(operation: Operation) -> Placements:
-    operand = operand_of(operation)
-    names = ("dim0", "dim1") if "dim0" in operation.arguments[0] else ("axis0", "axis1")
-    labels: list[Label] = list(range(operand.ndim))
-    if labels:
-        a, b = (operation[name] % operand.ndim for name in names)
-        labels[a], labels[b] = labels[b], labels[a]
-    return unary(operation, tuple(range(operand.ndim)), tuple(labels), linear=True)
-
-
-def reversed_dims(operation: Operation) -> Placements:
-    """Reverse the dims: ``t`` of a matrix, ``numpy_T`` of any tensor."""
-    labels = tuple(range(operand_of(operation).ndim))
-    return unary(operation, labels, labels[::-1], linear=True)
-
-
-def last_two(operation: Operation) -> Placements:
-    """Transpose the last two dims: ``mT`` and ``mH``."""
-    labels = tuple(range(operand_of(operation).ndim))
-    return unary(operation, labels, (*labels[:-2], *labels[-2:][::-1]), linear=True)
-
-
-def movedim(operation: Operation) -> Placements:
-    operand = operand_of(operation)
-    sources = as_dims(operation["source"], operand.ndim)
-    targets = as_dims(operation["destination"], operand.ndim)
-    rest = [dim for dim in range(operand.ndim) if dim not in sources]
-    after: list[Label] = [None] * operand.ndim
-    for source, target in zip(sources, targets):
-        after[target] = source
-    for target in range(operand.ndim):
-        if target not in targets:
-            after[target] = rest.pop(0)
-    return unary(operation, tuple(range(operand.ndim)), tuple(after), linear=True)
-
-
-def unsqueeze(operation: Operation) -> Placements:
-    operand = operand_of(operation)
-    labels: tuple[Label, ...] = tuple(range(operand.ndim))
-    dim = operation["dim"] % (operand.ndim + 1)
-    return unary(operation, labels, (*labels[:dim], None, *labels[dim:]), linear=True)
-
-
-def squeeze(operation: Operation) -> Placements:
-    """Remove dims of size 1: a split one has this size only on the ranks, so then nothing is
-    known.
-    """
-    operand = operand_of(operation)
-    dims = as_dims(operation.get("dim"), operand.ndim)
-    if operation.get("dim") == []:
-        dims = ()
-    gone = [dim for dim in dims if operand.ndim and 1 in sizes_along(operand, dim)]
-    labels = all_but(operand.ndim, gone)
-    after = tuple(dim for dim in range(operand.ndim) if dim not in gone)
-    return unary(operation, labels, after, linear=True)
-
-
-def diagonal(operation: Operation) -> Placements:
-    """Replace two dims by one, the last."""
-    operand = operand_of(operation)
-    labels = all_but(operand.ndim, (operation["dim1"], operation["dim2"]))
-    after = (*(label for label in labels if label is not None), None)
-    return unary(operation, labels, after, linear=True)
-
-
-def diag_embed(operation: Operation) -> Placements:
-    """Replace the last dim by two."""
-    operand, made = operand_of(operation), operation.outputs[0]
-    new = {operation["dim1"] % made.ndim, operation["dim2"] % made.ndim}
-    labels = all_but(operand.ndim, -1)
-    rest = iter(labels)
-    after = tuple(None if dim in new else next(rest) for dim in range(made.ndim))
-    return unary(operation, labels, after, linear=True)
-
-
-def unfold(operation: Operation) -> Placements:
-    """Read windows along a dim, which must be whole, into a new last dim."""
-    operand = operand_of(operation)
-    if not operand.ndim:
-        return [None]
-    labels = all_but(operand.ndim, operation["dimension"])
-    return unary(operation, labels, (*labels, None), linear=True)
+    operand, dims = operation["self"], operation["dims"]
+    labels: Labels = tuple(range(operand.ndim))
+    terms = (Term((Input(operand, labels),)),)
+    return resolve(operation, [Output(tuple(labels[dim] for dim in dims), terms=terms)])
 
 
 # ---- Expanding and repeating ---------------------------------------------------------------------
@@ -217,13 +102,6 @@ def expand(operation: Operation) -> Placements:
     """Expand dims of size 1, and add dims in front."""
     operand, made = operation["self"], operation.outputs[0]
     return [_expanded(operand, made, full_sizes_of(operation, "size"))]
-
-
-def expand_as(operation: Operation) -> Placements:
-    operand, other = operation["self"], operation["other"]
-    known = other.placement is not None
-    sizes = other.full_shape if known else (None,) * other.ndim
-    return [_expanded(operand, operation.outputs[0], sizes)]
 
 
 def _expanded(operand: Operand, made: Operand, full: Sizes) -> Placement | None:
@@ -263,7 +141,7 @@ def repeat(operation: Operation) -> Placements:
     tensor each rank may make some of the copies.
     """
     operand, made = operation["self"], operation.outputs[0]
-    name = "repeats" if operation.name == "repeat" else "dims"
+    name = "repeats"
     stated, placement = full_sizes_of(operation, name), operand.placement
     missing = made.ndim - len(operation.by_rank(name)[0])
     repeats: Sequence[int | None] = (*(1,) * max(missing, 0), *(stated or operation[name]))
@@ -282,7 +160,7 @@ def repeat(operation: Operation) -> Placements:
     if isinstance(placement, Shard):
         front = made.ndim - operand.ndim
         times = repeats[placement.dim + front]
-        if not times or (times > 1 and getattr(placement, "part_sizes", None) is not None):
+        if not times or (times > 1 and placement.part_sizes is not None):
             return [None]
         return [replace(placement, dim=placement.dim + front, parts=placement.parts * times)]
     return [placement]
@@ -290,46 +168,14 @@ def repeat(operation: Operation) -> Placements:
 
 def repeat_interleave(operation: Operation) -> Placements:
     """Repeat each index along ``dim``; without ``dim``, of the flattened tensor."""
-    if "self" not in operation.arguments[0]:
-        return [None]
     operand, times, dim = operation["self"], operation["repeats"], operation["dim"]
-    if dim is None:
-        return [operand.placement if operand.placement in (REPLICATED, PARTIAL) else None]
-    labels: tuple[Label, ...] = tuple(range(operand.ndim))
-    dim %= operand.ndim
-    inputs: tuple[Input, ...] = ()
-    if isinstance(times, Operand):
-        labels = all_but(operand.ndim, dim)
-        inputs = (Input(times, (None,) * times.ndim),)
-        scale = 1
-    else:
-        scale = times
-    terms = (Term((Input(operand, labels),), inputs),)
-    return resolve(operation, [Output(labels, terms=terms, scale={dim: scale})])
-
-
-def flip(operation: Operation) -> Placements:
-    operand = operand_of(operation)
-    dims = operation["dims"]
-    labels = all_but(operand.ndim, as_dims(dims, operand.ndim) if dims else ())
-    return unary(operation, labels, labels, linear=True)
-
-
-def roll(operation: Operation) -> Placements:
-    """Rotate the elements; without dims, of the flattened tensor."""
-    operand = operand_of(operation)
-    labels = all_but(operand.ndim, as_dims(operation["dims"], operand.ndim))
-    return unary(operation, labels, labels, linear=True)
-
-
-def pad(operation: Operation) -> Placements:
-    """Pad dims, which must be whole."""
-    operand = operand_of(operation)
-    widths = operation["pad"]
-    padded = [operand.ndim - 1 - i // 2 for i, width in enumerate(widths) if width != 0]
-    labels = all_but(operand.ndim, padded)
-    is_zero = operation.get("mode", "constant") != "constant" or not operation.get("value", 0)
-    return unary(operation, labels, labels, linear=is_zero)
+    if isinstance(times, Operand) and dim is not None:
+        return form("self:...[dim] repeats:_ -> ...[dim] = self*!repeats")(operation)
+    shard = operand.shard
+    is_moved = shard is not None and (dim is None or shard.dim == dim % operand.ndim)
+    if isinstance(times, Operand) or (is_moved and (dim is None or shard.part_sizes is not None)):
+        return [None]
+    return [operand.placement]
 
 
 #: Operations that keep the elements in their order, and are passed the new sizes.
@@ -337,35 +183,12 @@ TO_SIZES = ("view", "reshape", "_unsafe_view")
 
 RULES_OF_SIZES = {
     **dict.fromkeys((*TO_SIZES, "_reshape_alias"), view),
-    "view_as": like_other,
-    "reshape_as": like_other,
     "unflatten": unflatten,
     "expand": expand,
-    "expand_as": expand_as,
     "repeat": repeat,
-    "tile": repeat,
 }
 
 RULES = {
-    "flatten": flatten,
-    "ravel": ravel,
     "permute": permute,
-    **dict.fromkeys(words("transpose swapaxes swapdims"), transpose),
-    "t": reversed_dims,
-    "numpy_T": reversed_dims,
-    **dict.fromkeys(words("mT mH adjoint"), last_two),
-    "movedim": movedim,
-    "moveaxis": movedim,
-    "unsqueeze": unsqueeze,
-    "squeeze": squeeze,
-    "diagonal": diagonal,
-    "diag_embed": diag_embed,
-    "unfold": unfold,
     "repeat_interleave": repeat_interleave,
-    "flip": flip,
-    "roll": roll,
-    "constant_pad_nd": pad,
-    "pad": pad,
-    "tril": form("self:...** -> ...** = self"),
-    "triu": form("self:...** -> ...** = self"),
 }
