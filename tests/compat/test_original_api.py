@@ -37,7 +37,6 @@ DTYPES = [
     torch.complex64,
     torch.float8_e4m3fn,
 ]
-ALL_STRATEGIES = [name for name in fm_dist.__all__ if name.endswith("Strategy")]
 
 
 def state(tp=1, pp=1, dp=1, **settings):

@@ -148,9 +148,9 @@ def test_a_run_on_two_ranks_moves_what_is_predicted(tp, dp, settings, sites, mon
 @pytest.mark.parametrize(
     "tp, dp",
     [
-        pytest.param(4, 1, marks=pytest.mark.slow),
+        pytest.param(4, 1, marks=pytest.mark.grid),
         (2, 2),
-        pytest.param(1, 4, marks=pytest.mark.slow),
+        pytest.param(1, 4, marks=pytest.mark.grid),
     ],
 )
 def test_a_run_on_four_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
@@ -161,7 +161,7 @@ def test_a_run_on_four_ranks_moves_what_is_predicted(tp, dp, settings, sites, mo
 LARGE = [({}, "all"), ({"edit_on": "rank0"}, "all"), ({"output_ranks": "all"}, "all")]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(8, timeout=900)
 @pytest.mark.parametrize("settings, sites", LARGE, ids=str)
 @pytest.mark.parametrize("tp, dp", [(8, 1), (4, 2), (2, 4)])
@@ -170,7 +170,7 @@ def test_a_run_on_eight_ranks_moves_what_is_predicted(tp, dp, settings, sites, m
         check_run(tp, dp, where, settings, sites, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(16, timeout=1800)
 @pytest.mark.parametrize("settings, sites", LARGE[:2], ids=str)
 def test_a_run_on_sixteen_ranks_moves_what_is_predicted(settings, sites, monkeypatch):

@@ -60,7 +60,7 @@ def test_seeds_that_failed_once(ranks):
             check(program, ranks.judge(program))
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_classes_and_seeds_of_four_ranks(ranks):
     programs = [*classes.CLASSES.values(), *seeds.load()]
     assert any(program.ranks > 2 for program in programs)

@@ -51,8 +51,8 @@ def test_a_trainer_of_a_hooked_model(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("how", "num_ranks"),
     [
-        pytest.param("", 1, marks=pytest.mark.slow),
-        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("", 1, marks=pytest.mark.grid),
+        pytest.param("ddp", 2, marks=pytest.mark.grid),
         ("fsdp2", 2),
     ],
 )

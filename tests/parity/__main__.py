@@ -75,13 +75,14 @@ determine; over the runs that counted them. `bare`: layers that state nothing. E
 was ever wrong is fixed, and stays as a program that the tests run (tests/fuzz).
 """
 AMBIGUOUS = "followed ambiguous"
-ON_GPUS = HERE / "test_frameworks.py::test_one_process[device-map-gpus-one]"
+ROWS = HERE / "test_frameworks.py"
+ON_GPUS = f"{ROWS}::test_one_process[device-map-gpus-one]"
 COUNTS = ("programs", "right", "refused", "wrong", "crash", "hang", "invalid")
 
 
 def main(arguments):
     with tempfile.TemporaryDirectory() as folder:
-        status = run_pytest(folder, *(arguments or [HERE]))
+        status = run_pytest(folder, ROWS, *arguments)
         if not arguments:  # a process of its own, which has no other devices
             status |= run_pytest(folder, "-p", "tests.cuda.emulated.plugin", ON_GPUS)
         rows = {
@@ -98,7 +99,7 @@ def main(arguments):
 
 
 def run_pytest(folder, *arguments):
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "grid or not grid", *arguments]
     environment = os.environ | {"PARITY_ROWS": folder}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 

@@ -114,7 +114,7 @@ def test_parameters_of_fsdp1(use_orig_params, strategy):
     check_fsdp1(models.mesh(2, 1)["dp"].get_group(), use_orig_params, strategy, half)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 def test_parameters_of_fsdp1_with_replicas():
     mesh = models.mesh(2, 2)
@@ -170,7 +170,7 @@ def test_parameters_of_megatron():
         check(model, sharded, forward, tensor_parallel_size=2)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(2, timeout=180)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_parameters_of_transformers(family, tmp_path):

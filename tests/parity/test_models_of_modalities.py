@@ -102,7 +102,7 @@ def loaded_on_two_ranks(model, folder, dtype):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize("name", WITH_A_PLAN)
 def test_hugging_face_tensor_parallelism(name, tmp_path):
@@ -166,7 +166,7 @@ def stepped(model, family, batch, spec=None):
     return output[0] if isinstance(output, tuple) else output, found, gradients
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_pipeline_split_in_the_layers_of_the_text(name):
@@ -206,7 +206,7 @@ def test_a_pipeline_split_in_the_layers_of_the_text(name):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
 @pytest.mark.parametrize("rows_of_example", [4, 2])

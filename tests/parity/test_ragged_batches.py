@@ -170,14 +170,14 @@ def compare(batch, parallelism, my_dp, whole, expected, model, output, records, 
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", ["dp", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize("name", ["dp", pytest.param("ddp", marks=pytest.mark.grid), "fsdp2"])
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_global_batches_equal_the_padded_batch(kind, name):
     check(kind, name, tp=1)
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", ["dp", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize("name", ["dp", pytest.param("ddp", marks=pytest.mark.grid), "fsdp2"])
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_local_batches_equal_the_rows_of_the_padded_batch(kind, name):
     check(kind, name, tp=1, dp_batch="local")

@@ -34,7 +34,7 @@ def test_two_ranks_equal_one(name, kind):
 
 
 def in_the_table_if(condition, value):
-    return pytest.param(value, marks=[pytest.mark.slow, pytest.mark.table]) if condition else value
+    return pytest.param(value, marks=pytest.mark.grid) if condition else value
 
 
 @pytest.mark.ranks(4)
@@ -52,15 +52,14 @@ def test_seven_columns_on_two_ranks_equal_one(kind):
     check_all_cells(models.TWO_RANKS["tp"], kind, hidden=7)
 
 
-@pytest.mark.slow
-@pytest.mark.table
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_seven_columns_on_four_ranks_equal_one(kind):
     check_all_cells(models.FOUR_RANKS["tp"], kind, hidden=7)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_uneven_rows_and_columns_equal_one(kind):

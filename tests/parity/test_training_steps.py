@@ -53,7 +53,7 @@ def test_a_step(name, how, loss):
     compare(FAMILIES[name], how, 2, LOSSES[loss])
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("how", SHARDINGS)
@@ -70,7 +70,7 @@ def test_rows_as_many_as_something_else(name, rows):
     compare(FAMILIES[name], "ddp", ROWS[rows], by_the_model)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("how", SHARDINGS)
