@@ -64,7 +64,8 @@ MUTATIONS = [
         "distributed/gather.py",
         'return communicator.all_reduce_sum(("dp",), grad) / communicator.mesh.dp_size, None',
         'return communicator.all_reduce_sum(("dp",), grad), None',
-        "parity/test_full_parameters.py parity/test_autograd.py",
+        "parity/test_batches.py::"
+        "test_an_edit_of_what_all_rows_share_has_the_mean_of_the_ranks_gradients",
     ),
     Mutation(
         "key-value heads that neighbouring ranks share, taken in turn",
@@ -166,7 +167,7 @@ MUTATIONS = [
         "layouts/gradient_placements.py",
         "isinstance(self._own(made), (Shard, Partial)) and kind is not None else kind",
         "isinstance(self._own(made), Partial) and kind is not None else kind",
-        "layouts/test_gradients.py",
+        "layouts/test_gradients.py::test_gradients_at_every_module",
     ),
     Mutation(
         "a statement that a proof contradicts, and that counts",

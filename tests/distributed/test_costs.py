@@ -143,16 +143,10 @@ def test_a_run_on_two_ranks_moves_what_is_predicted(tp, dp, settings, sites, mon
         check_run(tp, dp, where, settings, sites, monkeypatch)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("settings, sites", CASES, ids=str)
-@pytest.mark.parametrize(
-    "tp, dp",
-    [
-        pytest.param(4, 1, marks=pytest.mark.grid),
-        (2, 2),
-        pytest.param(1, 4, marks=pytest.mark.grid),
-    ],
-)
+@pytest.mark.parametrize("tp, dp", [(4, 1), (2, 2), (1, 4)])
 def test_a_run_on_four_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
     for where in ("two hosts", "interleaved hosts", "a host of each"):
         check_run(tp, dp, where, settings, sites, monkeypatch)
@@ -192,6 +186,7 @@ def broadcast(to, size, dtype=torch.int64):
     return to.broadcast(full + 1 if to.mesh.group_rank == 0 else None, full)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("where", ["two hosts", "interleaved hosts", "a host of each"])
 def test_sums_and_broadcasts_move_what_is_predicted(where, monkeypatch):
@@ -247,6 +242,7 @@ def command(folder, edit_on):
     return json.loads(done.stdout)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4, timeout=200)
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 def test_the_command_predicts_what_a_run_moves(edit_on, tmp_path, monkeypatch):
@@ -312,6 +308,7 @@ def bytes_sent(sockets):
     return sum(sent - again for sent, again in counts)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 def test_the_kernel_counts_what_is_recorded_of_gloo():
     """Four hosts of a rank."""

@@ -1,4 +1,6 @@
-"""The fuzzer in ``make test``: some random programs, the known classes, the seeds that failed."""
+"""The fuzzer: its parts; in ``make check`` the known classes and the seeds that failed; in ``make
+grid`` some random programs.
+"""
 
 import time
 
@@ -32,6 +34,7 @@ def check(program, outcomes):
         assert not (IS_SOUND and outcome.verdict in BAD), text
 
 
+@pytest.mark.grid
 def test_random_programs(ranks):
     end, seed, judged = time.monotonic() + RANDOM_S, 0, 0
     while time.monotonic() < end:
@@ -44,6 +47,7 @@ def test_random_programs(ranks):
     assert judged > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", "123456")
 def test_programs_of_known_classes(ranks, number):
     for name, program in classes.CLASSES.items():
@@ -54,6 +58,7 @@ def test_programs_of_known_classes(ranks, number):
             check(program, outcomes)
 
 
+@pytest.mark.slow
 def test_seeds_that_failed_once(ranks):
     for program in seeds.load():
         if program.ranks <= 2:
