@@ -100,7 +100,7 @@ MUTATIONS = [
         "distributed/padding.py",
         "for dim, size in enumerate(self.shape):",
         "for dim, size in enumerate(self.padded):",
-        "parity/test_ragged_batches.py::test_global_batches_equal_the_padded_batch",
+        "parity/test_ragged_batches.py::test_global_batches_equal_the_padded_batch[forward-dp]",
     ),
     # Headers.
     Mutation(
@@ -122,14 +122,15 @@ MUTATIONS = [
         "distributed/communicator.py",
         "if other.dtype != header.dtype:",
         "if header.dtype is None:",
-        "faults/test_tensor_mismatches.py",
+        "faults/test_tensor_mismatches.py::test_tensors_that_do_not_fit_are_an_error_on_every_rank",
     ),
     Mutation(
         "edits that may change their tensor on one rank only",
         "distributed/communicator.py",
         "if any(bool(other.flags & Header.EDITED) != bool(edited) for other in headers):",
         "if False:",
-        "faults/test_tensor_mismatches.py",
+        "faults/test_tensor_mismatches.py::"
+        "test_an_edit_that_changes_its_tensor_on_one_rank_only_is_an_error",
     ),
     # Layouts.
     Mutation(
@@ -160,7 +161,7 @@ MUTATIONS = [
         "        return REPLICATED",
         "if base in _ALL_REDUCE | _BROADCAST | _ALL_GATHER | _ALL_GATHER_LISTS:\n"
         "        return placement",
-        "layouts/test_collectives.py",
+        "layouts/test_collectives.py::test_what_all_ranks_have_alike",
     ),
     Mutation(
         "the gradient of a replicated tensor that is whole, though split ones were made of it",
@@ -200,10 +201,10 @@ MUTATIONS = [
     ),
     Mutation(
         "each rank's own random numbers in an edit",
-        "hooks/call_check.py",
-        "run.use_seed(headers[0].seed)",
-        "run.use_seed(headers[communicator.mesh.group_rank].seed or seed_of_state())",
-        "hooks/test_random.py",
+        "distributed/header.py",
+        'return int.from_bytes(rows[0][24:32], "little")',
+        'return int.from_bytes(local[24:32], "little")',
+        "hooks/test_random.py::test_ranks_with_other_seeds_draw_what_rank_0_draws",
     ),
     Mutation(
         "a recomputed edit that adds to save_ctx once more",
@@ -240,14 +241,14 @@ MUTATIONS = [
         "pipelining/microbatches.py",
         "for rank in range(len(rows)) for piece in pieces], dim)",
         "for rank in range(len(rows)) for piece in pieces[::-1]], dim)",
-        "pipelining/test_pipelining.py::test_a_step_gives_what_the_unsplit_model_gives",
+        "pipelining/test_pipelining.py::test_a_step_gives_what_the_unsplit_model_gives[ScheduleGPipe]",
     ),
     Mutation(
         "a pipeline's gradients that are those of the sum over micro-batches",
         "pipelining/gradients.py",
         "parameter.grad.div_(self._divisor)",
         "parameter.grad.div_(1)",
-        "pipelining/test_pipelining.py::test_a_step_gives_what_the_unsplit_model_gives",
+        "pipelining/test_pipelining.py::test_a_step_gives_what_the_unsplit_model_gives[ScheduleGPipe]",
     ),
 ]
 
