@@ -45,6 +45,7 @@ def test_help_lists_the_commands(capsys):
     assert all(f"    {command}" in told for command in COMMANDS)
 
 
+@pytest.mark.slow
 def test_the_demo_finds_the_same_on_one_process_and_on_two(tmp_path):
     done = run(tmp_path, "demo", "--json", "--html", "map.html")
     assert done.returncode == 0, done.stderr

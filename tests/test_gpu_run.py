@@ -28,6 +28,7 @@ def test_all_parts_fit_ten_minutes():
     assert sum(gpu.LIMITS_S.values()) <= 600 - 20  # which starting and ending them may take
 
 
+@pytest.mark.slow
 def test_an_unknown_part_and_no_gpu_are_errors():
     done = run(sys.executable, ".ci/gpu.py", "tests")
     assert (done.returncode, "one of build, test, sanitize, bench" in done.stderr) == (2, True)

@@ -137,7 +137,7 @@ CASES = [
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("settings, sites", CASES, ids=str)
-@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("tp, dp", [(2, 1), pytest.param(1, 2, marks=pytest.mark.grid)])
 def test_a_run_on_two_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
     for where in ("one host", "two hosts"):
         check_run(tp, dp, where, settings, sites, monkeypatch)

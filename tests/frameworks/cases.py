@@ -52,9 +52,7 @@ CASES = {
         "Hugging Face tp 2 x fsdp 2", "Llama", 4, P(huggingface, name="llama", tp=2, fsdp=2)
     ),
     "native-tp-2": Case(NATIVE + ", tp", "decoder", 2, P(native, kind="tp")),
-    "native-sp-2": Case(
-        NATIVE + ", sequence parallel", "decoder", 2, P(native, kind="sp"), is_quick=True
-    ),
+    "native-sp-2": Case(NATIVE + ", sequence parallel", "decoder", 2, P(native, kind="sp")),
     "native-dtensor-2": Case(
         NATIVE + ", use_local_output=False", "decoder", 2, P(native, kind="dtensor")
     ),

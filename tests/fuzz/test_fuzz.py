@@ -164,6 +164,7 @@ def test_shrinking_removes_all_that_the_verdict_does_not_need():
     assert small.cells[0]["edit_on"] == "all"
 
 
+@pytest.mark.slow
 def test_what_shows_a_program_is_right_on_shards_can_fail(ranks):
     """A sum of this rank's part alone is not what the unsharded model has."""
     parts = {

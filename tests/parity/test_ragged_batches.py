@@ -17,6 +17,7 @@ from torch.testing import assert_close
 import models
 from cells import KINDS
 from flex_model import FlexModel, HookFunction
+from tiers import grid_but
 
 SITES = {
     "forward": ("block.mlp.fc1", "block.mlp"),
@@ -170,14 +171,14 @@ def compare(batch, parallelism, my_dp, whole, expected, model, output, records, 
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", ["dp", pytest.param("ddp", marks=pytest.mark.grid), "fsdp2"])
+@pytest.mark.parametrize("name", grid_but(["dp", "ddp", "fsdp2"], "dp"))
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_global_batches_equal_the_padded_batch(kind, name):
     check(kind, name, tp=1)
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", ["dp", pytest.param("ddp", marks=pytest.mark.grid), "fsdp2"])
+@pytest.mark.parametrize("name", grid_but(["dp", "ddp", "fsdp2"], "dp"))
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_local_batches_equal_the_rows_of_the_padded_batch(kind, name):
     check(kind, name, tp=1, dp_batch="local")

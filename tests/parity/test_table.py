@@ -29,7 +29,7 @@ def test_one_process_equals_torch_hooks(kind):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", models.TWO_RANKS)
+@pytest.mark.parametrize("name", grid_but(models.TWO_RANKS, "tp", "dp", "ddp", "dtensor"))
 def test_two_ranks_equal_one(name, kind):
     check_all_cells(models.TWO_RANKS[name], kind)
 
