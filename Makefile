@@ -34,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 CPP = $(shell find csrc tests -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 NVCC := $(shell PATH="$${CUDA_HOME:-/usr/local/cuda}/bin:$$PATH" command -v nvcc)
 
-.PHONY: help venv build demo test browser check bench docs lint clean parity sweep fuzz hosts cuda-emulated
+.PHONY: help venv build demo test browser check bench docs lint clean quick grid parity sweep fuzz hosts cuda-emulated
 .PHONY: check-build check-symbols check-sdist check-sanitizers check-slow check-versions check-installs wheel matrix
 
 help:  ## list the targets
@@ -56,11 +56,20 @@ build: venv  ## the compiled parts, in place; rebuilds what changed
 demo: build  ## two processes find the induction heads of a sharded model
 	torchrun --standalone --nproc-per-node 2 examples/induction_heads.py
 
-test: build browser  ## the tests, those of several ranks included, but for the slow ones
+quick: build  ## the tests in one process of the packages that changed against the last commit
+	$(PYTHON) .ci/quick_tests.py $(XDIST)
+
+test: build browser  ## units in one process, and each behaviour on 2 ranks
 	FLEX_MODEL_REQUIRE_BROWSER=1 pytest -q $(XDIST)
 
 browser: venv  ## a headless browser for the tests of pages, in .venv, where none is installed
 	@.ci/make_browser "$(VENV)/browser"
+
+grid: build parity sweep  ## all combinations, by hand: parity, models of transformers, simulation, fuzz
+	pytest -q -m grid --ignore tests/parity/test_frameworks.py $(XDIST)
+	$(MAKE) --no-print-directory fuzz RANKS=1 SECONDS=300
+	$(MAKE) --no-print-directory fuzz RANKS=2 SECONDS=600
+	@echo "== grid: passed"
 
 parity: build  ## the parity table: every framework, mesh and hook kind against the unsharded model
 	$(PYTHON) tests/parity
@@ -136,8 +145,8 @@ wheel: venv  ## a wheel in dist/ for PLATFORM=manylinux_2_28_...; refused if it 
 check-sanitizers: venv  ## engine and op tests under the address and undefined-behaviour sanitizers
 	@.ci/check_sanitizers
 
-check-slow: build  ## the slow tests
-	pytest -q -m "slow and not table" $(XDIST)
+check-slow: build  ## faults, installs, emulated GPUs, slow ranks, examples
+	pytest -q -m slow $(XDIST)
 
 check-versions: build  ## the oldest torch and transformers: a row of each framework, and fault tests
 	$(PYTHON) .ci/versions.py check

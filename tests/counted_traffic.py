@@ -17,16 +17,6 @@ HOSTS = {
 }
 
 
-def names_of(size):
-    """The host of each rank, by how they are placed."""
-    found = {}
-    for where in HOSTS:
-        names = tuple(host_of(where, rank, size) for rank in range(size))
-        firsts = [names.index(name) for name in names]
-        found.setdefault(str(firsts), (where, names))
-    return dict(found.values())
-
-
 def host_of(where, rank, size):
     half, quarter = 2 * rank // size, 4 * rank // size
     return HOSTS[where].format(rank=rank, half=half, quarter=quarter, parity=rank % 2)

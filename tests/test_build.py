@@ -92,6 +92,7 @@ def test_a_broken_library_names_the_missing_symbol(unloaded):
 # ---- What an import says -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA has no GPU tensors")
 def test_an_import_says_once_that_there_is_a_gpu_and_no_kernels(tmp_path):
     package = tmp_path / "flex_model"
@@ -137,6 +138,7 @@ def test_required_cuda_is_an_error_where_it_is_not_loaded(unloaded, monkeypatch)
     _load.load()
 
 
+@pytest.mark.slow
 def test_what_is_required_is_checked_at_import():
     done = python("-c", "import flex_model", FLEX_MODEL_REQUIRE="cuda")
     loaded = flex_model.build_info()["loaded"]["_cuda"] == "loaded"
@@ -158,6 +160,7 @@ def test_an_import_without_torch_says_what_to_install():
     )
 
 
+@pytest.mark.slow
 def test_import_needs_no_framework():
     hidden = ["transformers", "fairscale", "megatron", "accelerate", "safetensors", "matplotlib"]
     hide = f"import sys; sys.modules.update(dict.fromkeys({hidden}))"  # None is an ImportError

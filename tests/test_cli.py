@@ -48,6 +48,7 @@ def test_help_lists_the_commands(capsys):
     assert all(f"    {command}" in told for command in COMMANDS)
 
 
+@pytest.mark.slow
 def test_the_demo_finds_the_same_on_one_process_and_on_two(tmp_path):
     done = run(tmp_path, "demo", "--json", "--html", "map.html")
     assert done.returncode == 0, done.stderr
@@ -65,6 +66,7 @@ def test_the_demo_finds_the_same_on_one_process_and_on_two(tmp_path):
     assert "zero(heads=2, num_heads=4)" in page and '"ranks":[0,1]' in page
 
 
+@pytest.mark.slow
 def test_the_demo_shows_the_picture_and_the_numbers(tmp_path):
     done = run(tmp_path, "demo", "--ranks", "1")
     assert done.returncode == 0, done.stderr

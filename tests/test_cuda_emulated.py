@@ -10,7 +10,10 @@ import torch
 from tests.cuda.emulated import build
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no g++")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(build.compiler() is None, reason="no g++"),
+]
 
 
 def run(*command, timeout=60):
@@ -34,7 +37,6 @@ def test_gpu_tests_in_one_process():
     run_gpu_tests("-k", "not processes", timeout=600)
 
 
-@pytest.mark.slow
 def test_gpu_tests_in_several_processes():
     run_gpu_tests("-k", "processes", timeout=1800)
 
@@ -44,7 +46,6 @@ def test_copies_of_random_boxes():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_threads_of_a_launch_have_no_data_race():
     done = run(build.program("copies", build.THREAD), timeout=600)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr

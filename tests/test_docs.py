@@ -45,9 +45,17 @@ def check_page(name: str, folder) -> None:
         assert promised in printed[-1][1], f"{name} promises {promised!r}"
 
 
-@pytest.mark.parametrize("name", of_ranks(1))
+LONG = "cluster.md"  # it costs a model of a thousand ranks
+
+
+@pytest.mark.parametrize("name", [name for name in of_ranks(1) if name != LONG])
 def test_blocks_run(name, tmp_path):
     check_page(name, tmp_path)
+
+
+@pytest.mark.slow
+def test_blocks_of_a_large_cluster_run(tmp_path):
+    check_page(LONG, tmp_path)
 
 
 @pytest.mark.ranks(2)
@@ -110,6 +118,7 @@ def test_a_page_has_a_place_for_what_it_prints(tmp_path):
         doc_pages.read(path)
 
 
+@pytest.mark.slow
 def test_the_first_script(tmp_path):
     """docs/start.md: one script, on one process and under torchrun, prints what the page says."""
     page = ALL["start.md"].text

@@ -77,6 +77,7 @@ def check_recipes(lines: list[str]) -> None:
     assert known[0] < 0.1 and known[-1] > 0.9
 
 
+@pytest.mark.slow
 def test_recipes_on_one_process(tmp_path):
     pytest.importorskip("transformers")
     check_recipes(run(tmp_path, "recipes.py").splitlines())

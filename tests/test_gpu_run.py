@@ -28,6 +28,7 @@ def test_all_parts_fit_ten_minutes():
     assert sum(gpu.LIMITS_S.values()) <= 600 - 20  # which starting and ending them may take
 
 
+@pytest.mark.slow
 def test_an_unknown_part_and_no_gpu_are_errors():
     done = run(sys.executable, ".ci/gpu.py", "tests")
     assert (done.returncode, "one of build, test, sanitize, bench" in done.stderr) == (2, True)
@@ -68,7 +69,7 @@ def test_the_page_has_what_was_measured():
     assert page.count("##") == 1  # nothing else was
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.skipif(build.compiler() is None or not torch.version.cuda, reason="no emulated GPUs")
 def test_a_dry_run():
     """Every command, but for the build and compute-sanitizer; the benchmarks run."""
@@ -86,7 +87,7 @@ def test_a_dry_run():
     assert page.count("##") == 5
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("name", ["gather_cuda", "hooks_cuda"])
 def test_benchmarks_of_two_processes_without_a_gpu(name):
     """As they are run by hand: on the CPU."""

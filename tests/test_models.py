@@ -27,6 +27,7 @@ def test_models_agree_on_two_ranks(name):
     check(models.TWO_RANKS[name], models.block(), models.random(4, 3, 8))
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", models.FOUR_RANKS)
 def test_models_agree_on_four_ranks(name):

@@ -116,10 +116,6 @@ def groups_of(register):
     flex.get_hook_function_groups(function)
 
 
-def inside_an_edit(edit, **settings):
-    run(HookFunction("fc1", editing_function=edit, **settings))
-
-
 def calls_the_model():
     flex = wrapped()
     edit = lambda module, full, save_ctx, modules: flex.module(BATCH)[:, :1] + full  # noqa: E731

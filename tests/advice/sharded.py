@@ -107,18 +107,6 @@ def each_line():
     assert shapes == ([(4, 8), (8, 4), (4, 4)] if dist.get_rank() == 0 else [])
 
 
-class Unknown(nn.Module):
-    """It multiplies by a number that the ranks can't know to be the same."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.made = models.seeded(nn.Linear, 6, 6).double(), nn.Identity()
-
-    def forward(self, x):
-        x = self.fc(x)
-        return self.made(x * (x.sum().item() * 0 + 2))
-
-
 def reads_a_weight(how):
     def edit(module, full, save_ctx, modules):
         if how == "transfer":

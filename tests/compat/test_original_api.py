@@ -37,7 +37,6 @@ DTYPES = [
     torch.complex64,
     torch.float8_e4m3fn,
 ]
-ALL_STRATEGIES = [name for name in fm_dist.__all__ if name.endswith("Strategy")]
 
 
 def state(tp=1, pp=1, dp=1, **settings):
@@ -79,6 +78,7 @@ def test_the_names_are_not_imported_before_they_are_used():
     assert run_python(code).stdout.split() == ["False", "False", "False", "True"]
 
 
+@pytest.mark.slow
 def test_a_launcher_is_enough():
     """As in 0.1.0: under torchrun nobody needs to call init_process_group."""
     code = """
@@ -724,6 +724,7 @@ def test_log_messages_tell_the_rank():
         logger.propagate = True
 
 
+@pytest.mark.slow
 def test_the_environment_sets_the_level_at_import():
     code = """
         import flex_model.distributed as fm_dist, torch, logging

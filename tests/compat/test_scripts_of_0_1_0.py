@@ -301,6 +301,7 @@ def test_values_on_two_ranks(wide, style):
     check_values(WIDE[wide], style)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("wide", WIDE)
@@ -318,6 +319,7 @@ def test_edits_on_two_ranks(wide, name):
     check_edits(WIDE[wide], EDITS[name])
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("wide", WIDE)
@@ -333,6 +335,7 @@ def test_gradients_through_edits_on_two_ranks(wide, name):
     check_training(WIDE[wide], EDITS[name], SPLIT + LAST)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("wide", WIDE)
@@ -358,6 +361,7 @@ def test_parameters_on_two_ranks(wide):
     check_parameters(wrap(split(wide, "plain"), {}), whole(wide))
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("wide", WIDE)
 def test_parameters_on_four_ranks(wide):

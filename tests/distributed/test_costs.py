@@ -137,22 +137,16 @@ CASES = [
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("settings, sites", CASES, ids=str)
-@pytest.mark.parametrize("tp, dp", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("tp, dp", [(2, 1), pytest.param(1, 2, marks=pytest.mark.grid)])
 def test_a_run_on_two_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
     for where in ("one host", "two hosts"):
         check_run(tp, dp, where, settings, sites, monkeypatch)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("settings, sites", CASES, ids=str)
-@pytest.mark.parametrize(
-    "tp, dp",
-    [
-        pytest.param(4, 1, marks=pytest.mark.slow),
-        (2, 2),
-        pytest.param(1, 4, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("tp, dp", [(4, 1), (2, 2), (1, 4)])
 def test_a_run_on_four_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
     for where in ("two hosts", "interleaved hosts", "a host of each"):
         check_run(tp, dp, where, settings, sites, monkeypatch)
@@ -161,7 +155,7 @@ def test_a_run_on_four_ranks_moves_what_is_predicted(tp, dp, settings, sites, mo
 LARGE = [({}, "all"), ({"edit_on": "rank0"}, "all"), ({"output_ranks": "all"}, "all")]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(8, timeout=900)
 @pytest.mark.parametrize("settings, sites", LARGE, ids=str)
 @pytest.mark.parametrize("tp, dp", [(8, 1), (4, 2), (2, 4)])
@@ -170,7 +164,7 @@ def test_a_run_on_eight_ranks_moves_what_is_predicted(tp, dp, settings, sites, m
         check_run(tp, dp, where, settings, sites, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(16, timeout=1800)
 @pytest.mark.parametrize("settings, sites", LARGE[:2], ids=str)
 def test_a_run_on_sixteen_ranks_moves_what_is_predicted(settings, sites, monkeypatch):
@@ -192,6 +186,7 @@ def broadcast(to, size, dtype=torch.int64):
     return to.broadcast(full + 1 if to.mesh.group_rank == 0 else None, full)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("where", ["two hosts", "interleaved hosts", "a host of each"])
 def test_sums_and_broadcasts_move_what_is_predicted(where, monkeypatch):
@@ -247,6 +242,7 @@ def command(folder, edit_on):
     return json.loads(done.stdout)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4, timeout=200)
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 def test_the_command_predicts_what_a_run_moves(edit_on, tmp_path, monkeypatch):
@@ -312,6 +308,7 @@ def bytes_sent(sockets):
     return sum(sent - again for sent, again in counts)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 def test_the_kernel_counts_what_is_recorded_of_gloo():
     """Four hosts of a rank."""

@@ -34,6 +34,7 @@ from tests.distributed.test_transports import (
     transport,
 )
 from tests.engine import test_shared_memory
+from tiers import grid_but
 
 REFUSED = "page_lock: can't be page-locked (for a test)"
 
@@ -166,6 +167,7 @@ def test_two_ranks(monkeypatch, name, large):
         assert stand_in.num_locks < 12
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_four_ranks_that_differ(monkeypatch, dp):
@@ -217,8 +219,8 @@ def test_a_forked_child_does_not_touch_the_gpu(monkeypatch):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("dp", [1, 2])
-@pytest.mark.parametrize("output_ranks", ["rank0", "all"])
+@pytest.mark.parametrize("dp", grid_but([1, 2], 2))
+@pytest.mark.parametrize("output_ranks", grid_but(["rank0", "all"], "rank0"))
 @pytest.mark.parametrize("max_gpu_bytes", [1 << 30, 700_000])
 def test_records_are_what_the_hooks_saw(monkeypatch, dp, output_ranks, max_gpu_bytes):
     """Sharded and replicated, small and large, more than may wait on the GPU."""
@@ -262,6 +264,7 @@ def is_stale(tensor):
     return tensor.device.type != "cpu" or tensor.is_inference() or not tensor.is_contiguous()
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("settings", [{}, {"edit_on": "rank0"}, {"output_ranks": "all"}], ids=str)
 def test_a_model_with_hooks_gives_the_same_bits(monkeypatch, settings):

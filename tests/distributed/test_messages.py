@@ -21,6 +21,7 @@ from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import GRID, Mesh
 from flex_model.distributed.rounds import Part, Round
 from flex_model.distributed.transports.transport import Gathered, stacking
+from tiers import grid_but
 
 
 @contextlib.contextmanager
@@ -63,6 +64,7 @@ def test_three_ranks_exchange_bytes(monkeypatch):
         check_exchanges(communicator.transport(GRID), dist.get_rank(), 3)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(5, timeout=120)
 def test_five_ranks_exchange_bytes(monkeypatch):
     with connected(monkeypatch) as communicator:
@@ -70,7 +72,7 @@ def test_five_ranks_exchange_bytes(monkeypatch):
 
 
 @pytest.mark.ranks(5, timeout=120)
-@pytest.mark.parametrize("of_ranks", ["abcab", "aabbc", "abcde"])
+@pytest.mark.parametrize("of_ranks", grid_but(["abcab", "aabbc", "abcde"], "abcab"))
 def test_hosts_of_different_numbers_of_ranks_give_the_same_to_all(of_ranks, monkeypatch):
     rank = dist.get_rank()
     monkeypatch.setenv("FLEX_MODEL_HOST", f"host {of_ranks[rank]}")

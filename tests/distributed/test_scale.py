@@ -10,6 +10,7 @@ import pytest
 from counted_traffic import Connected
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow
 
 
 def measured(folder, *arguments):

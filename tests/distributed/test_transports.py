@@ -173,6 +173,7 @@ def test_two_ranks(name, large):
         moves_every_way(communicator, large)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("dp", [1, 2])

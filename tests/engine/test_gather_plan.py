@@ -200,6 +200,12 @@ def test_parts_of_other_sizes_in_fewer_pieces_than_ranks():
     check_round_trip(full, layout.without_copies, shards, 1, 2)
 
 
+@pytest.mark.parametrize(("stride", "pieces"), [(2, [0, 0, 1, 1]), (1, [0, 1, 0, 1])])
+def test_ranks_that_share_a_piece_are_neighbours_or_a_replica_apart(stride, pieces):
+    shard = Shard(0, pieces=2, stride=stride)
+    assert [shard.piece(rank) for rank in range(4)] == pieces
+
+
 def test_a_part_of_a_tensor_of_parts_is_found():
     full = torch.arange(12.0)
     layout = ShardLayout(tp=Shard(0, part_sizes=(8, 2, 2)))

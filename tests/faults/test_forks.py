@@ -8,6 +8,8 @@ import pytest
 
 import scripts
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent.parent
 
 SCRIPT = """

@@ -15,6 +15,8 @@ from torch.distributed.tensor import Shard
 import models
 from flex_model import _C, FlexModel, HookFunction
 
+pytestmark = pytest.mark.slow
+
 HOOKS = 20
 WARM_UP = 300  # steps: the threads of gloo take some memory once
 MIB = 1 << 20
@@ -43,7 +45,6 @@ def counts(model):
     }
 
 
-@pytest.mark.slow
 @pytest.mark.ranks(4, timeout=200)
 @pytest.mark.parametrize(("transport", "calls"), [("shared_memory", 10_000), ("gloo", 2_000)])
 def test_nothing_grows_in_many_calls_on_four_ranks(transport, calls, monkeypatch):

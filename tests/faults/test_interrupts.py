@@ -16,6 +16,8 @@ from flex_model import FlexModel, HookFunction
 from flex_model.distributed.gather import TensorSpec
 from forked_ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 TRANSPORTS = ["shared_memory", "gloo"]
 BATCH = models.random(4, 8)
 
@@ -175,7 +177,6 @@ def test_a_rank_leaves_between_a_header_and_its_payload_at_ctrl_c(transport):
     assert other.kind == "HookError" and "rank 0 left" in other.text, other
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_ctrl_c_at_any_moment(size, transport):

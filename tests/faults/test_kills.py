@@ -11,6 +11,8 @@ import models
 from flex_model import FlexModel, HookError, HookFunction
 from forked_ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 BATCH = models.random(4, 8)
 TRANSPORTS = ["shared_memory", "gloo"]
 END_S = 5.0
@@ -76,7 +78,6 @@ def test_a_killed_rank_is_named_by_all_others(size, transport):
         print(f"{kill_one(size, transport, random.Random(seed)):.2f} s")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_killed_at_any_moment_is_named_by_all_others(size, transport):

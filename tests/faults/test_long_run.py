@@ -13,6 +13,8 @@ from torch.distributed.distributed_c10d import _world
 import models
 from flex_model import FlexModel, HookFunction
 
+pytestmark = pytest.mark.slow
+
 SITES = 50
 MIB = 1 << 20
 
@@ -81,12 +83,11 @@ def test_ten_thousand_hook_calls(edit):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit", ["read", pytest.param("edit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("edit", ["read", "edit"])
 def test_ten_thousand_hook_calls_on_two_ranks(edit):
     ten_thousand_calls(EDITS[edit], tensor_parallel_size=2)
 
 
-@pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_ten_thousand_hook_calls_on_four_ranks():
     ten_thousand_calls(None, tensor_parallel_size=2, data_parallel_size=2)
@@ -123,7 +124,6 @@ def test_fifty_wraps_on_two_ranks():
     fifty_wraps(models.TWO_RANKS["tp"])
 
 
-@pytest.mark.slow
 @pytest.mark.ranks(4, timeout=300)
 def test_fifty_wraps_on_four_ranks():
     fifty_wraps(models.FOUR_RANKS["tp"])

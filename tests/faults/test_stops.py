@@ -11,6 +11,8 @@ import models
 from flex_model import FlexModel, HookFunction
 from forked_ranks import Ranks
 
+pytestmark = pytest.mark.slow
+
 BATCH = models.random(4, 8)
 DEADLINE_S = 2.0
 
@@ -38,7 +40,7 @@ def train(rank, tell, size, steps):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_that_is_stopped_past_the_deadline_is_named(size, transport):
     victim = random.Random(size).randrange(size)
     environment = {"FLEX_MODEL_TRANSPORT": transport}

@@ -38,29 +38,27 @@ P = functools.partial
 
 PP = "torch.distributed.pipelining"
 CASES = {
-    "hf-llama-2": Case(HF, "Llama", 2, P(huggingface, name="llama", tp=2), when="make test"),
+    "hf-llama-2": Case(HF, "Llama", 2, P(huggingface, name="llama", tp=2), is_quick=True),
     "hf-llama-uneven-2": Case(HF, "Llama, MLP 97", 2, P(huggingface, name="llama uneven", tp=2)),
     "hf-qwen2-2": Case(HF, "Qwen2", 2, P(huggingface, name="qwen2", tp=2)),
     "hf-qwen3moe-2": Case(HF, "Qwen3-MoE", 2, P(huggingface, name="qwen3-moe", tp=2)),
     "hf-mixtral-2": Case(HF, "Mixtral", 2, P(huggingface, name="mixtral", tp=2)),
     "hf-deepseek-v3-2": Case(HF, "DeepSeek-V3", 2, P(huggingface, name="deepseek-v3", tp=2)),
     "hf-llama-4": Case(HF, "Llama", 4, P(huggingface, name="llama", tp=4)),
-    "hf-pp-2": Case(HF_PP, "Llama", 2, P(huggingface, name="llama", pp=2), when="make check"),
+    "hf-pp-2": Case(HF_PP, "Llama", 2, P(huggingface, name="llama", pp=2)),
     "hf-pp-qwen3moe-2": Case(HF_PP, "Qwen3-MoE", 2, P(huggingface, name="qwen3-moe", pp=2)),
     "hf-pp-4": Case(HF_PP, "Llama, 4 layers", 4, P(huggingface, name="llama 4 layers", pp=4)),
     "hf-tp-fsdp-4": Case(
         "Hugging Face tp 2 x fsdp 2", "Llama", 4, P(huggingface, name="llama", tp=2, fsdp=2)
     ),
     "native-tp-2": Case(NATIVE + ", tp", "decoder", 2, P(native, kind="tp")),
-    "native-sp-2": Case(
-        NATIVE + ", sequence parallel", "decoder", 2, P(native, kind="sp"), when="make test"
-    ),
+    "native-sp-2": Case(NATIVE + ", sequence parallel", "decoder", 2, P(native, kind="sp")),
     "native-dtensor-2": Case(
         NATIVE + ", use_local_output=False", "decoder", 2, P(native, kind="dtensor")
     ),
     "native-tp-4": Case(NATIVE + ", tp", "decoder", 4, P(native, kind="tp")),
     "native-sp-4": Case(NATIVE + ", sequence parallel", "decoder", 4, P(native, kind="sp")),
-    "fairscale-2": Case("fairscale", "MLP", 2, P(fairscale, tp=2), when="make check"),
+    "fairscale-2": Case("fairscale", "MLP", 2, P(fairscale, tp=2)),
     "fairscale-4": Case("fairscale", "MLP", 4, P(fairscale, tp=4)),
     "fairscale-ddp-4": Case("fairscale tp 2 x DDP 2", "MLP", 4, P(fairscale, tp=2)),
     "megatron-tp-2": Case("Megatron-core", "GPT", 2, megatron),
@@ -74,7 +72,7 @@ CASES = {
         "decoder",
         2,
         P(pipelined, schedule="Schedule1F1B", mode="micro"),
-        when="make test",
+        is_quick=True,
     ),
     "pp-interleaved-micro-2": Case(
         PP + ", interleaved 1F1B, micro-batches",
@@ -103,14 +101,12 @@ CASES = {
         "Llama",
         2,
         P(pipelined, schedule="ScheduleGPipe", family="llama", mode="micro"),
-        when="make check",
     ),
     "pp-tp-4": Case(
         PP + ", 1F1B, x parallelize_module tp 2",
         "decoder",
         4,
         P(pipelined, schedule="Schedule1F1B", tp=2),
-        when="make check",
     ),
     "ddp-2": Case("DDP", "decoder", 2, P(data_parallel, kind="ddp")),
     "ddp-gpt2-2": Case("DDP", "GPT-2", 2, gpt2_ddp),
@@ -120,13 +116,12 @@ CASES = {
     ),
     "fsdp2-2": Case("FSDP2", "decoder", 2, P(data_parallel, kind="fsdp2")),
     "fsdp2-4": Case("FSDP2", "decoder", 4, P(data_parallel, kind="fsdp2")),
-    "hsdp-4": Case("HSDP", "decoder", 4, P(data_parallel, kind="hsdp"), when="make check"),
+    "hsdp-4": Case("HSDP", "decoder", 4, P(data_parallel, kind="hsdp")),
     "tp-fsdp2-4": Case(
         "parallelize_module tp 2 x FSDP2",
         "decoder",
         4,
         P(tensor_and_data_parallel, kind="tp"),
-        when="make check",
     ),
     "sp-fsdp2-4": Case(
         "parallelize_module sp 2 x FSDP2", "decoder", 4, P(tensor_and_data_parallel, kind="sp")
@@ -138,11 +133,11 @@ CASES = {
 }
 
 
-def like(name: str, how: str, when: str = "make parity", **changes) -> Case:
+def like(name: str, how: str, **changes) -> Case:
     """A row as another, but for what it is run with: see `changed`."""
     case = CASES[name]
     build = P(changed, build=case.build, **changes)
-    return replace(case, model=f"{case.model}, {how}", build=build, when=when)
+    return replace(case, model=f"{case.model}, {how}", build=build, is_quick=False)
 
 
 TWO_HEADS = P(huggingface, name="llama two heads", tp=2)
@@ -160,9 +155,7 @@ CASES |= {
     "native-tp-inference-2": like("native-tp-2", "inference_mode", backward=False),
     "native-tp-zeros-2": like("native-tp-2", "zero weights", zeros=("wo", "w2")),
     "native-sp-batch-1-2": like("native-sp-2", "batch 1", inputs=(tokens(1, 8),)),
-    "native-sp-inference-2": like(
-        "native-sp-2", "inference_mode", backward=False, when="make check"
-    ),
+    "native-sp-inference-2": like("native-sp-2", "inference_mode", backward=False),
     "native-sp-zeros-2": like("native-sp-2", "zero weights", zeros=("wo", "w2")),
     "native-sp-first-batch-1-2": like("native-sp-2", "after a batch of 1", first=(tokens(1, 8),)),
     "fairscale-batch-1-2": like("fairscale-2", "batch 1", inputs=(tokens(1),)),
@@ -171,7 +164,7 @@ CASES |= {
     "ddp-one-row-2": like("ddp-2", "one row a rank", inputs=(tokens(2, 8),)),
     "ddp-one-token-2": like("ddp-2", "one token", inputs=(tokens(4, 1),)),
     "ddp-one-row-one-token-2": like("ddp-2", "one row, one token", inputs=(tokens(2, 1),)),
-    "ddp-inference-2": like("ddp-2", "inference_mode", backward=False, when="make check"),
+    "ddp-inference-2": like("ddp-2", "inference_mode", backward=False),
     "ddp-zeros-2": like("ddp-2", "zero weights", zeros=("wo", "w2")),
     "ddp-first-one-row-2": like("ddp-2", "after one row a rank", first=(tokens(2, 8),)),
     "bert-inference-2": like("bert-ddp-2", "inference_mode", backward=False),

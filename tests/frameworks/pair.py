@@ -138,18 +138,17 @@ class Pair:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: ``build(tmp_path)`` is a context with a `Pair`; collective."""
+    """One row of the table: ``build(tmp_path)`` is a context with a `Pair`; collective.
+
+    Attributes:
+        is_quick: Whether ``make test`` runs it, too; ``make parity`` runs all rows.
+    """
 
     framework: str
     model: str
     ranks: int
     build: Callable[[Path], contextlib.AbstractContextManager[Pair]]
-    when: str = "make parity"
-
-    @property
-    def marks(self) -> list[str]:
-        """What keeps it out of ``make test``, and out of ``make check``."""
-        return {"make test": [], "make check": ["slow"]}.get(self.when, ["slow", "table"])
+    is_quick: bool = False
 
 
 @contextlib.contextmanager

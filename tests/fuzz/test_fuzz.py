@@ -1,4 +1,6 @@
-"""The fuzzer in ``make test``: some random programs, the known classes, the seeds that failed."""
+"""The fuzzer: its parts; in ``make check`` the known classes and the seeds that failed; in ``make
+grid`` some random programs.
+"""
 
 import time
 
@@ -32,6 +34,7 @@ def check(program, outcomes):
         assert not (IS_SOUND and outcome.verdict in BAD), text
 
 
+@pytest.mark.grid
 def test_random_programs(ranks):
     end, seed, judged = time.monotonic() + RANDOM_S, 0, 0
     while time.monotonic() < end:
@@ -44,6 +47,7 @@ def test_random_programs(ranks):
     assert judged > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", "123456")
 def test_programs_of_known_classes(ranks, number):
     for name, program in classes.CLASSES.items():
@@ -54,13 +58,14 @@ def test_programs_of_known_classes(ranks, number):
             check(program, outcomes)
 
 
+@pytest.mark.slow
 def test_seeds_that_failed_once(ranks):
     for program in seeds.load():
         if program.ranks <= 2:
             check(program, ranks.judge(program))
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_classes_and_seeds_of_four_ranks(ranks):
     programs = [*classes.CLASSES.values(), *seeds.load()]
     assert any(program.ranks > 2 for program in programs)
@@ -159,6 +164,7 @@ def test_shrinking_removes_all_that_the_verdict_does_not_need():
     assert small.cells[0]["edit_on"] == "all"
 
 
+@pytest.mark.slow
 def test_what_shows_a_program_is_right_on_shards_can_fail(ranks):
     """A sum of this rank's part alone is not what the unsharded model has."""
     parts = {

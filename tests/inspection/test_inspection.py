@@ -121,7 +121,7 @@ TWO = [
 
 @pytest.mark.ranks(2, timeout=200)
 @pytest.mark.parametrize(
-    "name", [TWO[0], TWO[2], *(pytest.param(n, marks=pytest.mark.slow) for n in TWO[3:] + TWO[1:2])]
+    "name", [TWO[0], TWO[2], *(pytest.param(n, marks=pytest.mark.grid) for n in TWO[3:] + TWO[1:2])]
 )
 def test_a_dry_run_tells_what_a_run_settles(name, tmp_path):
     check_dry_run(name, tmp_path)
@@ -132,7 +132,7 @@ def test_a_dry_run_leaves_fsdp2_sharded(tmp_path):
     check_dry_run("fsdp2-2", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(4, timeout=200)
 @pytest.mark.parametrize("name", ["tp-fsdp2-4", "hsdp-4", "hf-tp-fsdp-4", "fairscale-ddp-4"])
 def test_a_dry_run_of_two_axes(name, tmp_path):
@@ -218,7 +218,7 @@ def test_costs_are_those_that_a_run_counts(settings, axis):
         "native-sp-2",
         "fsdp2-2",
         *(
-            pytest.param(n, marks=pytest.mark.slow)
+            pytest.param(n, marks=pytest.mark.grid)
             for n in ("hf-llama-2", "fairscale-2", "ddp-2", "fsdp1-2")
         ),
     ],

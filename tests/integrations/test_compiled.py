@@ -10,6 +10,7 @@ from torch.testing import assert_close
 import compiling
 import models
 from flex_model import FlexModel, HookError, HookFunction
+from tiers import grid_but
 
 BATCH = models.random(4, 6)
 SITES = ("inp", "fc1", "act", "fc2", "out")
@@ -200,10 +201,12 @@ def check_generation(plain, compiled, name, **sizes):
         assert all(len(tensors) == 4 for tensors in expected[2].values())
 
 
+@pytest.mark.grid
 def test_generation_with_a_static_cache_as_on_cuda():  # hooks were called by the prefill only
     check_generation(models.llama(), models.llama(), "model.layers.0.mlp")
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(2)
 def test_generation_with_a_static_cache_over_two_tensor_parallel_ranks():
     sharded = models.tensor_parallel_llama(models.llama(), models.mesh(1, 2)["tp"])
@@ -229,7 +232,7 @@ def test_a_graph_that_must_not_break(called_before):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["dtensor", "ddp", "fsdp2"])
+@pytest.mark.parametrize("name", grid_but(["dtensor", "ddp", "fsdp2"], "fsdp2"))
 def test_a_graph_that_must_not_break_on_ranks(name):
     parallelism = models.TWO_RANKS[name]
     model = parallelism.shard(models.mlp())
@@ -276,7 +279,7 @@ def test_an_idle_wrapper_adds_no_graph_break():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", grid_but(WAYS, "whole"))
 def test_a_compiled_tensor_parallel_model(way):
     with warnings.catch_warnings():  # Dynamo's, of breaks and of autograd functions in the model
         warnings.simplefilter("ignore")

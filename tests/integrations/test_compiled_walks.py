@@ -195,7 +195,7 @@ def check(walk):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.grid)])
 def test_a_compiled_model(way, dynamic):
     check(Walk(models.ONE_RANK, way, seed=len(way), dynamic=dynamic))
 

@@ -260,7 +260,7 @@ def megatron_layer():
     return nn.Sequential(ColumnParallelLinear(6, 8, **settings))
 
 
-@pytest.mark.slow  # Megatron's imports
+@pytest.mark.grid  # Megatron's imports
 @pytest.mark.ranks(4)
 def test_megatron_tells_its_groups():
     with megatron(tensor_model_parallel_size=2):
@@ -303,7 +303,7 @@ def test_hsdp_is_one_axis(names):
         FlexModel(sharded, tensor_parallel_size=2, data_parallel_size=2)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(8)
 def test_hsdp_with_tensor_parallelism():
     names = ("dp_replicate", "dp_shard", "tp")

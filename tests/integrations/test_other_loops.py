@@ -64,10 +64,15 @@ def compile_model(flex):
     ("make", "compiled"),
     [
         (models.gpt2, compiling.whole),
-        (models.gpt2, compiling.in_place),
-        (bert, compiling.whole),
-        (bert, compile_model),
-        (mamba, compile_model),
+        *(
+            pytest.param(make, compiled, marks=pytest.mark.grid)
+            for make, compiled in (
+                (models.gpt2, compiling.in_place),
+                (bert, compiling.whole),
+                (bert, compile_model),
+                (mamba, compile_model),
+            )
+        ),
     ],
 )
 def test_compiled_with_hooks_on_every_module(make, compiled):
@@ -371,21 +376,20 @@ if __name__ == "__main__":  # as torch asks of scripts that spawn
     flex.register_forward_hook(HookFunction("fc1", editing_function=double))
     reference = models.mlp()
     reference.fc1.register_forward_hook(lambda module, args, output: output * 2)
-    for way in ("fork", "spawn"):
-        for persistent in (False, True):
-            loader = DataLoader(
-                Rows(),
-                batch_size=4,
-                num_workers=2,
-                multiprocessing_context=way,
-                persistent_workers=persistent,
-            )
-            for epoch in range(2):
-                for rows in loader:
-                    output = flex(rows)
-                    torch.testing.assert_close(output, reference(rows))
-                    output.sum().backward()
-            del loader
+    for way, persistent in (("fork", False), ("fork", True), ("spawn", True)):
+        loader = DataLoader(
+            Rows(),
+            batch_size=4,
+            num_workers=1 if way == "spawn" else 2,
+            multiprocessing_context=way,
+            persistent_workers=persistent,
+        )
+        for epoch in range(2):
+            for rows in loader:
+                output = flex(rows)
+                torch.testing.assert_close(output, reference(rows))
+                output.sum().backward()
+        del loader
     try:
         list(DataLoader(Rows(flex), num_workers=1, multiprocessing_context="spawn"))
     except TypeError as error:
@@ -400,7 +404,8 @@ if __name__ == "__main__":  # as torch asks of scripts that spawn
 """
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_workers_of_a_loader_that_is_made_after_the_wrap(ranks, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOADING.format(tests=str(TESTS)))

@@ -214,6 +214,7 @@ print(json.dumps([dist.get_rank(), dist.get_world_size(), init_device_mesh("cpu"
 """
 
 
+@pytest.mark.slow
 def test_a_job_with_slurms_variables_only(tmp_path):
     """Two processes, as srun would start them, with edits that mix their shards."""
     (tmp_path / "train.py").write_text(SCRIPT)

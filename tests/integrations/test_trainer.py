@@ -48,14 +48,8 @@ def test_a_trainer_of_a_hooked_model(tmp_path, monkeypatch):
     assert [tuple(one.shape) for one in wrapped[0][1][SITE]] == [(4, 6, 32)]
 
 
-@pytest.mark.parametrize(
-    ("how", "num_ranks"),
-    [
-        pytest.param("", 1, marks=pytest.mark.slow),
-        pytest.param("ddp", 2, marks=pytest.mark.slow),
-        ("fsdp2", 2),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "num_ranks"), [("", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_hooks_while_a_trainer_trains(how, num_ranks, tmp_path):
     expected = by_torch(tmp_path / "torch")
     folder, count = tmp_path / "flex", str(num_ranks)

@@ -20,7 +20,6 @@ import pipelines
 from flex_model import FlexModel, HookError, HookFunction
 
 BATCH = models.random(4, 8)
-OWN_HOOK = r"a hook of the model's own on gradients"
 
 
 def flex_of(model, records, axis, is_sharded, **settings):
@@ -291,15 +290,6 @@ class OverRows(nn.Module):
 
     def forward(self, h):
         return h - h.mean(0)
-
-
-class OverFeatures(nn.Module):
-    def __init__(self, norm):
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, h):
-        return self.norm(h)
 
 
 def batch_norm():

@@ -123,6 +123,7 @@ def test_ctrl_c_stops_runs_on_all_ranks_together(notebook, runs):
     notebook.run("%%px\nhooked.restore()")
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_failed_is_ended(notebook):
     began = time.monotonic()
     shown = notebook.fail("%%px\nif dist.get_rank():\n    raise ValueError('mine')\ndist.barrier()")
@@ -135,6 +136,7 @@ def test_a_rank_that_waits_for_one_that_failed_is_ended(notebook):
     assert "NameError" in notebook.fail("%%px\nflex")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_collective_ends_the_ranks_in_it(notebook):
     began = time.monotonic()
     code = "%%px\nif dist.get_rank():\n    dist.barrier()"

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
+from tiers import grid_but
 
 BATCH = models.random(4, 6)
 
@@ -83,7 +84,7 @@ def test_parameters_on_two_ranks(name, check):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("check", ["read", "write"])
-@pytest.mark.parametrize("name", models.FOUR_RANKS)
+@pytest.mark.parametrize("name", grid_but(models.FOUR_RANKS, "tp x dp"))
 def test_parameters_on_four_ranks(name, check):
     CHECKS[check](models.FOUR_RANKS[name])
 

@@ -106,7 +106,6 @@ LAYOUTS = {
         for kind in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B)
     },
 }
-DATA_PARALLEL = ("dp", "ddp", "fsdp2")
 
 
 def train(run, optimizer, steps, rank_0_steps=False):

@@ -93,7 +93,7 @@ def main(arguments):
 
 
 def run_pytest(folder, *arguments):
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow or not slow"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "grid or not grid"]
     environment = os.environ | {"PARITY_ROWS": folder}
     command += [str(HERE / "test_frameworks.py"), *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode

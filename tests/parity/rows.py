@@ -13,7 +13,6 @@ from ragged_pairs import ragged
 P = functools.partial
 
 
-TABLE = "make parity"
 ONE = Case("one process", "decoder", 1, user_scripts.one_process)
 FRAMEWORKS = frameworks.CASES
 
@@ -41,7 +40,7 @@ def ragged_case(case: Case, batches: str, dp_batch: str) -> Case:
     build = P(frameworks.changed, build=build, sites=DECODER_SITES)
     how = f'{case.framework}, dp_batch="{dp_batch}"'
     model = f"decoder, {batches}" if case.ranks > 1 else "decoder"
-    return replace(case, framework=how, model=model, build=build, when=TABLE)
+    return replace(case, framework=how, model=model, build=build, is_quick=False)
 
 
 SCRIPTS = {
@@ -127,7 +126,7 @@ def rebuilt(prefix, names, build, **notes):
         f"{prefix}-{name}": replace(
             case,
             build=P(build, build=case.build),
-            when=TABLE,
+            is_quick=False,
             **{field: f"{getattr(case, field)}, {note}" for field, note in notes.items()},
         )
         for name, case in cases.items()

@@ -188,7 +188,7 @@ def readable(pair: Pair, kind: str) -> list[Cell]:
     return [cell for cell in cells if run.records[cell.record]]
 
 
-def cells_of(pair: Pair, with_edits: bool = True) -> list[list[Cell]]:
+def cells_of(pair: Pair) -> list[list[Cell]]:
     """What is run: all reads of a kind together, then each edit on its own."""
     runs = []
     for kind in KINDS if pair.backward else KINDS[:2]:
@@ -197,8 +197,7 @@ def cells_of(pair: Pair, with_edits: bool = True) -> list[list[Cell]]:
         sites = pair.parameters if kind == "parameter" else pair.sites.values()
         read = {cell.site for cell in reads}
         edits = EDITS if pair.mixes_rows else ("elementwise",)
-        if with_edits:
-            runs += [[Cell(kind, site, doing)] for site in sites if site in read for doing in edits]
+        runs += [[Cell(kind, site, doing)] for site in sites if site in read for doing in edits]
     return runs
 
 
@@ -302,10 +301,10 @@ def one_line(error: BaseException) -> str:
 # ---- All cells of a pair -------------------------------------------------------------------------
 
 
-def outcomes_of(pair: Pair, with_edits: bool = True) -> list[Outcome]:
+def outcomes_of(pair: Pair) -> list[Outcome]:
     """Run every cell; the same list on every rank. Collective."""
     with quiet():
-        runs = cells_of(pair, with_edits)
+        runs = cells_of(pair)
         oracles = [oracle_run(pair, cells) for cells in runs]
         sharded = Sharded(pair)
         pair.start()

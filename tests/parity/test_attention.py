@@ -38,6 +38,6 @@ def test_attention_on_two_ranks(name, kind):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", SITES)
-@pytest.mark.parametrize("name", [pytest.param("tp", marks=pytest.mark.slow), "tp x dp"])
+@pytest.mark.parametrize("name", [pytest.param("tp", marks=pytest.mark.grid), "tp x dp"])
 def test_attention_on_four_ranks(name, kind):
     check_all_cells(models.FOUR_RANKS[name], kind)

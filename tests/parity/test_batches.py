@@ -13,6 +13,7 @@ import models
 import pipelines
 from cells import EDITS, KINDS, SITES, differences, mean_loss, mixing_rows, table_cell
 from flex_model import FlexModel, HookFunction
+from tiers import grid_but
 
 ROWS = (3, 1)
 
@@ -30,7 +31,7 @@ def weighted_loss(output):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS[:-1])
-@pytest.mark.parametrize("name", ["dp", "ddp", "fsdp2"])
+@pytest.mark.parametrize("name", grid_but(["dp", "ddp", "fsdp2"], "dp", "ddp"))
 def test_batches_of_three_and_one_equal_a_batch_of_four(name, kind):
     parallelism = ThreeAndOne(name, dp=2)
     wrong = []
@@ -189,3 +190,26 @@ def test_a_buffer_that_a_forward_makes_holds_what_it_put_there():
             flex(x.chunk(2)[dist.get_rank()], step)
             for name, values in expected.items():
                 assert_close(records[name], values[-1:])
+
+
+class Positions(nn.Module):
+    """Adds one table to all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.shared = nn.Parameter(models.random(3, 6)), nn.Identity()
+
+    def forward(self, x):
+        return x + self.shared(self.table * 2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_an_edit_of_what_all_rows_share_has_the_mean_of_the_ranks_gradients(edit_on):
+    batch, whole, model = models.random(4, 3, 6), Positions(), Positions()
+    whole.shared.register_forward_hook(lambda module, args, out: mixing_rows(module, out, {}, {}))
+    mean_loss(whole(batch)).backward()
+    with FlexModel(model, data_parallel_size=2, edit_on=edit_on) as flex:
+        flex.register_forward_hook(HookFunction("shared", editing_function=mixing_rows))
+        mean_loss(flex(batch.chunk(2)[dist.get_rank()])).backward()
+    assert_close(model.table.grad, whole.table.grad)

@@ -9,6 +9,7 @@ import models
 import pipelines
 from cells import mean_loss
 from flex_model import FlexModel, HookFunction
+from tiers import grid_but
 
 SIZES = [(4, 4), (2, 2), (8, 2), (2, 6), (1, 1), (4, 4)]  # rows of each dp rank
 KINDS = ["forward_pre", "forward", "full_backward_pre", "full_backward"]
@@ -80,12 +81,13 @@ def check(parallelism, edit_on, order):
 
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
-@pytest.mark.parametrize("name", ["tp", "dp", "fsdp2"])
+@pytest.mark.parametrize("edit_on", grid_but(["all", "rank0"], "all"))
+@pytest.mark.parametrize("name", grid_but(["tp", "dp", "fsdp2"], "tp", "dp"))
 def test_batches_that_change_between_forwards(name, edit_on, order):
     check(models.TWO_RANKS[name], edit_on, order)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("order", ["one late", "last first"])
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])

@@ -1,8 +1,8 @@
 """The parity table on real frameworks: each case in one session of its ranks.
 
-`make parity` runs all cases and writes docs/parity.md; `make check` runs of each the hooks that
-only read. No cell may be wrong; errors must be those that are listed here, and the right cells at
-least as many as are recorded.
+`make parity` runs all cases and writes docs/parity.md; `make test` runs two, `make check` one of
+each framework, on the oldest versions. No cell may be wrong; errors must be those that are listed
+here, and the right cells at least as many as are recorded.
 """
 
 import json
@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import frameworks
 import table
-from rows import CASES, FRAMEWORKS
+from rows import CASES
 
 # Cells that can't be had, and why: patterns of case, kind, site and doing, and the reason.
 ERRORS = [
@@ -232,38 +232,21 @@ RIGHT = {
 
 def cases(ranks):
     return [
-        pytest.param(name, marks=marks_of(name))
+        pytest.param(name, marks=[] if case.is_quick else pytest.mark.grid)
         for name, case in CASES.items()
         if case.ranks == ranks
     ]
 
 
-def marks_of(name):
-    return [getattr(pytest.mark, mark) for mark in CASES[name].marks]
-
-
-def only_in_the_table(ranks):
-    cases = FRAMEWORKS.items()  # not what users' scripts do
-    return [name for name, case in cases if case.ranks == ranks and "table" in case.marks]
-
-
 def check(name, tmp_path):
-    outcomes = outcomes_of(name, tmp_path)
-    write_rows(name, outcomes)
-    judge(name, outcomes)
-    assert sum(outcome.result == "right" for outcome in outcomes) >= RIGHT[name]
-
-
-def outcomes_of(name, tmp_path, with_edits=True):
     with frameworks.quiet(), CASES[name].build(tmp_path) as pair:
-        return table.outcomes_of(pair, with_edits)
-
-
-def judge(name, outcomes):
+        outcomes = table.outcomes_of(pair)
+    write_rows(name, outcomes)
     wrong = [outcome for outcome in outcomes if outcome.result == "wrong"]
     undocumented = [o for o in outcomes if o.result == "error" and reason(name, o.cell) is None]
     right = sum(outcome.result == "right" for outcome in outcomes)
     assert not wrong + undocumented, told(f"{name}: {right} of {len(outcomes)} right", outcomes)
+    assert right >= RIGHT[name]
 
 
 def told(title, outcomes):
@@ -311,20 +294,6 @@ def test_two_ranks(name, tmp_path):
 @pytest.mark.parametrize("name", cases(4))
 def test_four_ranks(name, tmp_path):
     check(name, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2, timeout=300)
-@pytest.mark.parametrize("name", only_in_the_table(2))
-def test_two_ranks_read(name, tmp_path):
-    judge(name, outcomes_of(name, tmp_path, with_edits=False))
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4, timeout=300)
-@pytest.mark.parametrize("name", only_in_the_table(4))
-def test_four_ranks_read(name, tmp_path):
-    judge(name, outcomes_of(name, tmp_path, with_edits=False))
 
 
 # ---- The table itself ----------------------------------------------------------------------------

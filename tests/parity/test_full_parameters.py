@@ -20,6 +20,7 @@ from torch.testing import assert_close
 import by_hand
 import models
 from flex_model import FlexModel, HookFunction
+from tiers import grid_but
 
 BATCH = models.random(4, 5, 8)
 TOKENS = 1 + models.random(2, 5, seed=6).argsort()
@@ -86,6 +87,7 @@ def test_parameters_of_fsdp2_over_tensor_parallelism():
     check(model, parallelism.shard(model), call, parallelism.my_rows)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 def test_parameters_of_hsdp():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -114,7 +116,7 @@ def test_parameters_of_fsdp1(use_orig_params, strategy):
     check_fsdp1(models.mesh(2, 1)["dp"].get_group(), use_orig_params, strategy, half)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 def test_parameters_of_fsdp1_with_replicas():
     mesh = models.mesh(2, 2)
@@ -170,7 +172,7 @@ def test_parameters_of_megatron():
         check(model, sharded, forward, tensor_parallel_size=2)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(2, timeout=180)
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_parameters_of_transformers(family, tmp_path):
@@ -206,7 +208,7 @@ class Fused(nn.Module):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("rows", [8, 6])
+@pytest.mark.parametrize("rows", grid_but([8, 6], 6))
 def test_parameters_of_fsdp2_over_fused_projections(rows):
     """Torch's own placements of these name the wrong rows, so the oracle is the full tensor."""
     mesh, full = models.mesh(2, 2), models.random(2 * rows, 3)
@@ -223,7 +225,7 @@ def test_parameters_of_fsdp2_over_fused_projections(rows):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("hidden", [8, 7])
+@pytest.mark.parametrize("hidden", grid_but([8, 7], 7))
 def test_parameters_of_fsdp2_over_layers_that_shard_by_hand(hidden):
     mesh, model = models.mesh(2, 2), models.mlp(width=8, hidden=hidden)
     sharded = models.tensor_parallel(model, mesh["tp"].get_group())

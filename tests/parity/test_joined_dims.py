@@ -76,7 +76,7 @@ READS = (("forward", 2), ("full_backward", 0))  # and of which of a site's three
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("heads, rows", [(8, 4), (4, 8)])
+@pytest.mark.parametrize("heads, rows", [(8, 4), pytest.param(4, 8, marks=pytest.mark.grid)])
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_edits_of_joined_rows_and_heads(kind, heads, rows):
     """What was read behind an edit, and gradients, were put together in another order."""

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 import models
 from cells import KINDS
 from flex_model import FlexModel, HookFunction
+from tiers import grid_but
 
 SITES = {
     "forward": ("block.mlp.fc1", "block.mlp"),
@@ -176,18 +177,15 @@ def compare(parallelism, whole, model, expected):
         assert_close(found[name], grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-WAYS = ["dp", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"]
-
-
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", grid_but(["dp", "ddp", "fsdp2"], "dp"))
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_global_batches_equal_the_padded_batch(kind, name):
     check_global(kind, name, tp=1)
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", grid_but(["dp", "ddp", "fsdp2"], "dp"))
 @pytest.mark.parametrize("kind", KINDS[:-1])
 def test_local_batches_equal_the_model_on_a_ranks_own_rows(kind, name):
     check_local(kind, name, tp=1)

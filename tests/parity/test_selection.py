@@ -119,6 +119,7 @@ def test_gradients_and_rank_0(name, case):
     check(PARALLELISMS[name], *CASES[case], edit_on="rank0")
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", models.FOUR_RANKS)
 def test_four_ranks(name):

@@ -149,6 +149,7 @@ def test_two_ranks(name):
     check(parallelism, both, order=(1, 0))
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", models.FOUR_RANKS)
 def test_four_ranks(name):

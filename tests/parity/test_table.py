@@ -4,6 +4,7 @@ import pytest
 
 import models
 from cells import EDITS, KINDS, SITES, differences, table_cell
+from tiers import grid_but
 
 
 def check_all_cells(parallelism, kind, hidden=8, rows=4):
@@ -28,39 +29,32 @@ def test_one_process_equals_torch_hooks(kind):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", models.TWO_RANKS)
+@pytest.mark.parametrize("name", grid_but(models.TWO_RANKS, "tp", "dp", "ddp", "dtensor"))
 def test_two_ranks_equal_one(name, kind):
     check_all_cells(models.TWO_RANKS[name], kind)
 
 
-def in_the_table_if(condition, value):
-    return pytest.param(value, marks=[pytest.mark.slow, pytest.mark.table]) if condition else value
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "name", [in_the_table_if(name not in ("tp", "tp x dp"), name) for name in models.FOUR_RANKS]
-)
+@pytest.mark.parametrize("name", grid_but(models.FOUR_RANKS, "tp x dp"))
 def test_four_ranks_equal_one(name, kind):
     check_all_cells(models.FOUR_RANKS[name], kind)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", grid_but(KINDS, "forward"))
 def test_seven_columns_on_two_ranks_equal_one(kind):
     check_all_cells(models.TWO_RANKS["tp"], kind, hidden=7)
 
 
-@pytest.mark.slow
-@pytest.mark.table
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_seven_columns_on_four_ranks_equal_one(kind):
     check_all_cells(models.FOUR_RANKS["tp"], kind, hidden=7)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_uneven_rows_and_columns_equal_one(kind):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from table import mixing
+from tiers import grid_but
 from training_models import FAMILIES, LABELS, LENGTH, MORE, WORDS
 from training_steps import (
     LOSSES,
@@ -48,12 +49,12 @@ SOME = ("Llama", "BERT masked", "Llama classified")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("how", SHARDINGS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", grid_but(FAMILIES, "Llama", "T5", "CLIP"))
 def test_a_step(name, how, loss):
     compare(FAMILIES[name], how, 2, LOSSES[loss])
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("how", SHARDINGS)
@@ -64,13 +65,13 @@ def test_a_step_of_other_families(name, how, loss):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("rows", [name for name in ROWS if name != "layers"])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", grid_but(SOME, "Llama"))
 def test_rows_as_many_as_something_else(name, rows):
     """Refused before: a number that equals the rank's rows may be made of them."""
     compare(FAMILIES[name], "ddp", ROWS[rows], by_the_model)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("how", SHARDINGS)
@@ -82,7 +83,7 @@ def test_rows_of_every_family(name, how, rows):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", SHARDINGS)
-@pytest.mark.parametrize("name", ["Llama", "BERT masked", "Llama classified"])
+@pytest.mark.parametrize("name", grid_but(SOME, "Llama classified"))
 def test_an_edit_with_a_trainable_module(name, how):
     width = 20 if name.startswith(("Llama", "BERT")) and "classified" not in name else WIDTH
     compare(FAMILIES[name], how, 2, by_the_model, mixing_with_probe, width)

@@ -61,10 +61,6 @@ def classified(rows: int) -> dict:
     return padded(rows) | {"labels": integers(0, LABELS, rows, seed=7)}
 
 
-def tagged(rows: int) -> dict:
-    return padded(rows) | {"labels": integers(0, LABELS, rows, LENGTH, seed=7)}
-
-
 def answered(rows: int) -> dict:
     starts, ends = (integers(0, LENGTH, rows, seed=seed) for seed in (7, 8))
     return padded(rows) | {"start_positions": starts, "end_positions": ends}
@@ -218,80 +214,8 @@ FAMILIES = {
         **LLAMA,
     ),
 }
-#: And the other heads and families that people train.
+#: Families of other tasks than those of `make sweep`.
 MORE = {
-    "GPT-2 classified": family(
-        "GPT2ForSequenceClassification", "GPT2Config", classified, "transformer.h.1.attn", **GPT2
-    ),
-    "Qwen2": family("Qwen2ForCausalLM", "Qwen2Config", causal, "model.layers.1.mlp", **LLAMA),
-    "Gemma 2": family("Gemma2ForCausalLM", "Gemma2Config", causal, "model.layers.1.mlp", **LLAMA),
-    "Qwen3-MoE": family(  # the edit is in front of the experts
-        "Qwen3MoeForCausalLM",
-        "Qwen3MoeConfig",
-        causal,
-        "model.layers.0.self_attn",
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        **LLAMA,
-    ),
-    "GPT-NeoX": family(
-        "GPTNeoXForCausalLM", "GPTNeoXConfig", causal, "gpt_neox.layers.1.mlp", rotary_pct=1.0
-    ),
-    "OPT": family(
-        "OPTForCausalLM",
-        "OPTConfig",
-        causal,
-        "model.decoder.layers.1.fc1",
-        ffn_dim=20,
-        word_embed_proj_dim=48,
-    ),
-    "Mamba": family("MambaForCausalLM", "MambaConfig", causal, "backbone.layers.1.mixer"),
-    "BERT classified": family(
-        "BertForSequenceClassification", "BertConfig", classified, f"bert.{ENCODER}"
-    ),
-    "BERT tagged": family("BertForTokenClassification", "BertConfig", tagged, f"bert.{ENCODER}"),
-    "BERT answered": family(
-        "BertForQuestionAnswering", "BertConfig", answered, f"bert.{ENCODER}", num_labels=2
-    ),
-    "DeBERTa": family(
-        "DebertaV2ForSequenceClassification",
-        "DebertaV2Config",
-        classified,
-        f"deberta.{ENCODER}",
-        relative_attention=True,
-        pos_att_type=["p2c", "c2p"],
-    ),
-    "ELECTRA": family(
-        "ElectraForSequenceClassification",
-        "ElectraConfig",
-        classified,
-        f"electra.{ENCODER}",
-        embedding_size=16,
-    ),
-    "ALBERT": family(
-        "AlbertForSequenceClassification",
-        "AlbertConfig",
-        classified,
-        "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn",
-        embedding_size=16,
-    ),
-    "XLM-R": family(
-        "XLMRobertaForSequenceClassification",
-        "XLMRobertaConfig",
-        classified,
-        f"roberta.{ENCODER}",
-    ),
-    "DistilBERT": family(
-        "DistilBertForSequenceClassification",
-        "DistilBertConfig",
-        classified,
-        "distilbert.transformer.layer.1.ffn",
-        dim=48,
-        hidden_dim=20,
-        n_layers=2,
-        n_heads=6,
-    ),
     "BART": family(
         "BartForConditionalGeneration",
         "BartConfig",

@@ -35,6 +35,7 @@ from flex_model.pipelining import (
     pipeline,
 )
 from models import random, seeded
+from tiers import grid_but
 
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
 CPU = torch.device("cpu")
@@ -958,7 +959,9 @@ SCHEDULES = [
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("schedule_class", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule_class", grid_but(SCHEDULES, Schedule1F1B, ScheduleInterleaved1F1B)
+)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_scheduled_step_equals_the_model(name, schedule_class):
     model, blocks = family(name)
@@ -969,7 +972,9 @@ def test_a_scheduled_step_equals_the_model(name, schedule_class):
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", ["mistral", "qwen2", "qwen3", "mixtral", "gemma", "gemma3"])
+@pytest.mark.parametrize(
+    "name", grid_but(["mistral", "qwen2", "qwen3", "mixtral", "gemma", "gemma3"], "mixtral")
+)
 def test_a_scheduled_step_of_each_family(name):
     model, blocks = family(name)
     args, kwargs = (tokens(8),), {"attention_mask": padded(8)}
@@ -978,7 +983,9 @@ def test_a_scheduled_step_of_each_family(name):
 
 @pytest.mark.ranks(2, timeout=60)
 @pytest.mark.parametrize("method", ["modules", "trace"])
-@pytest.mark.parametrize("schedule_class", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule_class", grid_but(SCHEDULES, Schedule1F1B, ScheduleInterleaved1F1B)
+)
 def test_a_scheduled_step_of_a_plain_model(schedule_class, method):
     model = seeded(Tower).double()
     points = (2,) if schedule_class in (ScheduleGPipe, Schedule1F1B) else (1, 2, 3)

@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from flex_model import FlexModel, HookError, HookFunction
 from flex_model.pipelining import (
     PassThrough,
-    Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     SplitPoint,
     pipeline,
 )
 from pipelines import ALL, SINGLE, alone_group, my_indices
+from tiers import grid_but
 
 transformers = pytest.importorskip("transformers")
 
@@ -116,8 +116,8 @@ def reference(model, script, ids, mask):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("script", [looking, editing])
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("schedule", grid_but(ALL[:3], ALL[1]))
+@pytest.mark.parametrize("family", grid_but(["llama", "gpt2"], "llama"))
 def test_language_models_equal_the_unsplit_ones(family, schedule, script):
     model, names, block = {
         "llama": (llama, LLAMA_NAMES, "model.layers"),
@@ -303,17 +303,19 @@ def check_llama(
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", grid_but(ALL, ALL[2], ALL[5]), ids=lambda kind: kind.__name__)
 def test_llama_under_every_schedule(kind):
     check_llama(kind, everywhere)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", SINGLE, ids=lambda kind: kind.__name__)
 def test_llama_with_a_block_on_each_rank(kind):
     check_llama(kind, everywhere)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", [ALL[1], ALL[4]], ids=lambda kind: kind.__name__)
 def test_llama_with_tensor_parallel_stages(kind):
@@ -331,6 +333,7 @@ def test_llama_with_tensor_parallel_stages(kind):
     check_llama(kind, inside, group=mesh["pp"].get_group(), shard=shard)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", [ALL[1], ALL[4]], ids=lambda kind: kind.__name__)

@@ -104,12 +104,14 @@ def test_forwards_and_generate(tmp_path, tied):
     run_all(whole, loaded(pp_size=2))
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 def test_four_stages(tmp_path):
     whole, loaded = load(tmp_path)
     run_all(whole, loaded(pp_size=4))
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4, timeout=300)
 def test_stages_that_are_tensor_parallel(tmp_path):
     """By hand: transformers 5.23 finds no module for a part of its own plan if it does both."""

@@ -10,6 +10,7 @@ from test_traced import called, run_by_hand
 from flex_model import FlexModel, HookFunction, sequential
 from flex_model.sequential import trace_subgraphs
 from modalities import FAMILIES, mix, without_cache
+from tiers import grid_but
 
 pytest.importorskip("transformers")
 
@@ -24,7 +25,7 @@ def targets_of(family, which):
     return names.get(which) or [family.layer_class, family.tower_class]
 
 
-@pytest.mark.parametrize("which", ["layers", "tower", "both"])
+@pytest.mark.parametrize("which", grid_but(["layers", "tower", "both"], "both"))
 @pytest.mark.parametrize("name", FAMILIES)
 def test_subgraphs_equal_the_model(name, which):
     family = FAMILIES[name]
@@ -46,7 +47,7 @@ def test_subgraphs_equal_the_model(name, which):
     assert torch_hooks(model) == hooks  # transformers' own, which collect hidden states
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", grid_but(FAMILIES, "llava"))
 def test_methods_to_ignore(name):
     """Names that newer callers pass; those that a model does not have are no error."""
     family = FAMILIES[name]

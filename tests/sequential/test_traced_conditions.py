@@ -15,7 +15,6 @@ from flex_model import TraceError
 from flex_model.sequential import trace_subgraphs
 
 X, OTHER = (models.random(4, 6, seed=seed, dtype=torch.float32) for seed in (0, 1))
-FACTOR = 2.0
 
 
 class Model(nn.Module):

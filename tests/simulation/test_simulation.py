@@ -140,7 +140,7 @@ def test_two_threads_that_wrap_at_once_end_in_time(num_hosts):
     assert works
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_a_thousand_ranks():
     check(Job(Plan(1024, 128, tp=8, is_in_step=True), 0, Speeds()).run())
 
@@ -183,14 +183,14 @@ def test_a_host_that_is_too_slow_is_named(host, times):
     assert not job.problems()
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", ["rank", "host", "silent host"])
 @pytest.mark.parametrize("rank", [0, 8, 13])
 def test_what_fails_among_many_ranks_is_named(kind, rank):
     explore(rank, kind, 0, every=29, plan=Plan(64, 16, tp=4, stays=False))
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(3))
 def test_a_slow_host_is_no_error_or_named(seed):
     for host in range(3):
@@ -201,14 +201,14 @@ def test_a_slow_host_is_no_error_or_named(seed):
             assert not job.problems(), (seed, host, power)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["rank", "host", "silent host"])
 def test_the_host_of_the_store_is_named_at_any_step(kind, seed):
     explore(0, kind, seed, plan=HELD)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "kind, ranks", [("rank", range(6)), ("host", range(6)), ("silent host", [2, 5])]
