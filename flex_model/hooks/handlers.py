@@ -111,7 +111,8 @@ class HookHandlers:
         process, in the rest of the run.
         """
         is_alone = self._communicator.is_local and run.save_ctx is None
-        if is_alone and registration.edits and registration.draws is False:
+        is_there = registration.is_registered and registration.edits  # it may take itself off
+        if is_alone and is_there and registration.draws is False:
             self._executor.function.settle(registration)
             registration.places[0].settle_edits(run.is_recomputed)
 

@@ -103,16 +103,17 @@ class DrawWatch:
     tensor), which it leaves as they are.
     """
 
-    __slots__ = ("_before", "_position", "_tensor")
+    __slots__ = ("_before", "_device", "_position")
 
-    def __init__(self, tensor: Tensor) -> None:
-        self._before, self._tensor = torch.default_generator.get_state(), tensor
-        self._position = position_on_gpu(tensor) if tensor.is_cuda else None
+    def __init__(self, tensor: Tensor) -> None:  # which is not kept: its references are counted
+        self._before = torch.default_generator.get_state()
+        self._device = tensor.device if tensor.is_cuda else None
+        self._position = None if self._device is None else position_on_gpu(self._device)
 
     def end(self) -> bool:
         """Return whether the function drew."""
         has_drawn = not _C.same_bytes(torch.default_generator.get_state(), self._before)
-        position = None if self._position is None else position_on_gpu(self._tensor)
+        position = None if self._device is None else position_on_gpu(self._device)
         return has_drawn or position != self._position
 
 

@@ -255,11 +255,11 @@ push_saved_hooks = _autograd._push_saved_tensors_default_hooks
 pop_saved_hooks = _autograd._pop_saved_tensors_default_hooks
 
 
-def position_on_gpu(tensor: Any) -> tuple[int, int]:
-    """Return what changes with every draw on the tensor's device: the generator's seed and offset.
-    Its state would be a copy that the host waits for.
+def position_on_gpu(device: torch.device) -> tuple[int, int]:
+    """Return what changes with every draw on a GPU: its generator's seed and offset. The state
+    would be a copy that the host waits for.
     """
-    generator = torch.cuda.default_generators[tensor.device.index]
+    generator = torch.cuda.default_generators[device.index or 0]
     return generator.initial_seed(), generator.get_offset()
 
 

@@ -16,6 +16,8 @@ ELSEWHERE = {
     "checkpoint(..., use_reentrant=False)": "layouts/test_gradients: recomputed blocks",
     "in continuous batching, which packs the rows": "test_continuous_batching",
     "flex_model was tested with": "integrations/test_versions",
+    "flex_model needs torch": "test_build: an import without torch",
+    "draws random numbers, and drew none": "hooks/test_settled_edits: a function may draw late",
     "register_function: expected a subclass": "layouts/test_functions",
     "register_function: state forward=": "layouts/test_functions",
     "an autograd.Function without a contract": "layouts/test_functions",

@@ -5,9 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import models
 from flex_model import FlexModel, HookError, HookFunction
 from flex_model.integrations import torch_private
 
@@ -295,3 +297,16 @@ def test_what_the_function_keeps_is_not_changed_by_the_model():
         for _ in range(6):
             assert flex(torch.ones(2)).tolist() == [3, 3]
     assert all(tensor.tolist() == [2, 2] for tensor in kept)
+
+
+@pytest.mark.ranks(2)
+def test_an_edit_that_keeps_nothing_changes_nothing_in_later_calls_either():
+    """A reference of our own to the tensor counted as the function's."""
+    flex = FlexModel(models.mlp(), data_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc1", None, nothing))
+    rows = models.random(4, 6).chunk(2)[dist.get_rank()]
+    with mock.patch.object(type(flex._core.communicator), "note_edit") as noted:
+        for _ in range(3):
+            flex(rows).sum().backward()
+    assert noted.call_args_list == [mock.call("")] * 3
+    flex.restore()

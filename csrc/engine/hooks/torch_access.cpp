@@ -50,7 +50,8 @@ bool is_alone(const TorchAccess& torch, const py::object& tensor) {
 Draws::Draws(const TorchAccess& torch, const py::object& tensor)
     : state_(checked(PyObject_CallNoArgs(torch.random_state.ptr()))) {
   if (is_true(names().is_cuda.of(tensor)))
-    position_ = checked(PyObject_CallOneArg(torch.position_on_gpu.ptr(), tensor.ptr()));
+    position_ =
+        checked(PyObject_CallOneArg(torch.position_on_gpu.ptr(), names().device.of(tensor).ptr()));
 }
 
 bool Draws::operator==(const Draws& other) const {

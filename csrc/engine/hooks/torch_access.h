@@ -56,7 +56,7 @@ struct TorchAccess {
   py::object num_dispatch_modes;  // with one, something follows what runs
   py::object saved_hooks;         // of tensors saved for backward; not None in a checkpoint
   py::object random_state;        // of the CPU's generator: a tensor of bytes
-  py::object position_on_gpu;     // of the generator of a tensor's GPU
+  py::object position_on_gpu;     // of the generator of a device
   py::object is_capturing;        // whether a CUDA graph is captured
   py::object storage_uses;        // how many owners a storage has
 

@@ -105,9 +105,9 @@ _LAYERS = {
     "_upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa "
     "_upsample_bicubic2d_aa": ":...** -> ...** = self + input",
     "avg_pool3d _adaptive_avg_pool3d reflection_pad3d replication_pad3d upsample_nearest3d "
-    "_upsample_nearest_exact3d upsample_trilinear3d": "self:...*** -> ...*** = self",
+    "_upsample_nearest_exact3d upsample_trilinear3d": ":...*** -> ...*** = self + input",
     "reflection_pad1d replication_pad1d upsample_nearest1d _upsample_nearest_exact1d "
-    "upsample_linear1d": "self:...* -> ...* = self",
+    "upsample_linear1d": ":...* -> ...* = self + input",
     "im2col": "self:...*** -> ...** = self",
     "col2im": "self:...** -> ...*** = self",
     "pixel_shuffle pixel_unshuffle": "self:...*** -> ...*** = self",
