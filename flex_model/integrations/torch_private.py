@@ -276,7 +276,7 @@ FOR_DISPATCHER = SimpleNamespace(
     random_state=torch.default_generator.get_state,
     position_on_gpu=position_on_gpu,
     is_capturing=lambda: torch.cuda.is_current_stream_capturing(),
-    storage_uses=torch._C._storage_Use_Count,
+    storage_uses=getattr(torch._C, "_storage_Use_Count", lambda storage: 0),  # without it: copies
 )
 
 num_transforms = _functorch.get_dynamic_layer_stack_depth  # of torch.func that are in progress
