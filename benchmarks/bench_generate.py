@@ -30,6 +30,7 @@ import time
 import warnings
 
 import torch
+from bench_dispatch import report
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -214,10 +215,7 @@ def main() -> None:
         for step, shape in (("decode", (1, 1)), ("prefill", (2, 32) if is_small else (8, 512))):
             tokens = (torch.arange(shape[0] * shape[1]).reshape(shape) % 256).to(device)
             rows += measure(cases, step, tokens, 2 if options.dry_run else options.repeats)
-    for i, row in enumerate(rows):
-        if i == 0:
-            print(*(f"{name:>14}" for name in row))
-        print(*(f"{v:>14.1f}" if isinstance(v, float) else f"{v:>14}" for v in row.values()))
+    report(rows)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(rows, file, indent=2)

@@ -56,8 +56,7 @@ class HookHandlers:
         on_failure: Callable[[Registration, Exception], None] | None,
     ) -> None:
         self.runs, self._backwards, self._graphs = runs, backwards, graphs
-        self.communicator = self._communicator = communicator
-        self._tracking, self._executor = tracking, executor
+        self.communicator, self._tracking, self._executor = communicator, tracking, executor
         self._step, self._on_failure = step, on_failure
         self._turns = Turns(communicator.timeout_s, communicator.is_local)
 
@@ -110,7 +109,7 @@ class HookHandlers:
         """Let the dispatcher call a function that draws no random numbers by itself, on one
         process, in the rest of the run.
         """
-        is_alone = self._communicator.is_local and run.save_ctx is None
+        is_alone = self.communicator.is_local and run.save_ctx is None
         is_there = registration.is_registered and registration.edits  # it may take itself off
         if is_alone and is_there and registration.draws is False:
             self._executor.function.settle(registration)
@@ -161,10 +160,6 @@ class HookHandlers:
             self.hook_failed(registration, error)
             return None
 
-    def edit_failed(self, registration: Registration, error: Exception) -> None:
-        """Handle what a function raised that the dispatcher called."""
-        self.hook_failed(registration, error)
-
     def edit_drew(self, registration: Registration) -> None:
         """Handle that a function drew random numbers that the dispatcher called."""
         self.hook_failed(registration, late_draws(registration))
@@ -195,7 +190,7 @@ class HookHandlers:
                 call = HookCall(registration, module, run, True, None, evidence)
                 return self._executor.activation(call, leaf, tree)
         except Exception as error:
-            if type(error).__name__ == _STOPS_RECOMPUTATION or self._communicator.is_local:
+            if type(error).__name__ == _STOPS_RECOMPUTATION or self.communicator.is_local:
                 raise
             if run is not None:
                 self._backwards.begin(run)
@@ -259,7 +254,7 @@ class HookHandlers:
                 graph.enter()
                 self._backwards.begin(run)
                 for registration, number, evidence in zip(registrations, numbers, evidences):
-                    if self._communicator.failure.held is not None:
+                    if self.communicator.failure.held is not None:
                         break
                     call = HookCall(registration, module, run, False, number, evidence)
                     grad = self._gradient(call, grad, run.batch)
@@ -279,7 +274,7 @@ class HookHandlers:
             if grad is None:
                 return None
             for registration in registrations:
-                if self._communicator.failure.held is not None:
+                if self.communicator.failure.held is not None:
                     break
                 evidence = Evidence(key=self._tracking.num_followed)
                 call = HookCall(registration, None, run, evidence=evidence)
@@ -303,7 +298,7 @@ class HookHandlers:
                 grad = self._executor.gradient(call, grad)
             order.add(name, position, batch)
         except Exception as error:
-            if self._communicator.is_local and self._step is None:  # else the backward's end does
+            if self.communicator.is_local and self._step is None:  # else the backward's end does
                 self.runs.drop_gradients(call.run)
             self.hook_failed(call.registration, error)
         return grad
@@ -326,23 +321,23 @@ class HookHandlers:
             self._fail_in_step(self._step, text, error)
             return
         if is_agreed(error):
-            if isinstance(error, HookError) or not self._communicator.failure.hold(error):
+            if isinstance(error, HookError) or not self.communicator.failure.hold(error):
                 try:
                     raise error
                 finally:
                     del error  # else it keeps its own traceback, and the frames in that, alive
             return
-        self._communicator.fail(text, error, state)
+        self.communicator.fail(text, error, state)
 
     def _fail_in_step(self, step: MicrobatchState, text: str, error: BaseException) -> None:
         """Keep an error until the step ends: the schedule continues, without edits on all ranks of
         the stage from the same exchange on. Raising it now would leave other stages waiting.
         """
-        if self._communicator.is_local or is_agreed(error):
+        if self.communicator.is_local or is_agreed(error):
             step.silence()
             step.fail(text, error)
         else:
-            self._communicator.fail(f"{text} ({step.where})", error)
+            self.communicator.fail(f"{text} ({step.where})", error)
 
     def _is_silent(self) -> bool:
         return self._step is not None and not self._step.calls_hooks()

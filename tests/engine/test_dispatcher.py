@@ -38,7 +38,7 @@ def make(records=None, graph_task=lambda: -1, run_hook=None):
         forward=calls,
         edit_whole=edit,
         finish_edit=None,
-        edit_failed=None,
+        hook_failed=None,
         edit_drew=None,
         communicator=SimpleNamespace(edit_of="", set_edit=lambda hook: None),
     )

@@ -29,7 +29,7 @@ Handlers::Handlers(const py::object& handlers)
     : forward(handlers.attr("forward")),
       edit_whole(handlers.attr("edit_whole")),
       finish_edit(handlers.attr("finish_edit")),
-      edit_failed(handlers.attr("edit_failed")),
+      hook_failed(handlers.attr("hook_failed")),
       edit_drew(handlers.attr("edit_drew")),
       communicator(handlers.attr("communicator")),
       set_edit(communicator.attr("set_edit")) {}
@@ -66,10 +66,10 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
   }
   const Names& of = names();
   if (!torch.is_tensor(leaf)) return false;
+  const bool is_settled = hook.edits_here && dispatcher_->is_settled(hook);
   if (!is_true(of.is_cpu.of(leaf))) {
     // A record of a GPU's tensor is delivered when the run ends, and a graph can't be captured.
-    if (!is_true(of.is_cuda.of(leaf)) || !hook.edits_here || hook.records_here) return false;
-    if (!dispatcher_->is_settled(hook)) return false;
+    if (!is_settled || hook.records_here || !is_true(of.is_cuda.of(leaf))) return false;
     if (is_true(checked(PyObject_CallNoArgs(torch.is_capturing.ptr())))) return false;
   }
   if (!hook.expected_shape.is_none() && !has_shape(leaf, hook.expected_shape)) return false;
@@ -97,7 +97,7 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
     return true;
   }
   py::object after, copy = copied(true);
-  if (dispatcher_->is_settled(hook)) {
+  if (is_settled) {
     after = run_settled(*dispatcher_, hook, module, leaf, copy);
     // The copy is the record if it is as it was, and no one else has it.
     if (hook.records_here) record(copy ? of.detach.call(copy) : copied(false));

@@ -80,7 +80,7 @@ struct Handlers {
   py::object forward;       // (registration, module, tree) -> tree
   py::object edit_whole;    // (registration, module, tensor, copy) -> replacement or None
   py::object finish_edit;   // (registration, tensor, copy, before, result, is_kept) -> likewise
-  py::object edit_failed;   // (registration, error): raises
+  py::object hook_failed;   // (registration, error): raises
   py::object edit_drew;     // (registration): raises
   py::object communicator;  // its `edit_of`: the hook whose editing function runs
   py::object set_edit;      // sets that

@@ -51,7 +51,7 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
     py::error_already_set error;
     handlers->set_edit("");
     if (!is_exception) throw error;  // an interrupt
-    handlers->edit_failed(hook.registration, error.value());
+    handlers->hook_failed(hook.registration, error.value());
     return py::none();
   }
   handlers->set_edit("");
