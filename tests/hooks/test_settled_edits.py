@@ -310,3 +310,20 @@ def test_an_edit_that_keeps_nothing_changes_nothing_in_later_calls_either():
             flex(rows).sum().backward()
     assert noted.call_args_list == [mock.call("")] * 3
     flex.restore()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("drawing", [(0, 1), (1,)])
+def test_a_late_draw_is_an_error_on_every_rank(drawing):
+    def edit(module, full, save_ctx, modules):
+        save_ctx.calls = getattr(save_ctx, "calls", 0) + 1
+        is_late = save_ctx.calls > 2 and dist.get_rank() in drawing
+        return full + torch.rand_like(full) if is_late else full * 2
+
+    with FlexModel(models.mlp(), data_parallel_size=2, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("fc1", None, edit))
+        rows = models.random(4, 6).chunk(2)[dist.get_rank()]
+        flex(rows)
+        flex(rows)
+        with pytest.raises(HookError, match=r"fc1.*draws random numbers.*draws=True"):
+            flex(rows)
