@@ -22,7 +22,6 @@ API = {
     "__cause__",  # of an exception
     "is_agreed",  # ours, of any exception, also of Python's classes: errors.agreed
     "atexit",  # of weakref.finalize
-    "__code__",  # of a function: sequential/traced/statement_nodes.py
     "propagate",  # of logging.Logger
     "disabled",  # of logging.Logger
     # of a layer of transformers, and of its configuration: integrations/attention_patterns.py

@@ -7,12 +7,16 @@ import torch
 from test_engine import assert_equal, torch_hooks
 from test_traced import called, run_by_hand
 
-from flex_model import FlexModel, HookFunction, sequential
+from flex_model import FlexModel, HookFunction, TraceError, sequential
 from flex_model.sequential import trace_subgraphs
 from modalities import FAMILIES, mix, without_cache
 from tiers import grid_but
 
 pytest.importorskip("transformers")
+
+
+#: Their code behind the tower goes through the images one by one, in Python.
+COUNT_IMAGES = {"llava", "pixtral", "idefics3", "mistral3"}
 
 
 def attributes_of(model):
@@ -25,8 +29,22 @@ def targets_of(family, which):
     return names.get(which) or [family.layer_class, family.tower_class]
 
 
-@pytest.mark.parametrize("which", grid_but(["layers", "tower", "both"], "both"))
-@pytest.mark.parametrize("name", FAMILIES)
+CASES = [
+    (name, which)
+    for name in FAMILIES
+    for which in (["layers"] if name in COUNT_IMAGES else ["layers", "tower", "both"])
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "which"),
+    [
+        one
+        if one[0] in COUNT_IMAGES or one[1] == "both"
+        else pytest.param(*one, marks=pytest.mark.grid)
+        for one in CASES
+    ],
+)
 def test_subgraphs_equal_the_model(name, which):
     family = FAMILIES[name]
     model, batches = family.make(), family.batches()
@@ -45,6 +63,14 @@ def test_subgraphs_equal_the_model(name, which):
             for batch, output in zip(batches, expected):
                 assert_equal(run_by_hand(model, subgraphs, batch), output)
     assert torch_hooks(model) == hooks  # transformers' own, which collect hidden states
+
+
+@pytest.mark.parametrize("name", sorted(COUNT_IMAGES))
+def test_code_that_counts_images_does_not_trace(name):
+    family = FAMILIES[name]
+    names = targets_of(family, "tower")
+    with pytest.raises(TraceError, match=r"where the subgraphs were traced.*sequential\.run"):
+        trace_subgraphs(family.make(), family.batches()[0], names)
 
 
 @pytest.mark.parametrize("name", grid_but(FAMILIES, "llava"))

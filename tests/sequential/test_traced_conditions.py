@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_engine import assert_equal
+from test_engine import Stack, assert_equal
 from test_traced import run_by_hand
 from torch import nn
 
 import models
-from flex_model import TraceError
+from flex_model import TraceError, sequential
 from flex_model.sequential import trace_subgraphs
 
 X, OTHER = (models.random(4, 6, seed=seed, dtype=torch.float32) for seed in (0, 1))
@@ -149,16 +149,93 @@ class NoGrad(Model):
         return self.blocks[1](x * scale)
 
 
-def test_contexts_around_targets():
-    with pytest.raises(TraceError, match="changes a mode of torch \\(autocast\\)"):
-        trace_subgraphs(Autocast(), {"x": X}, ["Linear"])
+@pytest.mark.parametrize(("kind", "mode"), [(Autocast, "autocast"), (NoGrad, "no_grad")])
+def test_contexts_around_targets(kind, mode):
+    with pytest.raises(TraceError, match=f"changes a mode of torch \\({mode}\\)"):
+        trace_subgraphs(kind(), {"x": X}, ["Linear"])
 
 
-def test_contexts_around_other_code_are_nodes():
-    model = NoGrad()
+class Branch(Model):
+    def forward(self, x):
+        if x.sum() > 0:
+            x = x + 1
+        return self.around(x)
+
+
+class Number(Model):
+    def forward(self, x):
+        return self.around(x, max(0.0, x.max().item()))
+
+
+class Rows(Model):
+    def forward(self, x):
+        return self.around(torch.stack([row for row in x if row.sum() > 0]))
+
+
+class CallsATarget(Model):
+    def forward(self, x):
+        if x.sum() > 0:
+            x = self.blocks[0](x)
+        return self.blocks[1](x)
+
+
+class AsksThroughAFunction(Model):
+    def forward(self, x):
+        return self.around(x) * (2 if is_large(x) else 3)
+
+
+def is_large(x):
+    return bool(x.sum() > 1e9)
+
+
+@pytest.mark.parametrize("kind", [Branch, Number, Rows, CallsATarget, AsksThroughAFunction])
+def test_code_around_targets_that_reads_values(kind):
+    model, batches = kind(), [X, OTHER, X.abs() + 2]
+    with pytest.raises(TraceError, match=r"asks in Python for the values of.*sequential\.run"):
+        trace_subgraphs(model, {"x": X.abs() + 2}, ["Linear"])
+    outputs = sequential.run(model, batches)
+    assert all(assert_equal(o, model(b)) is None for o, b in zip(outputs, batches))
+
+
+class Method(Model):
+    """Methods that lead to no target read values in each run."""
+
+    def forward(self, x):
+        return self.around(self.scaled(x))
+
+    def scaled(self, x):
+        self.last = x
+        return x * 2 if float(x.detach().sum()) > 0 else x * 3
+
+
+def test_methods_that_read_values():
+    model = Method()
     subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
-    output = run_by_hand(model, subgraphs, {"x": OTHER})
-    assert_equal(output, model(OTHER))
-    output.sum().backward()
-    assert model.weight.grad is None
-    assert model.blocks[0].weight.grad is not None
+    for x in (X, OTHER, X.abs(), -X.abs()):
+        assert_equal(run_by_hand(model, subgraphs, {"x": x}), model(x))
+
+
+class OneShape(Model):
+    def forward(self, x):
+        return self.around(checked(x))
+
+
+def checked(x):
+    if x.shape[0] != 4 or float(x[0, 0]) != float(X[0, 0]):
+        raise ValueError("another input")
+    return x
+
+
+def test_a_model_that_takes_one_input_is_not_checked():
+    with pytest.raises(TraceError, match="runs on no other input that was made from the sample"):
+        trace_subgraphs(OneShape(), {"x": X}, ["Linear"])
+
+
+def test_targets_per_subgraph():
+    model = Stack(5)
+    for each, number in ((1, 6), (2, 4), (5, 2), (9, 2)):
+        subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"], targets_per_subgraph=each)
+        assert len(subgraphs) == number
+        assert_equal(run_by_hand(model, subgraphs, {"x": OTHER}), model(OTHER))
+    with pytest.raises(ValueError, match="targets_per_subgraph must be at least 1, got 0"):
+        trace_subgraphs(model, {"x": X}, ["Linear"], targets_per_subgraph=0)

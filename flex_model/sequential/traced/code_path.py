@@ -1,5 +1,5 @@
-"""Finds the code around a model's targets: the functions that are running when a target is called,
-and the lines at which they are. Only these are traced; what else they call becomes single nodes.
+"""Finds the code around a model's targets: the functions that are running when a target is called.
+Only these are traced; what else they call becomes single nodes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class CodePath:
     """Which code leads to a call of a target, for one input.
 
     Attributes:
-        functions: The functions that were running when a target was called, without decorators, and
-            the lines at which they were. Those that ancestors have as methods, or that these name.
+        functions: The functions that were running when a target was called, without decorators:
+            those that ancestors have as methods, or that these name.
         decorators: Functions around them that were running, too.
     """
 
-    functions: dict[types.FunctionType, set[int]] = field(default_factory=dict)
+    functions: set[types.FunctionType] = field(default_factory=set)
     decorators: list[types.FunctionType] = field(default_factory=list)
 
     @property
@@ -41,13 +41,13 @@ def follow(
     ancestors: set[nn.Module], targets: set[nn.Module], run: Callable[[], Any]
 ) -> tuple[CodePath, Any]:
     """Return the path of what ``run()`` calls, and its result."""
-    lines: dict[types.CodeType, set[int]] = {}
+    running: set[types.CodeType] = set()
     here = sys._getframe()
 
     def note(*_: Any) -> None:
         frame = sys._getframe(1)
         while frame is not here and frame.f_back is not None:
-            lines.setdefault(frame.f_code, set()).add(frame.f_lineno)
+            running.add(frame.f_code)
             frame = frame.f_back
 
     handles = [target.register_forward_pre_hook(note) for target in targets]
@@ -56,10 +56,10 @@ def follow(
     finally:
         for handle in handles:
             handle.remove()
-    return _path_of(lines, ancestors), result
+    return _path_of(running, ancestors), result
 
 
-def _path_of(lines: dict[types.CodeType, set[int]], ancestors: set[nn.Module]) -> CodePath:
+def _path_of(running: set[types.CodeType], ancestors: set[nn.Module]) -> CodePath:
     """Return the functions that have this code: methods of the ancestors, and functions that they
     name in turn.
     """
@@ -75,11 +75,11 @@ def _path_of(lines: dict[types.CodeType, set[int]], ancestors: set[nn.Module]) -
         while hasattr(around[-1], "__wrapped__"):
             around.append(around[-1].__wrapped__)
         function = around.pop()
-        if function in path.functions or function.__code__ not in lines:
+        if function in path.functions or function.__code__ not in running:
             continue
-        path.functions[function] = lines[function.__code__]
+        path.functions.add(function)
         path.decorators += [
-            one for one in around if isinstance(one, types.FunctionType) and one.__code__ in lines
+            one for one in around if isinstance(one, types.FunctionType) and one.__code__ in running
         ]
         named = (function.__globals__.get(name) for name in names_in(function.__code__))
         remaining += [one for one in named if isinstance(one, types.FunctionType)]

@@ -14,7 +14,6 @@ from flex_model.errors import TraceError
 from flex_model.integrations.keyword_arguments import takes_keyword
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
 from flex_model.sequential.traced import code_path, trace_check
-from flex_model.sequential.traced.statement_nodes import Retrace, Statements
 from flex_model.sequential.traced.structure import NoneForSampleError, Structures, run
 from flex_model.sequential.traced.tracer import SequentialTracer, keyword_arguments
 
@@ -98,9 +97,8 @@ def trace_subgraphs(
     the model, also on other batch sizes, lengths and masks.
 
     What is traced is the code on the way to the targets. Functions and methods that don't lead to
-    one are single nodes, and so are statements that read values of tensors in Python.
-    Configurations, global variables, and attributes that are objects are constants of the graphs:
-    call it again after changing one.
+    one are single nodes. Configurations, global variables, and attributes that are objects are
+    constants of the graphs: call it again after changing one.
 
     Args:
         sample_input: Arguments by name. What ``len``, ``bool`` and ``in`` say of them is taken to
@@ -143,7 +141,7 @@ def trace_subgraphs(
         path, expected = code_path.follow(
             ancestors, targets, lambda: model(**sample_input, **settings)
         )
-        tracer.sample_input, tracer.statements = given, Statements(path)
+        tracer.sample_input = given
         read = set().union(*(code_path.names_in(function.__code__) for function in path.traced))
         attributes = {
             name: {key: value for key, value in vars(module).items() if key in read}
@@ -180,28 +178,25 @@ def _trace(
     concrete_args: dict[str, Any],
     ignore: Sequence[str],
 ) -> GraphModule:
-    """Return the graph of a model. The trace begins again whenever a statement becomes a node.
+    """Return the graph of a model.
 
     Args:
         attributes: Those of the modules around targets that the traced code names.
     """
-    while True:
-        try:
-            with (
-                trace_check.unchanged_attributes(tracer.ancestors),
-                tracer.leaf_functions(path, set(ignore)),
-            ):
-                graph = GraphModule(model, tracer.trace(model, concrete_args))
-                trace_check.check_unchanged(model, attributes)
-            return graph
-        except Retrace:
-            continue
-        except Exception as error:
-            if isinstance(error, TraceError) and "trace_subgraphs:" in str(error):
-                raise
-            raise trace_check.trace_error(
-                f"{type(model).__name__} does not trace: {type(error).__name__}: {error}"
-            ) from error
+    try:
+        with (
+            trace_check.unchanged_attributes(tracer.ancestors),
+            tracer.leaf_functions(path, set(ignore)),
+        ):
+            graph = GraphModule(model, tracer.trace(model, concrete_args))
+            trace_check.check_unchanged(model, attributes)
+        return graph
+    except Exception as error:
+        if isinstance(error, TraceError) and "trace_subgraphs:" in str(error):
+            raise
+        raise trace_check.trace_error(
+            f"{type(model).__name__} does not trace: {type(error).__name__}: {error}"
+        ) from error
 
 
 def populate_concrete_args(model: nn.Module, sample_input: dict[str, Any]) -> dict[str, Any]:

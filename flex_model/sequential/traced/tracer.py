@@ -4,8 +4,7 @@ The tracer keeps a sample of every value that the traced code computes: the mode
 input while it is traced. So any question of that code about sizes (a length, a branch) has an
 answer. An answer that holds for the sample only makes a graph that is wrong for other inputs:
 `trace_check` finds out. Functions that don't lead to a target (masks, caches, features of images)
-are single nodes, which are called again with real values when the graph runs, and so are statements
-that ask for values (`statement_nodes`).
+are single nodes, which are called again with real values when the graph runs.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.fx
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 from flex_model.errors import TraceError
 from flex_model.integrations.torch_private import tree_flatten, tree_unflatten
 from flex_model.sequential.traced.code_path import CodePath, leaf_functions, leaf_methods
-from flex_model.sequential.traced.statement_nodes import Retrace, Statements
 from flex_model.sequential.traced.structure import IS_FIXED, is_plain, value_of
 
 # Factories of tensors: torch does not dispatch on the type of their arguments, which may be sizes.
@@ -48,8 +46,7 @@ _NO_SAMPLE = object()
 class SampledProxy(torch.fx.Proxy):
     """A proxy with its value for the sample. Sizes stay proxies; devices are taken to be the same
     for all inputs. What Python must have (a truth, an index, a length) is the sample's, and fixed
-    in the graph. Reading the values of a tensor of the input is an error, if the statement that
-    does can't be a node.
+    in the graph. Reading the values of a tensor of the input is an error.
     """
 
     @property
@@ -109,11 +106,8 @@ class SampledProxy(torch.fx.Proxy):
         return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
 
     def __iter__(self) -> Iterator[Any]:
-        tracer: Any = self.tracer
         if self.sample is _NO_SAMPLE:
             return super().__iter__()
-        if isinstance(self.sample, Tensor) or self.node in tracer.value_nodes:
-            tracer.choose_running()  # how many there are may depend on the input
         if isinstance(self.sample, dict):
             return iter(self.keys())
         return iter([operator.getitem(self, i) for i in range(len(self))])
@@ -148,7 +142,6 @@ class SequentialTracer(torch.fx.Tracer):
         samples: The value of each node for ``sample_input``.
         value_nodes: Nodes whose samples follow from values in tensors of the input: not from sizes,
             and not from weights alone.
-        statements: Statements that are single nodes, and may become more.
         optional: Names of nodes that are None for the sample, and not for all inputs: traced code
             gets a proxy.
     """
@@ -162,7 +155,6 @@ class SequentialTracer(torch.fx.Tracer):
         self.sample_input: dict[str, Any] | None = None
         self.samples: dict[torch.fx.Node, Any] = {}
         self.value_nodes: set[torch.fx.Node] = set()
-        self.statements: Statements | None = None
         self._input_nodes: set[torch.fx.Node] = set()  # those that follow from the input
         self._functions: set[Any] = set()  # those of nodes that are Python functions
         self.optional: set[str] = set()
@@ -244,14 +236,8 @@ class SequentialTracer(torch.fx.Tracer):
         proxy.node.meta[IS_FIXED] = True
         return value
 
-    def choose_running(self) -> None:
-        """Make a node of the statement that is running, if that is possible."""
-        if self.statements is not None and self.statements.choose_running():
-            raise Retrace
-
-    def refuse_values(self, node: torch.fx.Node) -> None:
-        """Called where Python code asks for values of the input: the statement becomes a node."""
-        self.choose_running()
+    def refuse_values(self, node: torch.fx.Node) -> NoReturn:
+        """TraceError: Python code reads values of the input."""
         raise TraceError(
             f"the code around the targets asks in Python for the values of {node.name!r}, "
             "a tensor (an if, .item(), bool(), int())"
@@ -305,8 +291,6 @@ class SequentialTracer(torch.fx.Tracer):
                 else:
                     undo.callback(table.__delitem__, name)
                 table[name] = function
-            if self.statements is not None:
-                undo.enter_context(self.statements.as_nodes(self._as_node))
             for mode in _MODES:
                 undo.callback(setattr, mode, "__enter__", mode.__enter__)
                 mode.__enter__ = self._refusing(mode.__enter__)
@@ -327,14 +311,13 @@ class SequentialTracer(torch.fx.Tracer):
         return setting
 
     def _refusing(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what begins a mode of torch in place of ``begin``. The graph would run without the
-        mode; a statement that holds all of it becomes a node.
+        """Return what begins a mode of torch in place of ``begin``: the graph would run without the
+        mode.
         """
 
         @functools.wraps(begin)
         def refuse(mode: Any, *args: Any, **settings: Any) -> Any:
             if not self._is_sampling and not self._num_calls:
-                self.choose_running()
                 raise TraceError(
                     f"the code around the targets changes a mode of torch ({type(mode).__name__})"
                 )
