@@ -13,9 +13,9 @@ from flex_model.diagnostics.local_ranks import RankError
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.mesh import check_sizes
 from flex_model.distributed.placement import Shape
-from flex_model.inspection import hook_costs, offline
+from flex_model.inspection import offline
 from flex_model.inspection.dry_run import DryRun
-from flex_model.sequential.command import add_harvest
+from flex_model.sequential.harvest import add_harvest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -138,13 +138,13 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _hook_costs(options: argparse.Namespace) -> DryRun:
-    lines = hook_costs.read(options.hooks)
+    lines = offline.read(options.hooks)
     check_sizes(options.tp, 1, options.dp)
-    hosts = hook_costs.hosts_in_order(options.tp * options.dp, options.hosts)
+    hosts = offline.hosts_in_order(options.tp * options.dp, options.hosts)
     run = offline.run_on_shapes(
         options.model, options.tp, options.dp, options.input, show_progress=True
     )
-    return hook_costs.predict(run, lines, hosts, options.edit_on)
+    return offline.predict(run, lines, hosts, options.edit_on)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -202,7 +202,7 @@ class FlexModel(nn.Module):
 
             runner_class = ScheduleRunner
         elif "_pp_stage" in getattr(module, "__dict__", ()):  # transformers has split it
-            from flex_model.pipelining.forward_runner import ForwardRunner
+            from flex_model.pipelining.forward_stages import ForwardRunner
 
             runner_class = ForwardRunner
         elif not isinstance(module, nn.Module):

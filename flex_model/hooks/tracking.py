@@ -21,12 +21,11 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import ActiveHooks
 from flex_model.integrations import compiled
 from flex_model.layouts import follow, replicas
-from flex_model.layouts.attributes import Attributes
 from flex_model.layouts.cache import Conditions, ForwardLayouts, LayoutCache, Place
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.inputs import SharedInputs, seed_inputs
-from flex_model.layouts.kept import KeptTensors
+from flex_model.layouts.kept import Attributes, KeptTensors
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.layouts.placement_encoding import common, encode
 from flex_model.layouts.replicas import PendingReplica

@@ -3,7 +3,7 @@ the unsharded model.
 """
 
 from flex_model.distributed.costs import Cost
-from flex_model.inspection import observed
+from flex_model.inspection import tree
 from flex_model.inspection.dry_run import DryRun, DryRunRow
 from flex_model.inspection.edits.findings import Finding
 from flex_model.inspection.explain import Explanation, HookCost
@@ -21,5 +21,5 @@ __all__ = [
     "SiteDifference",
     "SiteLayout",
     "VerifyReport",
-    "observed",
+    "tree",
 ]

@@ -26,7 +26,7 @@ from flex_model.distributed.padding import Rows
 from flex_model.distributed.placement import Shape
 from flex_model.errors import HookError
 from flex_model.layouts.arguments import describe
-from flex_model.layouts.attributes import Attributes
+from flex_model.layouts.kept import Attributes
 from flex_model.layouts.placement_encoding import UNKNOWN, Pair
 from flex_model.layouts.sizes import COMPARISONS
 

@@ -11,10 +11,8 @@ from torch.overrides import TorchFunctionMode
 
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites
-from flex_model.layouts.call_sizes import CallSizes
-from flex_model.layouts.expressions import Expression
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.sizes import Size, expressions_of
+from flex_model.layouts.sizes import CallSizes, Expression, Size, expressions_of
 
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder

@@ -14,13 +14,13 @@ from flex_model.layouts import chunks, positions
 from flex_model.layouts.alignment import align
 from flex_model.layouts.contracts.collectives import follow_collective
 from flex_model.layouts.contracts.logged_calls import follow_call
-from flex_model.layouts.expressions import Expression
 from flex_model.layouts.gradient_placements import Gradients
 from flex_model.layouts.operation_log import Chunk, Entry, Value
 from flex_model.layouts.operations import follow_operation
 from flex_model.layouts.own_rows import OwnRows
 from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation.operation import Shape, full_size
+from flex_model.layouts.sizes import Expression
 
 _DIFFERS = ": the ranks' control flow differs, not all ran {}"
 

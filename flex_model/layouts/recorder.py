@@ -27,14 +27,13 @@ from flex_model.integrations.torch_private import (
 )
 from flex_model.layouts import memory_map
 from flex_model.layouts.active import active_recorders, all_paused
-from flex_model.layouts.argument_encoder import ArgumentEncoder, Encoded
-from flex_model.layouts.call_sizes import CallSizes
+from flex_model.layouts.argument_reader import ArgumentEncoder, Encoded
 from flex_model.layouts.contracts import logged_calls
 from flex_model.layouts.function_recorder import FunctionRecorder
 from flex_model.layouts.graph_nodes import GraphNodes, PendingResults, is_framework_hook
 from flex_model.layouts.operation_log import Log, Source, Value
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.sizes import expression_of, on_comparison, plain
+from flex_model.layouts.sizes import CallSizes, expression_of, on_comparison, plain
 from flex_model.layouts.tensor_values import TensorValues, without_function_mode
 
 Placements = tuple[Any, Any] | None  # encoded, along dp and tp

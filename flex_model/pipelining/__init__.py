@@ -1,9 +1,9 @@
 """Pipelines: models split into stages, with the names of ``torch.distributed.pipelining``.
 
 Hooks over a schedule: ``schedule_runner`` (the calls of a FlexModel), ``step_runner`` (one step:
-``step_plan`` before it, ``schedule`` during it, ``step_end`` after it), ``stage_index`` (names).
-``splitting`` makes stages of a model. ``forward_runner`` has the same calls over a model that
-transformers has split, whose ``forward`` is a step (``forward_stages``).
+``step_plan`` before it, ``instrumented_stage`` during it), ``stages`` (names). ``splitting`` makes
+stages of a model. ``forward_stages`` has the same calls over a model that transformers has split,
+whose ``forward`` is a step.
 """
 
 from torch.distributed.pipelining import (
@@ -30,8 +30,7 @@ from torch.distributed.pipelining._IR import (
 from torch.distributed.pipelining._utils import PipeInfo
 
 from flex_model.pipelining.pass_through import PassThrough
-from flex_model.pipelining.splitting.module_pipe import ModulePipe
-from flex_model.pipelining.splitting.pipeline import pipeline
+from flex_model.pipelining.splitting.pipeline import ModulePipe, pipeline
 from flex_model.runs.step import current_microbatch, current_rows
 
 __all__ = [

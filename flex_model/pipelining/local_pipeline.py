@@ -1,4 +1,6 @@
-"""This rank's part of a pipeline with hooks, and how it reaches the other ranks."""
+"""This rank's part of a pipeline with hooks: how it reaches the other ranks, and what the path of
+its micro-batches depends on.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +8,22 @@ import contextlib
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.header import site_hash
 from flex_model.distributed.mesh import Mesh, group_ranks
 from flex_model.errors import agreed
 from flex_model.hooks.save_ctx import StageContext
 from flex_model.integrations.mesh_sources import Source
-from flex_model.pipelining.schedule import LocalSchedule, stages_of
-from flex_model.pipelining.stage_index import StageIndex
+from flex_model.layouts.arguments import describe
+from flex_model.layouts.cache import Conditions
+from flex_model.layouts.kept import Attributes, KeptTensors
+from flex_model.layouts.sources import Constants
+from flex_model.pipelining.instrumented_stage import LocalSchedule, stages_of
 from flex_model.pipelining.stage_parameters import PipelineParameters, StageParameters
-from flex_model.pipelining.stages import LocalStages, describe_stage
-from flex_model.pipelining.step_conditions import StepConditions
+from flex_model.pipelining.stages import LocalStages, StageIndex, describe_stage
 from flex_model.runs.settings import Settings
 from flex_model.runs.step import MicrobatchState
 
@@ -134,3 +140,28 @@ class LocalPipeline:
 def _flat(mesh: Mesh) -> Mesh:
     """Return the mesh of the same ranks as one stage."""
     return Mesh(mesh.ranks, mesh.rank, tp_size=mesh.num_ranks, left_out=mesh.left_out)
+
+
+class StepConditions:
+    """Describes it for one rank's stages. Local: ranks describe it differently."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._conditions = Conditions(root)
+        self._attributes = Attributes(root, Constants(root), KeptTensors())
+
+    def digest(self) -> int:
+        """Return a hash of the modules, their hooks and attributes, and of torch's modes."""
+        form, sizes = self._conditions.form((), {}, 0, self._attributes)
+        return site_hash(form, *sizes)
+
+    def note_attributes(self) -> None:
+        """Find the attributes in which the modules have kept tensors, after a step."""
+        self._attributes.scan()
+
+
+def digest_of_inputs(args: Any, kwargs: dict[str, Any]) -> int:
+    """Return a hash of the inputs, except for the values of tensors."""
+    parts: list[Any] = []
+    sizes: list[int] = []
+    describe((args, kwargs), parts, sizes)
+    return site_hash(*parts, *sizes)

@@ -16,8 +16,7 @@ from flex_model.layouts.statements import Statements
 from flex_model.layouts.tensor_site import ParameterSources
 from flex_model.names import find_parameter, shapes_by_name
 from flex_model.parameters.full import ExpectedShape, Parameters
-from flex_model.pipelining.stage_index import StageIndex
-from flex_model.pipelining.stages import LocalStages
+from flex_model.pipelining.stages import LocalStages, StageIndex
 
 
 class StageParameters:

@@ -1,16 +1,22 @@
-"""This rank's stages, with the parameter and module names of the unsplit model."""
+"""The modules and parameters of this rank's stages, and of all stages, by the unsplit model's
+names.
+"""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
+from flex_model.errors import nearest
+from flex_model.hooks.groups import matches
 from flex_model.integrations.torch_pipelining import is_traced
-from flex_model.names import clean, find_module
+from flex_model.layouts.statements import Statement
+from flex_model.names import check_name, clean, find_module
 from flex_model.pipelining.pass_through import is_stand_in
 
 #: The name that torch's tracer gives to a further call of a module: ``name@1``.
@@ -164,3 +170,184 @@ def find_targets(root: nn.Module, name: str) -> list[nn.Module]:
         if (repeated := REPEATED_CALL.fullmatch(other)) and repeated[1] == name
     ]
     return [first, *again]
+
+
+class StageIndex:
+    """The modules and parameters of each stage, the same on every rank. All methods are local.
+
+    Args:
+        described: The result of ``describe_stage`` for every stage, in their order.
+        pp_ranks: By stage: the place of its rank along the pipeline.
+        calls_roots: Whether a step calls each stage's module, so that the first one gets the
+            model's inputs, and the last one returns its outputs.
+
+    Attributes:
+        module_names: The modules of all stages, in their order.
+        class_names: The class of each module, the stages' roots (``""``) included.
+        called_names: The modules that can be hooked, and those spread over several stages.
+        parameter_names: The parameters of all stages, in their order.
+    """
+
+    def __init__(
+        self, described: Sequence[dict[str, Any]], pp_ranks: Sequence[int], calls_roots: bool
+    ) -> None:
+        self._described, self.pp_ranks = described, pp_ranks
+        self._calls_roots = calls_roots
+        self._called = _by_name(stage["called"] for stage in described)
+        self._held = _by_name(stage["held"] for stage in described)
+        self._parameters = _by_name(
+            itertools.chain.from_iterable(stage["parameters"]) for stage in described
+        )
+        self._tied: dict[str, set[str]] = {}
+        for stage in described:
+            for names in (*stage["parameters"], *(of.values() for of in stage["tied"].values())):
+                tied = set(names).union(*(self._tied.get(name, ()) for name in names))
+                self._tied.update(dict.fromkeys(tied, tied))
+        self.class_names: dict[str, str] = {}
+        for stage in described:
+            for name, kinds in stage["types"].items():
+                if not REPEATED_CALL.fullmatch(name):
+                    self.class_names.setdefault(name, kinds[0].rpartition(".")[2])
+        self.module_names = [name for name in self.class_names if name]
+        self.called_names = [name for name in self.module_names if name in self._called]
+        self.parameter_names = list(self._parameters)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._described)
+
+    def hookable_names(self, kind: str) -> list[str]:
+        """Return the names that a group's substring or regex is matched against."""
+        return self.parameter_names if kind == "tensor" else self.called_names
+
+    def names_of_statement(self, statement: Statement) -> list[str]:
+        """Return the names of the modules or parameters that a statement matches."""
+        if isinstance(statement.pattern, type):
+            return self.names_of_type(statement.pattern)[0]
+        is_parameter = statement.kind == "parameter"
+        names = self.parameter_names if is_parameter else self.module_names
+        return [name for name in names if matches(statement.pattern, name)]
+
+    def names_of_type(self, kind: type) -> tuple[list[str], list[str]]:
+        """Return the names of the modules of a type, and of all types."""
+        found: dict[str, None] = {}
+        names = set()
+        for stage in self._described:
+            for name, kinds in stage["types"].items():
+                names.add(kinds[0].rpartition(".")[2])
+                if name and type_name(kind) in kinds and name in self._called:
+                    found[name] = None
+        return list(found), sorted(names)
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """Return the stages that call a module of this name, or else hold one.
+
+        Raises:
+            ValueError: there is none.
+        """
+        check_name(name, "module")
+        found = self._called.get(name) or self._held.get(name)
+        if found:
+            return tuple(found)
+        self._check_is_no_further_call(name)
+        lost = (
+            "; torch's tracer leaves out modules that do nothing, as nn.Identity and dropout in "
+            "eval()"
+            if any(stage["is_traced"] for stage in self._described)
+            else ""
+        )
+        raise ValueError(
+            f"the pipeline's {self.num_stages} stages have no module {name!r}; "
+            f"{nearest(name, self.module_names, 'module')}{lost}"
+        )
+
+    def stage_of(self, name: str, kind: str = "forward") -> int:
+        """Return the one stage in which a hook of this kind on this module is called. The model
+        itself, ``""``, gets its inputs in the first stage, and returns what the last one does.
+
+        Raises:
+            ValueError: there is no such module, or it is spread over several stages.
+        """
+        if not name and self._calls_roots:
+            return 0 if kind in ("forward_pre", "full_backward") else self.num_stages - 1
+        self._check_is_no_further_call(name)
+        found = self.stages_of(name)
+        if len(found) > 1:
+            below = [other for other in self._called if not name or other.startswith(f"{name}.")]
+            hint = f", as {below[1]!r}" if len(below) > 1 else ""
+            raise ValueError(
+                f"module {name!r} is spread over the stages {list(found)} of the pipeline, and "
+                "none of them sees the whole of its input and output; hook a module that one "
+                f"stage has{hint}"
+            )
+        return found[0]
+
+    def _check_is_no_further_call(self, name: str) -> None:
+        repeated = REPEATED_CALL.fullmatch(name)
+        if repeated and repeated[1] in self._called:
+            raise ValueError(
+                f"{name!r} is how torch's tracer names a further use of {repeated[1]!r}; hook "
+                f"{repeated[1]!r}, whose records hold every call, in call order"
+            )
+
+    def holders_of_parameter(self, name: str) -> list[int]:
+        """Return the stages that have a parameter.
+
+        Raises:
+            ValueError: there is none.
+        """
+        check_name(name, "parameter")
+        if name not in self._parameters:
+            raise ValueError(
+                f"the pipeline's {self.num_stages} stages have no parameter {name!r}; "
+                f"{nearest(name, self.parameter_names, 'parameter')}"
+            )
+        return self._parameters[name]
+
+    def names_of_parameter(self, name: str) -> list[str]:
+        """Return all names under which stages hold a parameter: several, if it is tied.
+
+        Raises:
+            ValueError: there is none.
+        """
+        self.holders_of_parameter(name)
+        return sorted(self._tied[name])
+
+    def holder_of_gradient(self, name: str, asked_by: str) -> int:
+        """Return the stage that has a parameter's whole gradient.
+
+        Raises:
+            ValueError: there is no such parameter, or several stages have it.
+        """
+        holders = self.holders_of_parameter(name)
+        where = f"stages {holders}" if len(holders) > 1 else ""
+        tied = self._described[holders[0]]["tied"].get(name)
+        if tied:
+            where = ", ".join(f"{other!r} on stage {stage}" for stage, other in tied.items())
+        if where:
+            raise ValueError(
+                f"{asked_by}: parameter {name!r} is held by several stages ({where}), each of "
+                "which has a part of its gradient only; add up its .grad on them after the step"
+            )
+        return holders[0]
+
+    def check_kwargs(self, names: Iterable[str]) -> None:
+        """ValueError for a keyword argument that no stage's forward takes."""
+        accepted = [stage["kwargs"] for stage in self._described]
+        if any(one is None for one in accepted):
+            return
+        known = sorted({name for one in accepted for name in one})
+        for name in names:
+            if name not in known:
+                raise ValueError(
+                    f"no stage's forward takes a keyword argument {name!r}; "
+                    f"{nearest(name, known, 'keyword')}"
+                )
+
+
+def _by_name(names_of_stages: Iterable[Iterable[str]]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for stage, names in enumerate(names_of_stages):
+        for name in names:
+            found.setdefault(name, []).append(stage)
+    return found

@@ -23,9 +23,8 @@ from flex_model.layouts.inputs import SharedInputs
 from flex_model.layouts.sources import named_inputs
 from flex_model.parameters.trainable import refuse_different
 from flex_model.pipelining import microbatches
-from flex_model.pipelining.local_pipeline import LocalPipeline
-from flex_model.pipelining.stage_index import StageIndex
-from flex_model.pipelining.step_conditions import digest_of_inputs
+from flex_model.pipelining.local_pipeline import LocalPipeline, digest_of_inputs
+from flex_model.pipelining.stages import StageIndex
 
 
 @dataclass(eq=False)

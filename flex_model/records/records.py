@@ -26,7 +26,7 @@ from flex_model.distributed.transports.transport import Gathered
 from flex_model.hooks import cuda_graphs
 from flex_model.layouts import replicas, resolve
 from flex_model.records.snapshots import Snapshot, Snapshots
-from flex_model.records.store.record_layout import RecordLayout, RecordShard
+from flex_model.records.store.manifest import RecordLayout, RecordShard
 
 if TYPE_CHECKING:
     from flex_model.hooks.hook_call import HookCall

@@ -19,8 +19,7 @@ from flex_model.integrations import adapters, copied, cut, fsdp, model_mesh, off
 from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.statements import Statement
 from flex_model.names import clean, find_module, find_parameter, module_names
-from flex_model.records.store.opening import config_hash
-from flex_model.records.store.session import Session
+from flex_model.records.store.session import Session, config_hash
 from flex_model.runs.settings import Groups, Settings, refuse_of_steps
 from flex_model.runs.until import Site, Until
 
@@ -218,7 +217,7 @@ class ModuleRunner:
         """Return the modules for ``show``; with inputs, with the tensors of a run on shapes."""
         modules = visualize.model_map.modules_of(self.core)
         if args:
-            inspection.observed.fill(self.core, modules.nodes, args)
+            inspection.tree.fill(self.core, modules.nodes, args)
         return modules
 
 

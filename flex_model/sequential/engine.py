@@ -23,9 +23,13 @@ from flex_model import _C
 from flex_model.integrations import torch_private
 from flex_model.runs.batches import BatchRun, BatchRuns
 from flex_model.runs.interrupts import Deferral, deferrable
-from flex_model.sequential.suspension import SuspendedCall, is_in_functional_call
+from flex_model.sequential.suspension import (
+    ProcessState,
+    SuspendedCall,
+    ThreadState,
+    is_in_functional_call,
+)
 from flex_model.sequential.targets import Target
-from flex_model.sequential.thread_state import ProcessState, ThreadState
 from flex_model.sequential.weights.loader import WeightLoader
 
 if TYPE_CHECKING:

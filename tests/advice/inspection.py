@@ -9,7 +9,7 @@ from torch import nn
 
 from advice.row import BATCH, Row, wrapped
 from flex_model import FlexModel, HookFunction
-from flex_model.inspection import hook_costs
+from flex_model.inspection import offline
 from flex_model.inspection.offline import inspect, run_on_shapes
 from flex_model.layouts import register_rule
 from flex_model.layouts.propagation import rules
@@ -82,13 +82,13 @@ def inspected(name="models:mlp", shape=(4, 6), dp=1):
 
 
 def costs(hooks="fc1 edit", num_hosts=2):
-    hosts = hook_costs.hosts_in_order(2, num_hosts)
+    hosts = offline.hosts_in_order(2, num_hosts)
     with tempfile.NamedTemporaryFile("w+") as file:
         file.write(hooks)
         file.flush()
-        lines = hook_costs.read(file.name)
+        lines = offline.read(file.name)
     run = run_on_shapes("models:mlp", 1, 2, [((4, 6), "float64")])
-    return hook_costs.predict(run, lines, hosts, "all")
+    return offline.predict(run, lines, hosts, "all")
 
 
 def of_one_rank():

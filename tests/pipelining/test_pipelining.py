@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError, sequential
 from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
-from flex_model.pipelining.schedule import stages_of
+from flex_model.pipelining.instrumented_stage import stages_of
 from flex_model.runs.stop_request import STOP_REQUEST
 from pipelines import (
     ALL,

@@ -14,7 +14,7 @@ from torch import nn
 from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError, HookMismatchError
 from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
-from flex_model.pipelining.schedule import stages_of
+from flex_model.pipelining.instrumented_stage import stages_of
 from pipelines import (
     ALL,
     MLP,

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flex_model import FlexModel, HookError, HookFunction
-from flex_model.pipelining.schedule import stages_of
+from flex_model.pipelining.instrumented_stage import stages_of
 from flex_model.selection import Select
 from pipelines import ALL, Transposed, make_mlp, make_schedule, part, unsplit
 

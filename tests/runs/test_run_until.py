@@ -9,7 +9,7 @@ from torch.testing import assert_close
 import models
 import pipelines
 from flex_model import FlexModel, HookError, HookFunction
-from flex_model.pipelining.schedule import stages_of
+from flex_model.pipelining.instrumented_stage import stages_of
 
 BATCH = models.random(4, 6)
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, sequential
-from flex_model.sequential.thread_state import ThreadState
+from flex_model.sequential.suspension import ThreadState
 
 # Not in the test that uses it: an operator whose library is freed breaks the import of torch's
 # inductor, which the first flex_attention of a process does.

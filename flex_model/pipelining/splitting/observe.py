@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from flex_model import pytree
-from flex_model.pipelining.unchanged import unchanged
 
 
 class ComparableRun(TorchFunctionMode):
@@ -69,3 +68,19 @@ def find_difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | 
             lines = str(error).splitlines()
             return next((line for line in lines if "Greatest absolute" in line), lines[0])
     return None
+
+
+@contextmanager
+def unchanged(*modules: nn.Module) -> Iterator[None]:
+    """No gradients; afterwards buffers and random states are what they were before."""
+    buffers = [(buffer, buffer.clone()) for one in modules for buffer in one.buffers()]
+    tensors = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
+    devices = {tensor.device.index or 0 for tensor in tensors if tensor.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+        try:
+            yield
+        finally:
+            for tensor, before in buffers:  # what has not changed is not written to
+                is_known = not tensor.is_meta and tensor.shape == before.shape
+                if is_known and not torch.equal(tensor, before):
+                    tensor.copy_(before)

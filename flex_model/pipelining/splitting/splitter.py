@@ -1,7 +1,7 @@
 """Split a model by keeping its module tree: stages that run the model's own code.
 
 A stage is a second tree of the model's modules, over the same parameters, in which what belongs to
-other stages is replaced by stand-ins (`stand_in`). It runs the model's own forward: stand-ins
+other stages is replaced by stand-ins (`assembly`). It runs the model's own forward: stand-ins
 of earlier blocks are run through, the first own block is given what the stage has received, and
 the call of the block after the last own one ends the forward. So masks, rotary embeddings and all
 else without parameters are computed in every stage, by the model's own code.
@@ -25,10 +25,9 @@ from torch.utils import _pytree
 
 from flex_model.pipelining.splitting.absent_tensor import AbsentError
 from flex_model.pipelining.splitting.assembly import Held, Parts, build, find_parts
-from flex_model.pipelining.splitting.block_list import BlockList, cannot_split
 from flex_model.pipelining.splitting.clones import users_hooks
 from flex_model.pipelining.splitting.observe import find_difference, quietly, tensors_in
-from flex_model.pipelining.splitting.recording import Recording, record
+from flex_model.pipelining.splitting.recording import BlockList, Recording, cannot_split, record
 
 
 def split_modules(

@@ -23,9 +23,8 @@ from flex_model.errors import TraceError
 from flex_model.integrations import torch_pipelining
 from flex_model.integrations.torch_pipelining import GraphStage, RecvInfo, has_gradient
 from flex_model.pipelining.splitting.clones import clone_tree
-from flex_model.pipelining.splitting.observe import find_difference, tensors_in
+from flex_model.pipelining.splitting.observe import find_difference, tensors_in, unchanged
 from flex_model.pipelining.stages import note_tied
-from flex_model.pipelining.unchanged import unchanged
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
 

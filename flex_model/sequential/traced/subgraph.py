@@ -13,9 +13,15 @@ from torch.fx import Graph, GraphModule, Node
 from flex_model.errors import TraceError
 from flex_model.integrations.keyword_arguments import takes_keyword
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
-from flex_model.sequential.traced import code_path, trace_check
-from flex_model.sequential.traced.structure import NoneForSampleError, Structures, run
-from flex_model.sequential.traced.tracer import SequentialTracer, keyword_arguments
+from flex_model.sequential.traced import trace_check
+from flex_model.sequential.traced.trace_check import NoneForSampleError, Structures, run
+from flex_model.sequential.traced.tracer import (
+    CodePath,
+    SequentialTracer,
+    follow,
+    keyword_arguments,
+    names_in,
+)
 
 
 @dataclass
@@ -138,11 +144,9 @@ def trace_subgraphs(
     ancestors = get_sequential_ancestors(model, targets)
     tracer = SequentialTracer(ancestors, set())
     with trace_check.without_hooks(model), trace_check.unchanged_buffers(model):
-        path, expected = code_path.follow(
-            ancestors, targets, lambda: model(**sample_input, **settings)
-        )
+        path, expected = follow(ancestors, targets, lambda: model(**sample_input, **settings))
         tracer.sample_input = given
-        read = set().union(*(code_path.names_in(function.__code__) for function in path.traced))
+        read = set().union(*(names_in(function.__code__) for function in path.traced))
         attributes = {
             name: {key: value for key, value in vars(module).items() if key in read}
             for name, module in model.named_modules()
@@ -174,7 +178,7 @@ def _trace(
     model: nn.Module,
     attributes: dict[str, dict[str, Any]],
     tracer: SequentialTracer,
-    path: code_path.CodePath,
+    path: CodePath,
     concrete_args: dict[str, Any],
     ignore: Sequence[str],
 ) -> GraphModule:

@@ -7,19 +7,19 @@ reused: memory that is freed and allocated for every step would pile up in the h
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from flex_model.integrations import quantized, torch_private
+from flex_model.integrations import dtensor, quantized, torch_private
 from flex_model.runs.interrupts import deferred
 from flex_model.sequential.targets import Target
-from flex_model.sequential.weights.absent import absent
 from flex_model.sequential.weights.inventory import Inventory, Weight
-from flex_model.sequential.weights.shards import local_of, part_of, with_local
 from flex_model.sequential.weights.source import WeightSource
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator: kernels' results may depend on it
@@ -224,3 +224,79 @@ def _as_weight(local: Tensor, weight: Weight) -> Tensor:
 def _size_of(weight: Weight) -> int:
     """Return the bytes of this rank's part, aligned."""
     return -(-local_of(weight.tensor).nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+# Methods that don't need values, besides attributes.
+_HARMLESS = (
+    *("dim", "ndimension", "size", "numel", "nelement", "stride", "storage_offset", "element_size"),
+    *("get_device", "is_complex", "is_contiguous", "is_floating_point", "is_inference"),
+    *("__hash__", "__len__"),
+)
+
+
+class AbsentWeight(Tensor):
+    _name: str
+    _weight: Tensor
+    _is_param: bool  # what torch reads in isinstance(..., nn.Parameter)
+
+    @staticmethod
+    def __new__(cls, weight: Weight) -> AbsentWeight:
+        own = weight.tensor
+        self: AbsentWeight = torch_private.make_subclass(cls, own.detach(), own.requires_grad)
+        self._name, self._weight, self._is_param = weight.names[0], own, weight.is_parameter
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__" or name in _HARMLESS:
+            with torch_private.DisableSubclassFunction():
+                found = func(*args, **(kwargs or {}))
+            if not isinstance(found, Tensor):
+                return found
+        leaves = (*args, *(kwargs or {}).values())
+        names = [leaf._name for leaf in leaves if isinstance(leaf, AbsentWeight)]
+        raise RuntimeError(
+            f"sequential.run: the weight {names[0] if names else '(one of several)'!r} is used "
+            "outside of the call of its target, and is not there now; choose targets=[...] without "
+            "that target, so that its weights stay, or with one that holds that use"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self._weight, memo)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"<the weight {self._name!r}, which is not loaded>"
+
+
+def absent(weight: Weight) -> Tensor:
+    """Return the stand-in for a weight. A sharded one is its own: no operation mixes it with plain
+    tensors.
+    """
+    is_plain = type(weight.tensor) in (Tensor, nn.Parameter)
+    return AbsentWeight(weight) if is_plain else weight.tensor
+
+
+def local_of(tensor: Any) -> Tensor:
+    """Return the plain tensor that this rank holds, or would hold, on meta."""
+    if not dtensor.is_dtensor(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return dtensor.to_local(tensor).detach()
+
+
+def part_of(full: Tensor, tensor: Any) -> Tensor:
+    """Return this rank's part of ``full``, sharded as ``tensor`` is: a view."""
+    if not dtensor.is_dtensor(tensor):
+        return full
+    sizes, starts = torch_private.local_shape_and_offset(tensor)
+    for dim, (size, start) in enumerate(zip(sizes, starts)):
+        full = full.narrow(dim, start if size else 0, size)
+    return full
+
+
+def with_local(tensor: Any, local: Tensor) -> Tensor:
+    """Return ``tensor`` with ``local`` as this rank's part."""
+    return dtensor.like(local, tensor) if dtensor.is_dtensor(tensor) else local

@@ -10,8 +10,14 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.records.store.files import safetensors_of, write_whole
-from flex_model.records.store.manifest import Index, Manifest, digest_of, index_name, shard_name
-from flex_model.records.store.record_layout import RecordLayout
+from flex_model.records.store.manifest import (
+    Index,
+    Manifest,
+    RecordLayout,
+    digest_of,
+    index_name,
+    shard_name,
+)
 
 pytest.importorskip("safetensors")
 R = Replicate()

@@ -24,9 +24,9 @@ from flex_model import (
     Select,
     sequential,
 )
-from flex_model.records.store import files, opening
+from flex_model.records.store import files, session
+from flex_model.records.store.files import Writer
 from flex_model.records.store.manifest import Manifest
-from flex_model.records.store.writer import Writer
 from pipelines import alone_group, make_mlp, make_schedule
 from tiers import grid_but
 
@@ -307,12 +307,12 @@ def test_what_ranks_do_not_agree_on(tmp_path, monkeypatch):
         hooked(way.shard(exact()), ActivationStore(tmp_path / str(rank)), **way.sizes)
     with monkeypatch.context() as patch:
         if rank == 1:  # a host that does not have the file system
-            patch.setattr(opening, "_id_seen", lambda store: None)
+            patch.setattr(session, "_id_seen", lambda store: None)
         with pytest.raises(ValueError, match="ranks do not see the same"):
             hooked(way.shard(exact()), ActivationStore(tmp_path / "d"), **way.sizes)
     with monkeypatch.context() as patch:
         if rank == 0:
-            patch.setattr(opening, "_prepared", refuse)
+            patch.setattr(session, "_prepared", refuse)
         with pytest.raises(ValueError, match="PermissionError: not yours"):
             hooked(way.shard(exact()), ActivationStore(tmp_path / "d"), **way.sizes)
     hooked(way.shard(exact()), ActivationStore(tmp_path / "d"), **way.sizes).restore()

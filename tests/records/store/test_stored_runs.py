@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flex_model import ActivationStore, FlexModel, HookError, HookFunction, Select, editing
-from flex_model.records.store import files, writer
+from flex_model.records.store import files
 
 pytest.importorskip("safetensors")
 
@@ -295,7 +295,7 @@ def test_a_run_that_is_faster_than_the_disk_waits(tmp_path, monkeypatch):
         time.sleep(0.005)
         write(file, chunk)
 
-    monkeypatch.setattr(writer, "_POLL_S", 0.01)
+    monkeypatch.setattr(files, "_POLL_S", 0.01)
     record_bytes = 2 * 3 * 8 * 4
     store = ActivationStore(tmp_path, shard_bytes=1, max_bytes=4 * record_bytes)
     flex = wrapped(store)
