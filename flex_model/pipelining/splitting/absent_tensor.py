@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +12,6 @@ from torch.utils import _pytree
 
 from flex_model.integrations import torch_private
 
-_answer: ContextVar[int | None] = ContextVar("flex_model_answer", default=None)
 _SIZES_ONLY = re.compile(r"new_.*|.*_like")  # `zeros_like(x)` needs no value of x
 
 
@@ -35,7 +32,7 @@ class Absent(Tensor):
     """Stands for a tensor that is not here, or that depends on one.
 
     The results of operations on it are of this class, too, with the right sizes and dtypes. That
-    Python reads a value of it is an error, except in ``answering``.
+    Python reads a value of it is an error.
 
     Args:
         elem: The tensor, on meta. (With its values while `Recording` finds what depends on what.)
@@ -54,13 +51,10 @@ class Absent(Tensor):
     __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
 
     def read(self) -> Tensor:
-        """Return it with values, for Python: its own, or those of ``answering``."""
-        if not self.elem.is_meta:
-            return self.elem
-        answer = _answer.get()
-        if answer is None:
+        """Return it with values, for Python, where it has some."""
+        if self.elem.is_meta:
             raise _read_error(self.labels)
-        return torch.full(self.shape, answer, dtype=self.dtype, device=self.device)
+        return self.elem
 
     def tolist(self) -> Any:
         return self.read().tolist()
@@ -101,16 +95,6 @@ class Absent(Tensor):
         except RuntimeError as error:  # it has no meta kernel, or one that takes less
             raise _read_error(names) from error
         return _pytree.tree_map_only(Tensor, lambda one: Absent(one, names, device), result)
-
-
-@contextmanager
-def answering(answer: int | None) -> Iterator[None]:
-    """A context in which Python reads this for each absent value; None: that is an error."""
-    token = _answer.set(answer)
-    try:
-        yield
-    finally:
-        _answer.reset(token)
 
 
 def present(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from flex_model.pipelining.pass_through import PassThrough
 from flex_model.pipelining.splitting.absent_tensor import (
     AbsentError,
     Placeholder,
-    answering,
     names_in,
     without_values,
 )
@@ -30,19 +28,6 @@ from flex_model.pipelining.splitting.clones import clone_tree
 from flex_model.pipelining.splitting.recording import BlockList, Recording
 
 Parts = dict[str, nn.Module | nn.Parameter]
-
-
-@dataclass
-class Held:
-    """What a stage holds.
-
-    Attributes:
-        names: Of parts.
-        answer: See `StageForward`.
-    """
-
-    names: set[str]
-    answer: int | None = None
 
 
 def find_parts(model: nn.Module, blocks: BlockList, called: Iterable[str]) -> Parts:
@@ -76,7 +61,7 @@ def build(
     recording: Recording,
     parts: Parts,
     index: int,
-    held: Held,
+    held: set[str],
     *,
     with_hooks: bool,
 ) -> nn.Module:
@@ -87,7 +72,7 @@ def build(
     received = None if enters is None else enters.hidden
     own = blocks.of_stage(index)
     ends = {} if leaves is None else {blocks.blocks[own.stop]: leaves.argument}
-    others = {name: part for name, part in parts.items() if name not in held.names}
+    others = {name: part for name, part in parts.items() if name not in held}
     exchange: dict[int, Any] = {
         id(part): StandIn(part, name, recording.outputs, received, name, ends.get(name))
         for name, part in others.items()
@@ -115,8 +100,6 @@ def build(
             name: Placeholder(value, received) for name, value in recording.positional().items()
         },
         fixed=recording.fixed,
-        example=recording.kwargs,
-        answer=held.answer,
     )
     return stage
 
@@ -178,9 +161,6 @@ class StageForward:
         num_positional: How many positional arguments the first stage gets.
         absent: Placeholders for them in a later stage, by parameter name.
         fixed: Keyword arguments that are always these (``use_cache=False``).
-        example: The keyword arguments on which the stage was examined.
-        answer: What Python reads for values that are not here, with these keyword arguments: where
-            it makes no difference to the output. None: that is an error.
     """
 
     def __init__(
@@ -193,8 +173,6 @@ class StageForward:
         num_positional: int,
         absent: Mapping[str, Placeholder],
         fixed: Mapping[str, Any],
-        example: Mapping[str, Any],
-        answer: int | None,
     ) -> None:
         self._forward = forward
         self._is_first, self._is_last = is_first, is_last
@@ -202,21 +180,18 @@ class StageForward:
         self._num_positional = num_positional
         self._absent = dict(absent)
         self._fixed = dict(fixed)
-        self._example, self._answer = _names_given(example), answer
         self.__name__ = "forward"
         self.__signature__ = signature if is_first else _later_signature(signature, absent)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = _names_given({**kwargs, **self._fixed})
-        with answering(self._answer if given == self._example else None):
-            output = self._run(args, kwargs)
+        output = self._run(args, kwargs)
         needed = names_in(output)
         if needed:
             raise AbsentError(
                 needed,
                 f"a pipeline stage needs {', '.join(sorted(needed))}, which it does not have, when "
-                f"the keyword arguments are {given}; give pipeline() an example with these, and by "
-                "keyword what every stage needs",
+                f"the keyword arguments are {sorted(kwargs)}; give pipeline() an example with "
+                "these, and by keyword what every stage needs",
             )
         return output
 
@@ -269,10 +244,6 @@ class StageForward:
                 filled[name] = absent.make(hidden, {f"input {name}"})
         bound = inspect.BoundArguments(self._signature, filled)
         return bound.args, {**bound.kwargs, **kwargs}
-
-
-def _names_given(kwargs: Mapping[str, Any]) -> list[str]:
-    return sorted(name for name, value in kwargs.items() if value is not None)
 
 
 def _later_signature(

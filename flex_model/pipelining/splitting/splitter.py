@@ -24,7 +24,7 @@ from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree
 
 from flex_model.pipelining.splitting.absent_tensor import AbsentError
-from flex_model.pipelining.splitting.assembly import Held, Parts, build, find_parts
+from flex_model.pipelining.splitting.assembly import Parts, build, find_parts
 from flex_model.pipelining.splitting.clones import users_hooks
 from flex_model.pipelining.splitting.observe import find_difference, quietly, tensors_in
 from flex_model.pipelining.splitting.recording import BlockList, Recording, cannot_split, record
@@ -42,7 +42,7 @@ def split_modules(
         blocks = recording.blocks
         _check_hooks(model, blocks)
         parts = find_parts(model, blocks, recording.calls)
-        stages_hold: list[Held] = []
+        stages_hold: list[set[str]] = []
         given: tuple[Any, ...] = args
         for index in range(blocks.num_stages):
             held, output = _examine(model, recording, parts, index, given)
@@ -50,10 +50,10 @@ def split_modules(
             given = (output,)
         order = [name for name, _ in model.named_modules()]
         # No stage needed these on the example.
-        for name in parts.keys() - set().union(*(held.names for held in stages_hold)):
+        for name in parts.keys() - set().union(*stages_hold):
             holder = name if name in order else name.rpartition(".")[0]
             is_in_front = order.index(holder) < order.index(blocks.blocks[0])
-            stages_hold[0 if is_in_front else -1].names.add(name)
+            stages_hold[0 if is_in_front else -1].add(name)
 
         def stages(with_hooks: bool) -> list[nn.Module]:
             return [
@@ -82,54 +82,38 @@ def _check_hooks(model: nn.Module, blocks: BlockList) -> None:
 
 def _examine(
     model: nn.Module, recording: Recording, parts: Parts, index: int, given: tuple[Any, ...]
-) -> tuple[Held, Any]:
+) -> tuple[set[str], Any]:
     """What a stage must hold, and what it returns: its blocks, and all that it can't run without.
     ValueError if that is a value that it cannot have.
     """
-    blocks, read = recording.blocks.blocks, None
-    held = Held({blocks[number] for number in recording.blocks.of_stage(index)})
-
-    def run(held: Held) -> Any:
-        stage = build(model, recording, parts, index, held, with_hooks=False)
-        return stage(*given, **recording.kwargs)
-
+    blocks = recording.blocks.blocks
+    held = {blocks[number] for number in recording.blocks.of_stage(index)}
     while True:
+        stage = build(model, recording, parts, index, held, with_hooks=False)
         try:
-            output = run(held)
-            break
+            return held, stage(*given, **recording.kwargs)
         except AbsentError as error:
-            needed = error.names & parts.keys() - held.names - set(blocks)
-            held.names |= needed
-            if not needed and not (error.is_read and read is None):
+            needed = error.names & parts.keys() - held - set(blocks)
+            if not needed:
                 _refuse(model, index, error)
-            if not needed:  # `if ids.eq(0).any(): warn()`: it may make no difference
-                held.answer, read = 0, error
+            held |= needed
         except Exception as error:
             why = f"stage {index} does not run without the others: {error}"
             raise ValueError(cannot_split(model, why)) from error
-    if read is not None:
-        for answer in (1, -1, 99):
-            try:
-                other = tensors_in(run(Held(held.names, answer)))
-            except Exception:
-                other = []
-            if find_difference(other, tensors_in(output)) is not None:
-                _refuse(model, index, read)
-    return held, output
 
 
 def _refuse(model: nn.Module, index: int, error: AbsentError) -> NoReturn:
     """ValueError for a stage that needs inputs of the first, or other blocks."""
     label = min(error.names, key=lambda label: (label.startswith("input "), label))
     name = label.removeprefix("input ")
-    if error.is_read:
-        why = f"stage {index}: {error}"
-    elif name != label:
+    if name != label:
         why = (
             f"stage {index} needs the model's input {name!r}, which only the first stage is given "
-            "(a skip connection past the blocks, or a mask made of it?); give it by keyword, so "
+            "(a skip connection past the blocks, a mask made of it?); give it by keyword, so "
             f"that every stage has it: mb_kwargs={{{name!r}: ...}}"
         )
+    elif error.is_read:
+        why = f"stage {index}: {error}"
     else:
         why = (
             f"what stage {index} computes depends on blocks of other stages ({name!r}) other than "
