@@ -4,7 +4,7 @@ so that the labels of its rule are checked, if not the kernel.
 
 import torch
 
-from backward_samples import fit
+from loss_samples import fit
 from model_samples import Q, look
 from virtual_ranks import Sample, floats
 
@@ -84,20 +84,6 @@ ATTENTION = [
 ]
 
 
-def rms_backward(grad, x, shape, rstd, weight, mask):
-    normed, inner = x * rstd, grad * weight
-    of_x = rstd * (inner - normed * (inner * normed).mean(-1, keepdim=True))
-    return of_x, (grad * normed).sum((0, 1))
-
-
-def run_rms(op, grad, x, rstd, weight):
-    fit(grad, x.shape)
-    fit(rstd, (*x.shape[:2], 1))
-    fit(weight, (6,))
-    return op(grad, x, [6], rstd, weight, [True, True])
-
-
-Z = floats(2, 4, 6)
 H = 3
 
 
@@ -120,16 +106,6 @@ def gru_cell(gates, more, hx, a=None, b=None):
 
 SAMPLES = [
     *ATTENTION,
-    written(
-        "_fused_rms_norm_backward",
-        rms_backward,
-        floats(2, 4, 6),
-        Z,
-        floats(2, 4, 1),
-        floats(6),
-        program=run_rms,
-        together=((0, 0, 0, None), (1, 1, 1, None)),
-    ),
     written("_thnn_fused_lstm_cell", lstm_cell, floats(4, 4 * H), floats(4, 4 * H), floats(4, H)),
     written("_thnn_fused_gru_cell", gru_cell, floats(4, 3 * H), floats(4, 3 * H), floats(4, H)),
 ]

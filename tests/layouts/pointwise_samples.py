@@ -109,15 +109,7 @@ X, Y = floats(4, 6), floats(4, 6)
 
 SAMPLES = [
     *made_from_schemas(),
-    sample("log_sigmoid_backward", X, Y, -Y.abs()),
     sample("native_dropout_backward", X, bools(4, 6), program=lambda op, x, m: op(x, m, 2.0)),
-    sample(
-        "rrelu_with_noise_backward",
-        X,
-        Y,
-        floats(4, 6),
-        program=lambda op, g, x, n: op(g, x, n, 0.1, 0.3, True, False),
-    ),
     sample("div.Tensor", X, Y + 5),
     sample("div.Tensor_mode", X, Y, program=lambda op, a, b: op(a, b, rounding_mode="floor")),
     sample("add.Tensor", floats(4, 1, 6), floats(3, 6)),

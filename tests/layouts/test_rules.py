@@ -8,9 +8,9 @@ import functools
 
 import pytest
 
-import backward_samples
 import device_samples
 import indexing_samples
+import loss_samples
 import model_samples
 import pointwise_samples
 import product_samples
@@ -27,7 +27,7 @@ FAMILIES = {
     "indexing": indexing_samples.SAMPLES,
     "models": model_samples.SAMPLES,
     "windows": window_samples.SAMPLES,
-    "backward": backward_samples.SAMPLES,
+    "losses": loss_samples.SAMPLES,
     "devices": device_samples.SAMPLES,
 }
 SAMPLES = [(family, s) for family, samples in FAMILIES.items() for s in samples]

@@ -1,7 +1,5 @@
 """Ways to call convolutions, pools, interpolation, distances and recurrent layers."""
 
-import torch
-
 from product_samples import on
 from virtual_ranks import floats, sample
 
@@ -75,8 +73,6 @@ def windows():
         yield on(f"adaptive_max_pool{n}d", x, args=(two,), takes_empty=False)
         yield on(f"reflection_pad{n}d", x, args=([1] * 2 * n,), takes_empty=False)
         yield on(f"replication_pad{n}d", x, args=([1] * 2 * n,), takes_empty=False)
-        big = floats(2, 4, *[s + 2 for s in x.shape[2:]])
-        yield padding_backward(f"reflection_pad{n}d_backward", big, x, [1] * 2 * n)
         nearest = [f"upsample_nearest{n}d", f"_upsample_nearest_exact{n}d"]
         for name in nearest:
             yield on(name, x, args=([5] * n,), takes_empty=False)
@@ -89,32 +85,6 @@ def windows():
     yield on("_adaptive_avg_pool2d", P2, args=([2, 2],), takes_empty=False)
     yield on("_adaptive_avg_pool3d", P3, args=([2, 2, 2],), takes_empty=False)
     yield on("avg_pool2d", P2[0], args=([2, 2],), takes_empty=False)
-    half, indices = floats(2, 4, 3, 3), torch.ops.aten.max_pool2d_with_indices(P2, [2, 2])[1]
-    args = ([2, 2], [2, 2], [0, 0], [1, 1], False)
-    yield of_indices("max_pool2d_with_indices_backward", half, P2, indices, *args)
-
-
-def padding_backward(name, grad, x, *args):
-    def program(op, g, x):
-        if g.shape[:2] != x.shape[:2]:
-            raise ValueError("shapes that don't fit")
-        return op(g, x, *args)
-
-    return sample(name, grad, x, program=program, takes_empty=False)
-
-
-def of_indices(name, grad, x, indices, *args):
-    spatial = x.shape[2:]
-
-    def program(op, g, x, i):
-        if g.shape != i.shape or x.shape[:2] != g.shape[:2] or x.shape[2:] != spatial:
-            raise ValueError("shapes that don't fit")
-        in_plane = int(i.min()) >= 0 and int(i.max()) < spatial.numel()
-        if not in_plane:
-            raise ValueError("indices out of range")
-        return op(g, x, *args, i)
-
-    return sample(name, grad, x, indices, program=program, takes_empty=False)
 
 
 def grid(n):

@@ -25,7 +25,6 @@ from flex_model.integrations.compiled import DispatchMode
 from flex_model.integrations.torch_private import decomposition_of, disabled_modes
 from flex_model.layouts.propagation.labels import Placements
 from flex_model.layouts.propagation.operation import (
-    PARTIAL,
     REPLICATED,
     Operand,
     Operation,
@@ -34,7 +33,6 @@ from flex_model.layouts.propagation.operation import (
 )
 
 _FILLS = {"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"}
-_ZEROS = {"zeros", "new_zeros", "zeros_like"}
 # Numbers that rules compare with those of the unsharded program.
 _SIZES = {
     "size",
@@ -143,9 +141,8 @@ def follow(
     if any(len(run[0]) != len(full[0]) for run in of_ranks):
         return unknown
     placements: dict[int, Placement | None] = {i: o.placement for i, o in enumerate(operands)}
-    zeros: set[int] = set()
     for parts in zip(*(run[0] for run in runs)):
-        found = _placements_of(parts, placements, zeros, operands, propagate)
+        found = _placements_of(parts, placements, operands, propagate)
         for made, placement in zip(parts[-1].outputs, found):
             placements[made.number] = placement
     results = list(zip(*(run[1] for run in runs)))
@@ -226,7 +223,6 @@ def _run(overload: Any, arguments: Any, text: str) -> tuple[list[_Part], list[_T
 def _placements_of(
     parts: Sequence[_Part],
     placements: dict[int, Placement | None],
-    zeros: set[int],
     operands: Sequence[Operand],
     propagate: Callable[[Operation], Placements],
 ) -> Placements:
@@ -238,14 +234,9 @@ def _placements_of(
     operation = _operation_of(parts, placements)
     if operation is None:
         return unknown
-    if operation.name in _ZEROS:
-        zeros.update(made.number for made in full.outputs)
     if operation.name in _FILLS or not operation.operands:
         return [_made_of_numbers(operation, full.outputs[0], operands)]
     found = propagate(operation)
-    if None in found and zeros:
-        as_sums: dict[int, Placement | None] = dict.fromkeys(zeros, PARTIAL)
-        found = propagate(_operation_of(parts, placements | as_sums) or operation)
     return [
         placement if _is_full(placement, made, expected) else None
         for placement, made, expected in zip(found, operation.outputs, full.outputs)
