@@ -45,6 +45,9 @@ class Shard:
     With ``pieces`` set, the axis has fewer pieces than ranks, and rank ``i`` of it holds piece
     ``(i // stride) % pieces``: key-value heads that two neighbouring ranks share have ``stride=2``,
     the replicas of HSDP ``stride=1``.
+
+    With ``order``, rank ``i`` of the axis holds piece ``order[i]``: experts that are split over
+    pairs of neighbouring ranks first, and then, by FSDP, among the pairs, have ``(0, 2, 1, 3)``.
     """
 
     dim: int
@@ -52,6 +55,7 @@ class Shard:
     pieces: int | None = None
     stride: int = 1
     part_sizes: tuple[int, ...] | None = None
+    order: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.part_sizes is None:
@@ -69,6 +73,8 @@ class Shard:
 
     def piece(self, place: int) -> int:
         """The index of the piece that the rank at ``place`` of the axis holds."""
+        if self.order is not None:
+            return self.order[place]
         return place if self.pieces is None else place // self.stride % self.pieces
 
     @property
@@ -97,6 +103,8 @@ class Shard:
             more = f", parts {'+'.join(map(str, self.part_sizes))}"
         if self.pieces is not None:
             more += f", {self.pieces} pieces"
+        if self.order is not None:
+            more += f", pieces {self.order}"
         return f"S({self.dim}{more})"
 
 

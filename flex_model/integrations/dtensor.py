@@ -54,6 +54,9 @@ def wait(tensor: Tensor) -> Tensor:
     return tensor
 
 
+BOTH: Axis = "dp x tp"  # a dim over all ranks: experts that are split over both axes
+
+
 def axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh, site: str) -> list[Axis | None]:
     """Return our axis, or part of an axis, for each dim of a DTensor's mesh; None for dims of size
     1, and over data-parallel ranks that our mesh leaves out. Local.
@@ -90,6 +93,9 @@ def _axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh) -> tuple[list[Axis | None
             )
         if set(ranks) <= set(mesh.left_out):
             axes.append(None)
+            continue
+        if mesh.dp_size > 1 and mesh.tp_size > 1 and ranks == list(mesh.stage_ranks):
+            axes.append(BOTH)
             continue
         matching = [axis for name in ("dp", "tp") if (axis := _axis_over(ranks, name, mesh))]
         if not matching:
@@ -131,8 +137,8 @@ def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLay
     axes = axes_of(tensor.device_mesh, mesh, site)
     parts: dict[str, list[tuple[Axis, Any]]] = {"dp": [], "tp": []}
     for axis, placement in zip(axes, tensor.placements):
-        if axis is not None:
-            parts[_name(axis)].append((axis, placement))
+        for name in _names(axis):
+            parts[name].append((name if axis == BOTH else axis, placement))  # type: ignore[arg-type]
     dp = _on_axis(parts["dp"], tensor, mesh, site, num_outer=mesh.tp_size if parts["tp"] else 1)
     tp = _on_axis(parts["tp"], tensor, mesh, site)
     # FSDP2 shards the shards of tensor parallelism, and its placements are _StridedShard then;
@@ -148,6 +154,11 @@ def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLay
 
 def _name(axis: Axis) -> str:
     return axis if isinstance(axis, str) else axis[0]
+
+
+def _names(axis: Axis | None) -> tuple[str, ...]:
+    """Return the axes over which a dim of a DTensor's mesh runs."""
+    return () if axis is None else ("dp", "tp") if axis == BOTH else (_name(axis),)
 
 
 def _is_strided(placement: Any) -> bool:
@@ -179,12 +190,22 @@ def _on_axis(
     ):
         return Partial()
     size = {"dp": mesh.dp_size, "tp": mesh.tp_size}[_name(axis)]
-    if len(placed) > 1 and all(type(other).__name__ == "Shard" for _, other in placed):
-        dims = {other.dim % tensor.ndim for _, other in placed}
+    shards = [other for _, other in placed if _is_strided(other) or type(other).__name__ == "Shard"]
+    dims = {other.dim % tensor.ndim for other in shards}
+    if len(shards) == len(placed) > 1 and len(dims) == 1:
+        counts = [other[1] for other, _ in placed if not isinstance(other, str)]
         strides = [other[2] for other, _ in placed if not isinstance(other, str)]
         in_order = strides == sorted(strides, reverse=True) and strides[-1] == 1
-        if len(dims) == 1 and in_order and math.prod(other[1] for other, _ in placed) == size:
-            return Shard(dims.pop())
+        first, *others = shards
+        if in_order and math.prod(counts) == size and not any(map(_is_strided, others)):
+            if not _is_strided(first):
+                return Shard(dims.pop())
+            if first.split_factor == size // counts[0]:  # FSDP2 splits what others split before
+                order = tuple(
+                    i % first.split_factor * counts[0] + i // first.split_factor
+                    for i in range(size)
+                )
+                return Shard(dims.pop(), order=order)
     raise ValueError(
         f"{site}: DTensor placements {tuple(tensor.placements)} can't be gathered; redistribute it "
         "to Shard or Replicate"
@@ -194,7 +215,7 @@ def _on_axis(
 def axis_names(tensor: Any, mesh: Mesh, site: str) -> set[str]:
     """Return our axes that the DTensor's mesh covers, in full or in part. Local."""
     axes = axes_of(tensor.device_mesh, mesh, site)
-    return {_name(axis) for axis in axes if axis is not None}
+    return {name for axis in axes for name in _names(axis)}
 
 
 def reaches(tensor: Any, mesh: Mesh, site: str, axis: str) -> bool:

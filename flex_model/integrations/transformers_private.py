@@ -92,6 +92,25 @@ def device_mesh(module: nn.Module) -> dist.DeviceMesh | None:
     return mesh if isinstance(mesh, dist.DeviceMesh) else None
 
 
+# ---- Experts -------------------------------------------------------------------------------------
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether ``use_experts_implementation`` decorates the module's class. Without its module, the
+    rows behind experts are not known along dp.
+    """
+    forward = getattr(type(module), "forward", None)
+    names = getattr(forward, "__globals__", {})
+    return names.get("__name__") == "transformers.integrations.moe"
+
+
+def is_expert_parallel(module: nn.Module) -> bool:
+    """Whether these are experts, some of which are on other ranks. Without the name, what they do
+    with other ranks is followed, and not known.
+    """
+    return is_experts(module) and bool(getattr(module, "_is_expert_parallel", False))
+
+
 # ---- Attention -----------------------------------------------------------------------------------
 
 

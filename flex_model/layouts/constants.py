@@ -3,7 +3,9 @@
 ``torch.zeros(rows, length)`` and ``mask.expand(rows, -1, -1, -1)`` may have been passed local
 sizes. Such a dim is *open*: used with a tensor that is split along a dim of this size, it is a part
 of a larger one, since the unsharded program's shapes would not fit else; used with one that is
-whole there, it is whole.
+whole there, it is whole. Along tp what is expanded is the same on all ranks whatever its size, so
+it is replicated as well: ``mask.expand(-1, groups, experts // groups)``, where a rank may have as
+many heads.
 """
 
 from __future__ import annotations
@@ -54,10 +56,10 @@ def open_dims(
         return None
     of_each: list[OpenDims] = []
     for operand, value in zip(operands, values):
-        if operand.placement == REPLICATED:
-            of_each.append(frozenset())
-        elif operand.placement is None and value in known:
+        if operand.placement in (None, REPLICATED) and value in known:
             of_each.append(known[value])
+        elif operand.placement == REPLICATED:
+            of_each.append(frozenset())
         else:
             return None
     if name == "expand":
@@ -204,6 +206,23 @@ def _as_rules_allow(
         if None not in rules.propagate(made):
             allowed.append(made)
     return allowed[0] if len(allowed) == 1 else operation
+
+
+def with_shares(
+    operation: Operation, values: Sequence[Any], known: Mapping[Any, OpenDims]
+) -> Operation:
+    """Return the operation, with replicated operands placed as the others show along dims that may
+    be this rank's share: ``scores + bias.expand(-1, heads // tp, -1, -1)``.
+    """
+    operands = operation.operands
+    if len(operands) != len(values):
+        return operation
+    placed: dict[int, Placement | None] = {
+        id(operand): None for operand, value in zip(operands, values) if value in known
+    }
+    if not placed:
+        return operation
+    return with_extents(with_placements(operation, placed), values, known, ())
 
 
 def with_single_rows(operation: Operation) -> Operation:

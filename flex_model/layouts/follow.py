@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_iter
 from flex_model import _C
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate
-from flex_model.integrations import layers
+from flex_model.integrations import layers, transformers_private
 from flex_model.integrations.torch_private import find_group
 from flex_model.layouts import active
+from flex_model.layouts.contracts import experts
 from flex_model.layouts.graph_nodes import is_framework_hook
 from flex_model.layouts.mesh_proofs import MeshProofs
 from flex_model.layouts.operation_log import Chunk, Log, Value
@@ -147,6 +148,12 @@ class Follower:
         for module in self._root.modules():
             if layers.gives_the_same_to_all(module):
                 yield module.register_forward_hook(self._state_shared, prepend=True)
+            if transformers_private.is_expert_parallel(module):
+                yield module.register_forward_pre_hook(self._begin_experts)
+            if experts.num_inputs(module):
+                yield module.register_forward_hook(
+                    self._note_experts, prepend=True, with_kwargs=True, always_call=True
+                )
         for _, module, statement in self._statements.of_modules():
             if statement.kind == "forward_pre":
                 yield module.register_forward_pre_hook(
@@ -160,6 +167,18 @@ class Follower:
             for tensor in _tensors(output):
                 text = f"results of a {type(module).__name__}"
                 self.recorder.state(tensor, (None, encode(Replicate())), text, None)
+
+    def _begin_experts(self, module: nn.Module, args: Any) -> None:
+        self.recorder.begin_opaque()
+
+    def _note_experts(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        is_opaque = transformers_private.is_expert_parallel(module)
+        if is_opaque:
+            self.recorder.end_opaque()
+        made = _tensors(output)  # none after an exception
+        if made and not self.recorder.is_paused:
+            inputs = _tensors((args, kwargs))[: experts.num_inputs(module)]
+            self.recorder.note_experts(inputs, made[0], experts.refusal(module), is_opaque)
 
     def _stating(self, statement: Statement) -> Callable[..., None]:
         takes_inputs = statement.kind == "forward_pre"

@@ -45,7 +45,9 @@ class MeshProofs:
     def placements(self, value: Any) -> Pair:
         """Return the placements of a value; along an axis of one rank it is always replicated."""
         dp, tp = (
-            Replicate() if proofs is None else proofs.placement(proofs.resolve_joint(value))
+            Replicate()
+            if proofs is None
+            else proofs.placement_of_whole(proofs.resolve_joint(value))
             for proofs in map(self.along.get, AXES)
         )
         return dp, tp

@@ -15,6 +15,8 @@ An entry is a tuple of plain values (numbers, strings, None, and tuples of them)
   there is none or it is not known.
 - ``("call", name, inputs, outputs, stated)``: a call with a contract, see
   `contracts.logged_calls`: the values of its tensors, and what the first states, a DTensor.
+- ``("experts", value, before, inputs, shape, refusal, is_opaque)``: a call of experts, whose result
+  has another value from then on; see `contracts.experts`.
 - ``("invalidated", values)``: nothing is known of these values from here on.
 - ``("joint", value, before)``: every rank has a tensor here, such as that of a hook; ``value`` has
   a placement only where all have the same tensor of the program, or each its piece of one.

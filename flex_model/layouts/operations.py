@@ -105,6 +105,10 @@ def _infer(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
         as_sums = constants.with_zeros_as_sums(operation, values, proofs.zeros)
         if as_sums is not operation:
             found = _propagate(proofs, call, as_sums)
+    if None in found and proofs.axis == "tp":
+        beside = constants.with_shares(operation, values, proofs.open)
+        if beside is not operation:
+            found = _propagate(proofs, call, beside)
     is_split = bool(operation.operands) and operation.operands[0].shard is not None
     elsewhere = proofs.gathered_elsewhere
     if is_split and collectives.joins_elsewhere(operation, values, elsewhere, proofs.other_size):
@@ -242,11 +246,13 @@ def _is_blank(
 def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Value) -> None:
     """Note a result of which only the extent is not known, or was inferred wrongly."""
     values = call.read.values
-    placement = proofs.placements.get(value)
-    if placement is None or (placement == REPLICATED and operation.name == "expand"):
+    placement, is_tp = proofs.placements.get(value), proofs.axis == "tp"
+    may_be_share = operation.name == "expand" or (is_tp and any(v in proofs.open for v in values))
+    if placement is None or (placement == REPLICATED and may_be_share):
         dims = constants.open_dims(operation, values, proofs.open, proofs.axis, proofs.split_sizes)
         if dims is not None:
-            proofs.set_placement(value, None)
+            is_same = is_tp and all(one.placement == REPLICATED for one in operation.operands)
+            proofs.set_placement(value, REPLICATED if is_same and operation.operands else None)
             proofs.open[value] = dims
             others = [one for one in values if one in proofs.open]
             are_plain = proofs.axis == "dp" and call.read.are_plain

@@ -13,6 +13,7 @@ from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts import chunks, positions
 from flex_model.layouts.alignment import align
 from flex_model.layouts.contracts.collectives import follow_collective
+from flex_model.layouts.contracts.experts import follow_experts
 from flex_model.layouts.contracts.logged_calls import follow_call
 from flex_model.layouts.gradient_placements import Gradients
 from flex_model.layouts.operation_log import Chunk, Entry, Value
@@ -51,8 +52,8 @@ class AxisProofs:
         split_sizes: Local sizes of all split dims so far, but for shards of FSDP, which the model
             reads as a whole: a tensor that is made with such a size may be a part of a larger one.
         placements, shapes, steps: By value: its placement, its local shapes, the reason.
-        open: For values that have no placement, but are the same on all ranks except for the extent
-            of some dims: those dims (see `constants`).
+        open: For values that are the same on all ranks except for the extent of some dims: those
+            dims (see `constants`). Along dp they have no placement.
         plain: Those of the open values whose open dims were only passed as plain numbers.
         blank: For values of ``torch.empty``, and of ``torch.zeros`` and the like with a size that
             is not known: the placement of all that was written to them so far.
@@ -108,6 +109,13 @@ class AxisProofs:
             found = [self.placement(one) for one in value]
             return found[0] if all(other == found[0] for other in found) else None
         return self.placements.get(value)
+
+    def placement_of_whole(self, value: Any) -> Placement | None:
+        """Return the placement of a value for a site that shows it: None where it may be a rank's
+        share (see `constants`).
+        """
+        values = value if isinstance(value, tuple) else (value,)
+        return None if any(one in self.open for one in values) else self.placement(value)
 
     def resolve_joint(self, value: Any) -> Any:
         """Return the value that all ranks have for a joint value; any other value itself."""
@@ -219,6 +227,8 @@ class AxisProofs:
             follow_collective(self, entries)
         elif kind == "call":
             follow_call(self, entries)
+        elif kind == "experts":
+            follow_experts(self, entries)
         elif kind == "placed":
             found = [decode(entry[2] and entry[2][self.index]) for entry in entries]
             shapes = [entry[3] for entry in entries]

@@ -137,6 +137,13 @@ class Recorder(DispatchMode):
         finally:
             self.pauses -= 1
 
+    def begin_opaque(self) -> None:
+        """Exclude from the log what runs until ``end_opaque``: a contract says what it makes."""
+        self.pauses += 1
+
+    def end_opaque(self) -> None:
+        self.pauses -= 1
+
     @contextmanager
     def recomputing(self, is_recomputed: bool) -> Iterator[None]:
         """Set whether what runs inside passes gradients although torch records no graph."""
@@ -267,6 +274,24 @@ class Recorder(DispatchMode):
         if isinstance(before, int):
             self.values.replace(tensor, before, value)
         self.values.note(tensor, value)
+
+    @without_function_mode
+    def note_experts(
+        self, inputs: Sequence[Tensor], result: Tensor, refusal: str, is_opaque: bool
+    ) -> None:
+        """Log a call of experts; see `contracts.experts`. ``is_opaque``: whether nothing inside was
+        recorded.
+        """
+        before, value = None if is_opaque else self.value(result), self.log.new_value()
+        shape = tuple(memory_map.plain(result).shape)
+        values = tuple(map(self.value, inputs))
+        self.log.add("experts", value, before, values, shape, refusal, is_opaque)
+        self._link(value)
+        if isinstance(before, int):
+            self.values.replace(result, before, value)
+        self.values.note(result, value)
+        if is_opaque and (result.requires_grad or self.is_recomputed):
+            self.nodes.add_function("experts", "whole", values, result)
 
     def record_results(self, result: Any) -> None:
         """Record the autograd nodes of the tensors that a call returned."""

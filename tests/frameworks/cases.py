@@ -11,7 +11,7 @@ from frameworks.batches import bert, masked, positions_first
 from frameworks.data_parallel import data_parallel, gpt2_ddp, tensor_and_data_parallel
 from frameworks.decoder_model import native
 from frameworks.fairscale_mlp import fairscale
-from frameworks.hugging_face import huggingface
+from frameworks.hugging_face import huggingface, huggingface_batches
 from frameworks.megatron_gpt import megatron
 from frameworks.pair import Case, tokens
 from frameworks.pipelined import pipelined
@@ -173,4 +173,37 @@ CASES |= {
     "positions-first-one-row-2": like(
         "positions-first-ddp-2", "one row a rank", inputs=(models.random(6, 2, 32),)
     ),
+}
+
+# ---- Mixtures of experts ----------------------------------------------------------------------
+
+HF_EP = "Hugging Face ep_plan"
+CASES |= {
+    f"{how}-{name}-2": Case(how.upper(), model, 2, P(huggingface_batches, name=name, kind=how))
+    for name, model in (
+        ("mixtral", "Mixtral"),
+        ("qwen3-moe", "Qwen3-MoE"),
+        ("deepseek-v3", "DeepSeek-V3"),
+        ("gpt-oss", "GPT-OSS"),
+        ("glm4-moe", "GLM-4-MoE"),
+    )
+    for how in ("ddp", "fsdp2")
+}
+CASES |= {
+    f"hf-{name}-2": Case(HF, model, 2, P(huggingface, name=name, tp=2))
+    for name, model in (("gpt-oss", "GPT-OSS"), ("glm4-moe", "GLM-4-MoE"))
+}
+CASES |= {
+    f"hf-ep-{way}-{name}-{ranks}": Case(
+        f"{HF_EP}, {way}", model, ranks, P(huggingface, name=name, **sizes)
+    )
+    for way, ranks, sizes in (
+        ("all-reduce", 2, {"tp": 2, "ep": 2, "ep_implementation": "all_reduce"}),
+        ("all-to-all", 2, {"tp": 2, "ep": 2, "ep_implementation": "all_to_all"}),
+        ("fsdp", 2, {"fsdp": 2, "ep": 2}),
+        ("fsdp", 4, {"fsdp": 4, "ep": 2}),
+        ("tp-fsdp", 4, {"tp": 2, "fsdp": 2, "ep": 2}),
+        ("across", 4, {"tp": 2, "fsdp": 2, "ep": 4}),
+    )
+    for name, model in (("mixtral", "Mixtral"), ("gpt-oss", "GPT-OSS"))
 }

@@ -624,3 +624,30 @@ def test_an_order_of_each_ranks_own_rows():
     mine = models.random(6, 4).chunk(2)[dist.get_rank()]
     found, _, _ = follow(SortedRows(inverse), mesh_of(dp_size=2), [mine], [ROWS])
     assert found["sorted"] == found["back"] == [None]
+
+
+class Expanded(nn.Module):
+    """A plain number to which a tensor is expanded, which is a rank's number of heads as well: that
+    of the groups of a router, and that of the heads themselves.
+    """
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads, self.shared, self.own = heads, nn.Identity(), nn.Identity()
+        self.groups, self.scores, self.biased = nn.Identity(), nn.Identity(), nn.Identity()
+
+    def forward(self, x, scores, bias):
+        chosen = (x > 0).double().unsqueeze(-1).expand(-1, -1, 2)
+        self.groups(chosen.reshape(len(x), -1) * 2)
+        self.own(bias.expand(-1, self.heads, -1) * 2)
+        self.biased(scores + bias.expand(-1, self.heads, -1).exp())
+
+
+@pytest.mark.ranks(2)
+def test_a_number_of_groups_may_be_that_of_the_rank_s_heads():
+    x, scores, bias = models.random(5, 3), models.random(5, 4, 6, seed=2), models.random(5, 1, 6)
+    expected = unsharded(Expanded(4), [x, scores, bias])
+    mine = scores.chunk(2, 1)[dist.get_rank()]
+    placements = [WHOLE, (R, Shard(1)), WHOLE]
+    found, _, _ = follow(Expanded(2), mesh_of(tp_size=2), [x, mine, bias], placements)
+    compare(found, expected, unknown=["own"])

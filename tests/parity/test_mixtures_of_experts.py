@@ -1,19 +1,19 @@
-"""Mixtures of experts under data parallelism: rows inside of the experts are sorted by expert, so
-each rank's are no rows of the batch. They were joined as such, without a word.
+"""Mixtures of experts under data parallelism: rows inside of the experts are in their experts'
+order, those of the result in that of the inputs.
 """
 
 import copy
-import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import frameworks
 from flex_model import FlexModel, HookFunction
+from flex_model.layouts.contracts import experts
 
 
 def mixed_rows(module, full, save_ctx, modules):
@@ -21,26 +21,68 @@ def mixed_rows(module, full, save_ctx, modules):
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
-def test_layers_of_experts_on_halves_of_a_batch(name):
-    model, tokens = frameworks.huggingface_model(name).float(), frameworks.tokens(4, length=6)
-    half = tokens.chunk(2)[dist.get_rank()]
-    layer, settings = "model.layers.0.mlp", {"data_parallel_size": 2, "timeout": 30}
-    whole = copy.deepcopy(model)
-    hook = whole.get_submodule(layer).register_forward_hook(
-        lambda module, args, output: mixed_rows(module, output, None, None)
-    )
-    with torch.no_grad():
-        expected = whole(tokens, use_cache=False).logits
-    hook.remove()
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+def test_layers_of_experts_on_halves_of_a_batch(implementation):
+    model, tokens = frameworks.huggingface_model("mixtral").float(), frameworks.tokens(4, length=6)
+    model.config._experts_implementation = implementation
+    half, site = tokens.chunk(2)[dist.get_rank()], "model.layers.0.mlp.experts"
+    whole, kept = copy.deepcopy(model), []
+    handles = [
+        whole.get_submodule(site).register_forward_pre_hook(lambda _, args: kept.append(args[1])),
+        whole.get_submodule(site).register_forward_hook(
+            lambda module, args, output: mixed_rows(module, output, None, None)
+        ),
+    ]
+    expected = whole(tokens, use_cache=False).logits
+    expected.square().mean().backward()
+    for handle in handles:
+        handle.remove()
 
-    wrapped = DistributedDataParallel(copy.deepcopy(model))
-    with FlexModel(wrapped, {}, **settings) as flex, torch.no_grad():
-        flex.register_forward_hook(HookFunction(f"{layer}.experts"))
-        with pytest.raises(ValueError, match=r"experts'.*data-parallel ranks is not known"):
-            flex(half, use_cache=False)
-    with FlexModel(wrapped, {}, **settings) as flex, torch.no_grad():
-        flex.annotate_layout(re.compile(rf"{layer}$"), kind="forward", dp=Shard(0))
-        flex.register_forward_hook(HookFunction(layer, None, mixed_rows))
+    wrapped, records = DistributedDataParallel(copy.deepcopy(model)), {}
+    with FlexModel(wrapped, records, data_parallel_size=2, timeout=30) as flex:
+        flex.register_forward_hook(HookFunction(site, None, mixed_rows))
+        flex.register_forward_pre_hook(HookFunction(site, unpack_idx=1, output_name="chosen"))
         logits = flex(half, use_cache=False).logits
+        logits.square().mean().backward()
+        chosen = records.get("chosen")
+        if implementation == "grouped_mm":
+            flex.register_forward_hook(HookFunction(f"{site}.act_fn"))
+            with pytest.raises(ValueError, match=r"act_fn'.*data-parallel ranks is not known"):
+                flex(half, use_cache=False)
     assert_close(logits, expected.chunk(2)[dist.get_rank()])
+    for name, parameter in whole.named_parameters():
+        assert_close(wrapped.module.get_parameter(name).grad, parameter.grad)
+    if dist.get_rank() == 0:
+        assert torch.equal(chosen[0], kept[0])
+
+
+class MoELayer(nn.Module):
+    """As Megatron-core's, by its name: rows in the order of a key inside."""
+
+    def __init__(self, capacity):
+        super().__init__()
+        self.config = type("Config", (), {"moe_expert_capacity_factor": capacity})()
+
+    def forward(self, x):
+        order = x.detach()[..., 0].flatten().argsort()
+        made = torch.empty_like(x).flatten(0, 1)
+        made[order] = x.flatten(0, 1)[order].tanh()
+        return made.view_as(x) + 0 * made.cumsum(0).view_as(x), None
+
+
+@pytest.mark.ranks(2)
+def test_a_capacity_makes_rows_depend_on_each_other(monkeypatch):
+    monkeypatch.setattr(experts, "_BLOCKS", (f"{__name__}.MoELayer",))
+    rows = torch.arange(24.0).view(4, 2, 3).sin()
+    half, records = rows.chunk(2, 1)[dist.get_rank()], {}
+    for capacity in (None, 1.5):
+        model = nn.Sequential(MoELayer(capacity))
+        with FlexModel(model, records, data_parallel_size=2, batch_dim=1) as flex:
+            flex.register_forward_hook(HookFunction("0"))
+            if capacity is None:
+                flex(half)
+                if dist.get_rank() == 0:
+                    assert_close(records["0"], [rows.tanh()])
+                continue
+            with pytest.raises(ValueError, match=r"moe_expert_capacity_factor.*each other"):
+                flex(half)
