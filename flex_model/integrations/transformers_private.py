@@ -92,6 +92,30 @@ def device_mesh(module: nn.Module) -> dist.DeviceMesh | None:
     return mesh if isinstance(mesh, dist.DeviceMesh) else None
 
 
+# ---- Experts -------------------------------------------------------------------------------------
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether ``use_experts_implementation`` decorates the module's class. Without its module, the
+    rows behind experts are not known along dp.
+    """
+    forward = getattr(type(module), "forward", None)
+    names = getattr(forward, "__globals__", {})
+    return names.get("__name__") == "transformers.integrations.moe"
+
+
+def gate_of(block: nn.Module) -> tuple[nn.Module, int] | None:
+    """Return the module that chooses among the experts of a block, and their number; None: there is
+    none. It returns logits, weights and indices. Under another name the block has no routing.
+    """
+    children = dict(block.named_children())
+    experts: list[Any] = [child for child in children.values() if is_experts(child)]
+    gate: Any = children.get("gate", children.get("router"))
+    if gate is None or len(experts) != 1:
+        return None
+    return gate, getattr(gate, "num_experts", None) or experts[0].num_experts
+
+
 # ---- Attention -----------------------------------------------------------------------------------
 
 

@@ -13,10 +13,11 @@ from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.registration import Registration
 from flex_model.inspection.edits.calls import FakeCalls, FakeInput
-from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, Finding, Source
+from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Finding, Source
 from flex_model.inspection.edits.watch import Sharded
 from flex_model.integrations import dtensor
-from flex_model.names import clean
+from flex_model.integrations.transformers_private import gate_of
+from flex_model.names import clean, find_module
 
 
 def check_edits(
@@ -44,8 +45,24 @@ def check_edits(
                     of_hook = [source.finding(NOT_CHECKED, "not called", f"not checked: {inputs}")]
                 else:
                     of_hook = fake_calls.findings(registration, inputs)
+                    of_hook += _of_gate(core, registration, source)
                 found[registration.index] = of_hook
     return _merged(core, registrations, found)
+
+
+def _of_gate(core: HookCore, registration: Registration, source: Source) -> list[Finding]:
+    """A finding for an edit of the logits of a gate, which has chosen its experts by then."""
+    block, _, child = registration.clean_name.rpartition(".")
+    if (registration.kind, registration.given.unpack_idx) != ("forward", 0) or not child:
+        return []
+    found = gate_of(find_module(core.module, block))
+    if found is None or registration.module is None or registration.module() is not found[0]:
+        return []
+    message = (
+        "an edit of a gate's logits changes no route, as the gate has chosen its experts before; "
+        f"edit the choice or the scores of flex.routing({block!r})"
+    )
+    return [source.finding(WARNING, "no effect", message)]
 
 
 def _merged(
