@@ -661,7 +661,7 @@ class FlexModel(nn.Module):
             module_name: The block, which has ``experts`` and ``gate`` (or ``router``) below it.
 
         Raises:
-            ValueError: it is no such block, or is compiled.
+            ValueError: it is no such block.
             HookError: in a run: the gate does not choose by one top k of its scores, or an edit
                 leaves a token without experts.
 

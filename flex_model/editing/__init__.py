@@ -26,6 +26,7 @@ from flex_model.editing.lens import Lens, logit_lens, tuned_lens
 from flex_model.editing.patching import Capture, capture, patch
 from flex_model.editing.runs import Site
 from flex_model.editing.splicing import splice
+from flex_model.integrations.expert_routing import Routing
 from flex_model.selection.selection import SelectionArguments
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "ExpertLoad",
     "Lens",
     "PatchingMap",
+    "Routing",
     "SelectionArguments",
     "Site",
     "activation_patching",

@@ -175,6 +175,7 @@ class RoutingSites(nn.Module):
         self._own_forward = gate.forward
         self._num_users = 0  # calls of `install`, also of other FlexModels
 
+    @compiled.outside_graphs
     def forward_of_gate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the gate's own forward; with hooks on its routing, if there are any."""
         if not any(map(_is_hooked, self.children())):
@@ -232,10 +233,11 @@ class RoutingSites(nn.Module):
         def end() -> None:
             self._num_users -= 1
             if self._num_users == 0:
-                del gate.forward
-                if gate.forward != self._own_forward:  # one that replaced its class's
-                    gate.forward = self._own_forward
                 block._modules.pop(CHILD, None)
+                if gate.forward == self.forward_of_gate:  # and nobody has replaced it since
+                    del gate.forward
+                    if gate.forward != self._own_forward:  # which was not its class's
+                        gate.forward = self._own_forward
 
         return end
 
@@ -277,7 +279,7 @@ def install(block: nn.Module, name: str) -> tuple[Routing, Callable[[], None]]:
     """Pass the choice of a block's gate through modules; return its routing, and what undoes it.
 
     Raises:
-        ValueError: the module has no experts and gate of ``transformers``, or is compiled.
+        ValueError: the module has no experts and gate of ``transformers``.
     """
     found = gate_of(block)
     if found is None:
@@ -285,10 +287,6 @@ def install(block: nn.Module, name: str) -> tuple[Routing, Callable[[], None]]:
             f"routing({name!r}): expected a block with one `experts` module of transformers and a "
             f"gate, got {type(block).__name__}; name the module that has both, such as "
             "'model.layers.3.mlp'"
-        )
-    if compiled.is_compiled(block):
-        raise ValueError(
-            f"routing({name!r}): the block is compiled; compile the model after this call"
         )
     gate, num_experts = found
     sites = block._modules.get(CHILD)

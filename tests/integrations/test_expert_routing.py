@@ -232,6 +232,35 @@ def test_two_wraps_and_a_copy():
     assert "forward" not in vars(gate_of(model))
 
 
+@pytest.mark.parametrize("what", ["model.layers.1", BLOCK, f"{BLOCK}.gate"])
+def test_a_compiled_model(what):
+    model = make("Qwen3Moe")
+    plain = model(TOKENS).logits
+    model.get_submodule(what).compile(backend="eager")
+    with torch.no_grad():
+        model(TOKENS)
+        flex = FlexModel(model, {})
+        routing = flex.routing(BLOCK)
+        assert_close(flex(TOKENS).logits, plain, rtol=0, atol=0)
+        with flex.register_forward_hook(routing.replay(ROUTES)):
+            flex.register_forward_hook(HookFunction(routing.indices))
+            flex(TOKENS)
+        assert torch.equal(flex.output_ptr[routing.indices][0], ROUTES)
+        assert_close(flex(TOKENS).logits, plain, rtol=0, atol=0)
+    torch.compiler.reset()
+
+
+def test_generation_with_a_cache():
+    flex = FlexModel(make("Qwen3Moe"), {})
+    routing = flex.routing(BLOCK)
+    flex.register_forward_hook(HookFunction(routing.indices))
+    flex.register_forward_hook(routing.forbid(3))
+    flex.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    found = flex.output_ptr[routing.indices]
+    assert [tuple(one.shape) for one in found] == [(24, TOP_K), (4, TOP_K), (4, TOP_K)]
+    assert not any((one == 3).any() for one in found)
+
+
 class Gate(torch.nn.Module):
     """A gate of another kind in the place of a model's own."""
 
@@ -260,10 +289,13 @@ def test_other_gates_are_refused(how, says):
     model = make("Qwen3Moe")
     block = model.get_submodule(BLOCK)
     block.gate = Gate(block.gate, how)
-    flex = FlexModel(model)
-    flex.register_forward_hook(HookFunction(flex.routing(BLOCK).indices))
-    with pytest.raises(HookError, match=says):
+    flex = FlexModel(model, {})
+    hook, says = HookFunction(flex.routing(BLOCK).indices), rf"{says}.*the inputs of its experts"
+    with flex.register_forward_hook(hook), pytest.raises(HookError, match=says):
         flex(TOKENS)
+    flex.register_forward_pre_hook(HookFunction(f"{BLOCK}.experts", unpack_idx=1))
+    flex(TOKENS)
+    assert flex.output_ptr[f"{BLOCK}.experts"][0].shape == (24, TOP_K)
 
 
 def test_what_is_refused():
