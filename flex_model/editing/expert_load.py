@@ -34,7 +34,8 @@ class ExpertLoad:
         """The entropy of the experts' shares of all choices, in nats: 0 where one expert is always
         chosen, ``log(experts)`` where all are chosen equally often.
         """
-        return float(torch.special.entr(self.counts / self.counts.sum()).sum())
+        counts = self.counts.double()
+        return float(torch.special.entr(counts / counts.sum()).sum())
 
 
 @torch.no_grad()

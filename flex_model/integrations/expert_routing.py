@@ -25,6 +25,7 @@ from flex_model.layouts import follow
 from flex_model.selection.selectors import numbers, parse
 
 CHILD = "routing"
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Routing:
@@ -92,7 +93,7 @@ class Routing:
             TypeError, ValueError: they are no such tensor, or there is no expert of a number.
         """
         given = indices if isinstance(indices, Tensor) or len(indices) != 1 else indices[0]
-        if not isinstance(given, Tensor) or given.is_floating_point() or given.dim() != 2:
+        if not isinstance(given, Tensor) or given.dim() != 2 or given.dtype not in _INTEGERS:
             kind = f"{given.dtype} of {tuple(given.shape)}" if isinstance(given, Tensor) else "list"
             raise TypeError(
                 f"replay of {self._name!r}: expected integers (tokens, k), got {kind}; of a record "

@@ -330,6 +330,7 @@ def test_what_is_refused():
 
 def test_a_dry_run_finds_edits_of_logits():
     flex = FlexModel(make("Mixtral"))
+    flex.set_experts_implementation("batched_mm")  # the others need values, or torch 2.12
     gate = f"{BLOCK}.gate"
     flex.register_forward_hook(HookFunction(gate, None, lambda module, full, *_: full * 2))
     flex.register_forward_pre_hook(
@@ -350,16 +351,16 @@ def test_other_edits_on_another_rank():
         flex(TOKENS.chunk(2)[dist.get_rank()])
 
 
-def sharded(kind, model, folder):
+def sharded(kind, model, folder, **settings):
     if kind == "tp":
-        return FlexModel(models.loaded_by_transformers(model, folder), {})
+        return FlexModel(models.loaded_by_transformers(model, folder), {}, **settings)
     if kind == "fsdp":
         for layer in model.model.layers:
             fully_shard(layer)
         model = fully_shard(model)
     else:
         model = DistributedDataParallel(model)
-    flex = FlexModel(model, {}, data_parallel_size=2)
+    flex = FlexModel(model, {}, data_parallel_size=2, **settings)
     flex.annotate_layout(re.compile(r"layers\.0\.mlp$"), kind="forward", dp=Shard(0))
     return flex
 
@@ -394,6 +395,25 @@ def test_edits_of_shards(kind, family, edit, tmp_path):
             assert_close(flex.output_ptr[routing.weights], [weights[0].grad])
             if edit == "replay":
                 assert torch.equal(flex.output_ptr[routing.indices][0], ROUTES)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["tp", "dp"])
+def test_a_replayed_record_gives_the_same_bits(kind, tmp_path):
+    """The records of one FlexModel, on every rank, replayed by another one of the same model."""
+    model = make("DeepseekV3")
+    tokens = TOKENS if kind == "tp" else TOKENS.chunk(2)[dist.get_rank()]
+    flex = sharded(kind, model, tmp_path, output_ranks="all")
+    routing = flex.routing(BLOCK)
+    with torch.no_grad(), flex.register_forward_hook(HookFunction(routing.indices)):
+        expected = flex(tokens).logits
+        with flex.register_forward_hook(routing.replay(ROUTES)):
+            assert not torch.equal(flex(tokens).logits, expected)
+        flex(tokens)
+    record = flex.output_ptr[routing.indices]
+    assert record[0].shape == (24, TOP_K)
+    with torch.no_grad(), flex.register_forward_hook(routing.replay(record)):
+        assert_close(flex(tokens).logits, expected, rtol=0, atol=0)
 
 
 def counted_by_hand(model, batches):
@@ -433,6 +453,7 @@ def test_load_of_all_ranks(kind, tmp_path):
     flex = sharded(kind, model, tmp_path)
     (found,) = editing.expert_load(flex, batches, [BLOCK]).values()
     assert torch.equal(found.pairs, expected)
+    flex.set_experts_implementation("batched_mm")
     flex.register_forward_hook(HookFunction(flex.routing(BLOCK).load))
     (row,) = flex.dry_run(batches[0])
     assert row.full_shape == (NUM_EXPERTS, NUM_EXPERTS)
