@@ -15,7 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import models
-from flex_model import FlexModel, HookError, HookFunction, HookMismatchError, editing
+from flex_model import (
+    ActivationStore,
+    FlexModel,
+    HookError,
+    HookFunction,
+    HookMismatchError,
+    editing,
+)
 from flex_model.editing import ExpertLoad
 
 transformers = pytest.importorskip("transformers")
@@ -248,6 +255,22 @@ def test_a_compiled_model(what):
         assert torch.equal(flex.output_ptr[routing.indices][0], ROUTES)
         assert_close(flex(TOKENS).logits, plain, rtol=0, atol=0)
     torch.compiler.reset()
+
+
+def test_a_store_is_replayed_batch_by_batch(tmp_path):
+    pytest.importorskip("safetensors")
+    model, batches = make("Mixtral"), [TOKENS, TOKENS.flip(1)[:2]]
+    with FlexModel(model, store := ActivationStore(tmp_path)) as flex, torch.no_grad():
+        routing = flex.routing(BLOCK)
+        flex.register_forward_hook(HookFunction(routing.indices))
+        expected = [flex(batch).logits for batch in batches]
+    with FlexModel(model) as flex, torch.no_grad():
+        routing = flex.routing(BLOCK)
+        for batch, chosen, logits in zip(batches, store.tensors(routing.indices), expected):
+            with flex.register_forward_hook(routing.replay(chosen)):
+                assert_close(flex(batch).logits, logits, rtol=0, atol=0)
+                with flex.register_forward_hook(routing.replay(chosen.flip(0))):
+                    assert not torch.equal(flex(batch).logits, logits)
 
 
 def test_generation_with_a_cache():
