@@ -27,7 +27,12 @@ from flex_model.hooks.groups import check_name as check_group_name
 from flex_model.hooks.registration import HookHandle
 from flex_model.hooks.tracking import Follow
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
-from flex_model.integrations import attention_patterns, continuous_batching, versions
+from flex_model.integrations import (
+    attention_patterns,
+    continuous_batching,
+    expert_routing,
+    versions,
+)
 from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.sources import BatchDim
 from flex_model.layouts.statements import statement_of
@@ -625,6 +630,50 @@ class FlexModel(nn.Module):
             select=select,
             record=record,
         )
+
+    def routing(self, module_name: str) -> expert_routing.Routing:
+        """Return the routing of a block of experts: modules that any hook can be on, ready edits.
+
+        Example::
+
+            routing = flex.routing("model.layers.3.mlp")
+            flex.register_forward_hook(HookFunction(routing.indices))
+            flex.register_forward_hook(routing.forbid([3, 17]))
+            flex(tokens)  # rank 0: output_ptr["model.layers.3.mlp.routing.indices"][0]
+
+        The block is one of transformers, with ``experts`` and a gate. Its tokens are those of all
+        rows, one after another. In the order of a run, the modules below the block are:
+
+        - ``routing.scores`` (tokens, experts): What the gate takes its top k of. An edit is as if
+          the gate had computed it. Its gradient is that of the chosen experts' scores (of
+          DeepSeek-V3 and its kind, which weigh by other scores, there is none).
+        - ``routing.choice`` (tokens, experts): The same, only to choose by: an edit changes which
+          experts are chosen, and each is weighted by its own score. It has no gradient.
+        - ``routing.indices`` (tokens, k): The chosen experts; with an edit, the gate computes their
+          weights as it does for its own.
+        - ``routing.load`` (experts, experts), only to read: How many tokens go to both of two
+          experts; in the diagonal, to each. The ranks' sum: no other payload moves.
+        - ``routing.weights`` (tokens, k): What their results are multiplied by. With gradient.
+
+        An edit of the gate's output of logits changes no route: the gate has chosen before.
+
+        Args:
+            module_name: The block, which has ``experts`` and ``gate`` (or ``router``) below it.
+
+        Raises:
+            ValueError: it is no such block.
+            HookError: in a run: the gate does not choose by one top k of its scores, or an edit
+                leaves a token without experts.
+
+        Local; the same on every rank. The gate's ``forward`` is replaced until ``restore()``.
+        """
+        self._check_open()
+        self._runner.check_runs_whole_model("routing")
+        core = self._core
+        block = find_module(core.module, module_name)
+        routing, end = expert_routing.install(block, module_name)
+        core.on_close.callback(end)
+        return routing
 
     def create_hook_group(
         self,

@@ -21,17 +21,21 @@ from flex_model.editing.experiments import (
     attribution_patching,
     path_patching,
 )
+from flex_model.editing.expert_load import ExpertLoad, expert_load
 from flex_model.editing.lens import Lens, logit_lens, tuned_lens
 from flex_model.editing.patching import Capture, capture, patch
 from flex_model.editing.runs import Site
 from flex_model.editing.splicing import splice
+from flex_model.integrations.expert_routing import Routing
 from flex_model.selection.selection import SelectionArguments
 
 __all__ = [
     "Capture",
     "Edit",
+    "ExpertLoad",
     "Lens",
     "PatchingMap",
+    "Routing",
     "SelectionArguments",
     "Site",
     "activation_patching",
@@ -39,6 +43,7 @@ __all__ = [
     "capture",
     "chain",
     "clamp",
+    "expert_load",
     "logit_lens",
     "mean",
     "noise",

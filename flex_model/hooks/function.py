@@ -182,7 +182,7 @@ class HookFunction:
 
     @property
     def settings_of_module(self) -> tuple[str, ...]:
-        """What its module was told for it, which must be equal on all ranks."""
+        """What else ranks must agree on: what its module was told for it, the values of an edit."""
         return ()
 
     def replace_editing_function(self, editing_function: EditingFunction | None) -> None:

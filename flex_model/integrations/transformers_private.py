@@ -111,6 +111,18 @@ def is_expert_parallel(module: nn.Module) -> bool:
     return is_experts(module) and bool(getattr(module, "_is_expert_parallel", False))
 
 
+def gate_of(block: nn.Module) -> tuple[nn.Module, int] | None:
+    """Return the module that chooses among the experts of a block, and their number; None: there is
+    none. It returns logits, weights and indices. Under another name the block has no routing.
+    """
+    children = dict(block.named_children())
+    experts: list[Any] = [child for child in children.values() if is_experts(child)]
+    gate: Any = children.get("gate", children.get("router"))
+    if gate is None or len(experts) != 1:
+        return None
+    return gate, getattr(gate, "num_experts", None) or experts[0].num_experts
+
+
 # ---- Attention -----------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import frameworks
 import models
 from advice.row import BATCH, Row, double, run, wrapped
 from flex_model import FlexModel, HookFunction, Select, pytree
@@ -26,6 +27,13 @@ class Tuples(nn.Module):
     def forward(self, x):
         self.make(x)
         return self.after(x)
+
+
+def routed(name):
+    """Forbid an expert, and run."""
+    flex = FlexModel(frameworks.huggingface_model("mixtral"), {})
+    flex.register_forward_hook(flex.routing(name).forbid(0))
+    flex(torch.arange(10).view(2, 5))
 
 
 def patterns(name, *queries, is_training=False):
@@ -311,7 +319,12 @@ ROWS = [
         lambda: Shard(0, 2, part_sizes=(4, 2, 2)),
         lambda: Shard(0, part_sizes=(4, 2, 2)),
     ),
-    # Attention patterns.
+    # Attention patterns, routing.
+    Row(
+        "name the module that has both, such as 'model.layers.3.mlp'",
+        lambda: routed("model.layers.1"),
+        lambda: routed("model.layers.1.mlp"),
+    ),
     Row(
         "name the module that does, such as 'model.layers.3.self_attn'",
         lambda: patterns("model.layers.0"),

@@ -100,6 +100,7 @@ ELSEWHERE = {
     "one batch at a time, window=1": "sequential/test_engine: forward-mode, functional_call",
     "choose a target that holds that call": "sequential/test_engine: targets inside an operator",
     "give every data-parallel rank its own rows": "test_inspection",
+    "hook the inputs of its experts": "test_expert_routing: other gates",
     "gives another result than the layer's own": "test_attention_patterns: a scale of its own",
     "call it in a %%px cell, with each": "notebook/test_driver: a data-parallel model",
     "there is no GPU here; give the number": "notebook/test_driver: launch without a number",

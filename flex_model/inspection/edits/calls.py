@@ -23,6 +23,7 @@ from flex_model.hooks.user_function import check_result, kind_of, on_copy, resul
 from flex_model.inspection.edits.findings import (
     ERROR,
     NOT_CHECKED,
+    WARNING,
     FakeArguments,
     Finding,
     RefusedError,
@@ -34,7 +35,8 @@ from flex_model.inspection.edits.findings import (
 from flex_model.inspection.shapes_only import as_it_was, same_torch_random_state, shared_fake_mode
 from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import DYNAMO, fake_tensor
-from flex_model.names import clean
+from flex_model.integrations.transformers_private import gate_of
+from flex_model.names import clean, find_module
 
 _VALUE_ERRORS = (
     fake_tensor.DataDependentOutputException,
@@ -262,8 +264,24 @@ def check_edits(
                     of_hook = [source.finding(NOT_CHECKED, "not called", f"not checked: {inputs}")]
                 else:
                     of_hook = fake_calls.findings(registration, inputs)
+                    of_hook += _of_gate(core, registration, source)
                 found[registration.index] = of_hook
     return _merged(core, registrations, found)
+
+
+def _of_gate(core: HookCore, registration: Registration, source: Source) -> list[Finding]:
+    """A finding for an edit of the logits of a gate, which has chosen its experts by then."""
+    block, _, child = registration.clean_name.rpartition(".")
+    if (registration.kind, registration.given.unpack_idx) != ("forward", 0) or not child:
+        return []
+    found = gate_of(find_module(core.module, block))
+    if found is None or registration.module is None or registration.module() is not found[0]:
+        return []
+    message = (
+        "an edit of a gate's logits changes no route, as the gate has chosen its experts before; "
+        f"edit the choice or the scores of flex.routing({block!r})"
+    )
+    return [source.finding(WARNING, "no effect", message)]
 
 
 def _merged(
