@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
@@ -375,22 +374,21 @@ def test_other_edits_on_another_rank():
 
 
 def sharded(kind, model, folder, **settings):
-    if kind == "tp":
-        return FlexModel(models.loaded_by_transformers(model, folder), {}, **settings)
+    if kind in ("tp", "ep"):
+        sizes = {"tp_size": 2} | ({"ep_size": 2} if kind == "ep" else {})
+        return FlexModel(models.loaded_by_transformers(model, folder, sizes=sizes), {}, **settings)
     if kind == "fsdp":
         for layer in model.model.layers:
             fully_shard(layer)
         model = fully_shard(model)
     else:
         model = DistributedDataParallel(model)
-    flex = FlexModel(model, {}, data_parallel_size=2, **settings)
-    flex.annotate_layout(re.compile(r"layers\.0\.mlp$"), kind="forward", dp=Shard(0))
-    return flex
+    return FlexModel(model, {}, data_parallel_size=2, **settings)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["tp", "dp", "fsdp"])
-@pytest.mark.parametrize(("family", "edit"), [("Mixtral", "replay"), ("DeepseekV3", "forbid")])
+@pytest.mark.parametrize("kind", ["tp", "ep", "dp", "fsdp"])
+@pytest.mark.parametrize(("family", "edit"), [("Mixtral", "replay"), ("Glm4Moe", "forbid")])
 def test_edits_of_shards(kind, family, edit, tmp_path):
     """Each data-parallel rank takes its own rows of the whole batch's routes."""
     model, rank = make(family), dist.get_rank()
@@ -401,7 +399,7 @@ def test_edits_of_shards(kind, family, edit, tmp_path):
     gate_of(reference).register_forward_hook(lambda gate, args, out: out[1].retain_grad())
     output, gate, embedding = outputs_and_gradients(reference)
     tokens = TOKENS
-    if kind != "tp":
+    if kind in ("dp", "fsdp"):
         tokens, output = tokens.chunk(2)[rank], output.chunk(2)[rank]
     flex = sharded(kind, model, tmp_path)
     model = flex.module.module if kind == "dp" else flex.module
@@ -413,7 +411,8 @@ def test_edits_of_shards(kind, family, edit, tmp_path):
         flex.zero_grad()
         found = outputs_and_gradients(model, tokens, flex)
         found = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found]
-        assert_close(found, [output, gate, embedding], rtol=1e-4, atol=1e-6)
+        for one, whole in zip(found, [output, gate, embedding], strict=True):
+            assert_close(one, whole, rtol=0, atol=2e-5 * float(whole.abs().max()))
         if rank == 0:
             assert_close(flex.output_ptr[routing.weights], [weights[0].grad])
             if edit == "replay":
@@ -471,7 +470,7 @@ def test_load_of_one_process():
 def test_load_of_all_ranks(kind, tmp_path):
     model, batches = make("Mixtral"), [TOKENS, TOKENS[:2].flip(1)]
     expected = counted_by_hand(model, batches)
-    if kind != "tp":
+    if kind in ("dp", "fsdp"):
         batches = [batch.chunk(2)[dist.get_rank()] for batch in batches]
     flex = sharded(kind, model, tmp_path)
     (found,) = editing.expert_load(flex, batches, [BLOCK]).values()
