@@ -7,7 +7,7 @@ imported here: transformers is used where it is there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -105,3 +105,23 @@ def attention_implementation(config: Any) -> str | None:
 def set_attention_implementation(config: Any, name: str) -> None:
     """Make layers with this configuration look up another attention function, of any name."""
     config._attn_implementation = name
+
+
+# ---- Kernels. Without these functions what is behind them is not known ---------------------------
+
+_KERNELS = {
+    "flash_attention": ("modeling_flash_attention_utils", "_flash_attention_forward"),
+    "fp8_linear": ("integrations.finegrained_fp8", "fp8_linear"),
+}
+
+
+def kernels() -> Iterator[tuple[Any, str, str]]:
+    """Yield the functions that run kernels: each module that looks one up, its name there, and
+    ours.
+    """
+    imported = [one for name, one in [*sys.modules.items()] if name.startswith("transformers.")]
+    for own, (place, name) in _KERNELS.items():
+        function = getattr(sys.modules.get(f"transformers.{place}"), name, None)
+        for module in imported if function is not None else ():
+            if vars(module).get(name) is function:
+                yield module, name, own

@@ -14,6 +14,7 @@ import torch
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
 from flex_model.integrations.torch_private import OpOverload, OpOverloadPacket
+from flex_model.layouts.contracts import kernels
 from flex_model.layouts.propagation import (
     attention,
     convolutions,
@@ -53,6 +54,7 @@ _BUILT_IN: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     (slicing.RULES_OF_SPLITS, ("split_size", "split_sizes")),
     (indexing.RULES, ()),
     (attention.RULES, ()),
+    (kernels.RULES, ()),
     # The number of groups follows from the weight's shape.
     (convolutions.RULES, ("groups",)),
 )
