@@ -324,17 +324,17 @@ def liger() -> Iterator[Callable]:
 
 def rounded(x: Tensor, block: int) -> Tensor:
     """Round to fp8, with a scale for each block of the last dim."""
-    blocks = x.unflatten(-1, (-1, block)).float()
+    blocks = x.unflatten(-1, (-1, block))
     scale = blocks.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448
-    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+    return ((blocks / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale).flatten(-2)
 
 
 def fp8_matmul(input, weight, scale, block_size, dtype, activation_scale=None):
     """What ``matmul_2d`` of the hub's kernel computes."""
-    whole = weight.float()
+    whole = weight.to(input.dtype)
     if scale.ndim == 2:
         for dim, size in enumerate(block_size):
             scale = scale.repeat_interleave(size, dim)
         scale = scale[: whole.shape[0], : whole.shape[1]]
         input = rounded(input, block_size[1])
-    return (input.float() @ (whole * scale).T).to(dtype)
+    return (input @ (whole * scale).T).to(dtype)

@@ -13,7 +13,7 @@ import torch
 from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts import chunks, constants, factories, own_rows, positions
 from flex_model.layouts.argument_reader import ArgumentReader
-from flex_model.layouts.contracts import collectives, kernels
+from flex_model.layouts.contracts import collectives, opaque_calls
 from flex_model.layouts.operation_log import Entry, Value, dtype_of
 from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation import rules
@@ -81,7 +81,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
         if operation is not None:
             _note_facts(proofs, call, operation, value, i)
     rule = "" if operation is None else operation.name
-    if name.startswith(("aten::", kernels.PREFIX)) and _passes_gradients(rule):
+    if name.startswith(("aten::", opaque_calls.PREFIX)) and _passes_gradients(rule):
         made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
         proofs.gradients.note_made([entry[6] for entry in entries], made)
     follow_writes(proofs, outputs, [entry[5] for entry in entries], text)
@@ -260,8 +260,8 @@ def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Val
 def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Call:
     """Read the call from the entries of all ranks."""
     overload = overload_of(full_name)
-    if full_name.startswith(kernels.PREFIX):
-        schema = kernels.schema_of(full_name, entries)
+    if full_name.startswith(opaque_calls.PREFIX):
+        schema = opaque_calls.schema_of(full_name, entries)
     elif overload is not None:
         schema = overload._schema
     else:

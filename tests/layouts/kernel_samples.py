@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 import kernels
-from flex_model.layouts.contracts.kernels import PREFIX
+from flex_model.layouts.contracts.opaque_calls import PREFIX
 from virtual_ranks import Sample, floats, ints
 
 

@@ -22,6 +22,7 @@ import torch
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
 from flex_model.integrations.torch_private import function_of
+from flex_model.layouts.propagation import rules
 
 GRADIENTS = ("whole", "partial", "local", "recomputes")
 Forward = Callable[..., "Placement | Sequence[Placement | None] | None"]
@@ -162,7 +163,7 @@ def contract_of(name: str, arguments: Any = None) -> str | None:
     if name in _own and _own[name][2] is not None:
         return _own[name][2]
     contract = _BY_NAME.get(name)
-    if contract is None and name.startswith(_LOCAL):
+    if contract is None and (name.startswith(_LOCAL) or rules.passes_gradients(name)):
         contract = "local"
     if callable(contract):
         return None if arguments is None else contract(arguments)

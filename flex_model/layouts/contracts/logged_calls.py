@@ -3,7 +3,7 @@
 While a forward is followed, these methods are replaced by ones that log the call: the conversions
 of DTensors, which state their placements along the axes of their mesh and keep those along other
 axes, ``apply`` of an ``autograd.Function`` whose forward has a contract of the user's, and kernels,
-which are logged as operations (see `kernels`).
+which are logged as operations (see `opaque_calls`).
 
 A Function that recomputes its forward, such as a reentrant checkpoint's, is followed inside, where
 torch records no graph: there operations and calls pass gradients as they will when it is
@@ -29,7 +29,7 @@ from flex_model.distributed.placement import Placement
 from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import DisableTorchFunction
 from flex_model.layouts.active import active_recorders, all_paused
-from flex_model.layouts.contracts import functions, kernels
+from flex_model.layouts.contracts import functions, opaque_calls
 from flex_model.layouts.operation_log import Entry
 from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation.operation import REPLICATED
@@ -66,7 +66,7 @@ def _replace_all() -> None:
             _replace(module.DTensor, name, _DTENSOR + name)
     for function in functions.with_forward():
         _replace(function, "apply", functions.name_of(function))
-    for module, name, contract in kernels.functions():
+    for module, name, contract in opaque_calls.functions():
         _replace(module, name, contract)
     made = classmethod(_followed(vars(torch.autograd.Function)["apply"]))
     _replaced.enter_context(mock.patch.object(torch.autograd.Function, "apply", made))
@@ -74,7 +74,7 @@ def _replace_all() -> None:
 
 def _replace(owner: Any, name: str, text: str) -> None:
     before, function = vars(owner).get(name), getattr(owner, name)
-    if text.startswith(kernels.PREFIX):
+    if text.startswith(opaque_calls.PREFIX):
         made: Any = _as_operation(function, function, text)
     else:
         is_method = before is not None and not isinstance(before, (staticmethod, classmethod))
@@ -88,7 +88,7 @@ def _followed(apply: Any) -> Callable[..., Any]:
         recorders = [one for one in active_recorders() if not one.is_paused]
         if not recorders:
             return run(*args, **kwargs)
-        kernel = kernels.name_of(function)
+        kernel = opaque_calls.name_of(function)
         if kernel is not None:
             return _as_operation(run, function.forward, kernel)(*args, **kwargs)
         name = functions.name_of(function)
@@ -151,7 +151,7 @@ def _noticed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _arguments(function: Any, args: Sequence[Any]) -> SimpleNamespace:
     """Return what a Function is passed, by the names of its forward."""
-    return SimpleNamespace(**kernels.arguments_of(function.forward, args, {}))
+    return SimpleNamespace(**opaque_calls.arguments_of(function.forward, args, {}))
 
 
 def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
@@ -184,7 +184,7 @@ def _as_operation(run: Callable[..., Any], signature: Any, name: str) -> Callabl
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
         recorders = [one for one in active_recorders() if not one.is_paused]
-        named = kernels.arguments_of(signature, args, kwargs)
+        named = opaque_calls.arguments_of(signature, args, kwargs)
         if not recorders or any(dtensor.is_dtensor(leaf) for leaf in tree_iter(named)):
             return run(*args, **kwargs)
         with DisableTorchFunction():
