@@ -6,6 +6,7 @@ not seen: as of a Triton kernel, their results are new memory of which no operat
 # ruff: noqa: N803  names of arguments are those of the kernels
 
 import contextlib
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -69,23 +70,27 @@ def is_differentiable(value) -> bool:
 # ---- flash-attn ----------------------------------------------------------------------------------
 
 
-def weighted(q, k, v, scale, causal):
+def weighted(q, k, v, scale, causal, window=(-1, -1), softcap=0.0):
     """Attention of (rows, tokens, heads, units), and the logarithm of the weights' sum."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.shape[2] % k.shape[2]:
         raise ValueError("query heads are no multiple of key heads")
     k, v = (one.repeat_interleave(q.shape[2] // one.shape[2], 2) for one in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    if causal:
-        allowed = torch.ones(scores.shape[2:]).tril(scores.shape[3] - scores.shape[2]).bool()
-        scores = scores.masked_fill(~allowed, -torch.inf)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    places = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+    ahead = torch.arange(k.shape[1]) - places
+    left, right = (k.shape[1] if size < 0 else size for size in window)
+    allowed = (-left <= ahead) & (ahead <= (0 if causal else right))
+    scores = scores.masked_fill(~allowed, -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
-def packed(q, k, v, ends_q, ends_k, scale, causal):
+def packed(q, k, v, ends_q, ends_k, scale, causal, window=(-1, -1), softcap=0.0):
     """The same of (tokens, heads, units), which hold one sequence after the other."""
     found = [
-        weighted(q[None, a:b], k[None, c:d], v[None, c:d], scale, causal)
+        weighted(q[None, a:b], k[None, c:d], v[None, c:d], scale, causal, window, softcap)
         for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:])
     ]
     return torch.cat([one[0] for one, _ in found]), torch.cat([one[0] for _, one in found], -1)
@@ -109,7 +114,8 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return with_state(*weighted(q, k, v, softmax_scale, causal))
+    window = window_size_left, window_size_right
+    return with_state(*weighted(q, k, v, softmax_scale, causal, window, softcap))
 
 
 @torch.library.custom_op("flash_attn_3::_flash_attn_forward", mutates_args=())
@@ -147,13 +153,16 @@ def _flash_attn_varlen_forward(
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return with_state(*packed(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal))
+    ends, window = (cu_seqlens_q, cu_seqlens_k), (window_size_left, window_size_right)
+    return with_state(*packed(q, k, v, *ends, softmax_scale, causal, window, softcap))
 
 
-def of_rows(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+def of_rows(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0
+):
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     run = torch.ops.flash_attn._flash_attn_forward
-    return run(q, k, v, dropout_p, scale, causal, -1, -1, 0.0, None, False)[0]
+    return run(q, k, v, dropout_p, scale, causal, *window_size, softcap, None, False)[0]
 
 
 def of_packed(
@@ -167,43 +176,38 @@ def of_packed(
     dropout_p=0.0,
     softmax_scale=None,
     causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
 ):
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return torch.ops.flash_attn._flash_attn_varlen_forward(
-        q, k, v, *ends, dropout_p, scale, causal
-    )[0]
+    run = torch.ops.flash_attn._flash_attn_varlen_forward
+    return run(q, k, v, *ends, dropout_p, scale, causal, *window_size, softcap)[0]
 
 
 # The operations have no gradients; those of the Functions are these functions'.
-of_rows.twin = lambda q, k, v, p, scale, causal: weighted(q, k, v, scale, causal)[0]
-of_packed.twin = lambda q, k, v, a, b, m, n, p, scale, causal: packed(q, k, v, a, b, scale, causal)[
-    0
-]
+of_rows.twin = lambda q, k, v, p, *more: weighted(q, k, v, *more)[0]
+of_packed.twin = lambda q, k, v, a, b, m, n, p, *more: packed(q, k, v, a, b, *more)[0]
 
 FLASH = "flash_attn.flash_attn_interface"
 FlashAttnFunc = make_function(FLASH, "FlashAttnFunc", of_rows, is_seen=True)
 FlashAttnVarlenFunc = make_function(FLASH, "FlashAttnVarlenFunc", of_packed, is_seen=True)
 
 
-def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
-    return FlashAttnFunc.apply(q, k, v, dropout_p, softmax_scale, causal)
+def called(function, signature):
+    """Return a function with these arguments that applies an ``autograd.Function``."""
+
+    @functools.wraps(signature)
+    def call(*args, **kwargs):
+        bound = inspect.signature(signature).bind(*args, **kwargs)
+        bound.apply_defaults()
+        return function.apply(*bound.args)
+
+    return call
 
 
-def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-):
-    ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return FlashAttnVarlenFunc.apply(q, k, v, *ends, dropout_p, softmax_scale, causal)
+flash_attn_func = called(FlashAttnFunc, of_rows)
+flash_attn_varlen_func = called(FlashAttnVarlenFunc, of_packed)
 
 
 @contextlib.contextmanager

@@ -102,6 +102,15 @@ def attention_implementation(config: Any) -> str | None:
     return getattr(config, "_attn_implementation", None)
 
 
+def runs_flash_attention(implementation: str | None) -> bool:
+    """Whether the attention function of this name takes the masks of flash attention: its package,
+    or a kernel from the hub.
+    """
+    return (
+        implementation is not None and "flash" in implementation and "paged" not in implementation
+    )
+
+
 def set_attention_implementation(config: Any, name: str) -> None:
     """Make layers with this configuration look up another attention function, of any name."""
     config._attn_implementation = name
