@@ -15,9 +15,9 @@ import kernels
 import models
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed.placement import Replicate, Shard
-from flex_model.layouts import register_rule
-from flex_model.layouts.contracts.opaque_calls import flash_attention
+from flex_model.layouts import register_function, register_rule
 from flex_model.layouts.propagation import rules
+from flex_model.layouts.propagation.kernel_rules import flash_attention
 from flex_model.layouts.propagation.operation import Operand, Operation
 
 HEADS, UNITS, WIDTH = 4, 3, 12
@@ -221,44 +221,75 @@ scaled.register_autograd(
 )
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return kernels.hidden(x @ weight.T)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ x
+
+
 class Own(nn.Module):
     """Each rank has a summand of the gradient of what the kernel reads."""
 
-    def __init__(self, full):
+    def __init__(self, full, run):
         super().__init__()
-        self.read = nn.Tanh()
+        self.read, self.run = nn.Tanh(), run
         self.up = models.ColumnLinear(full, dist.group.WORLD)
         self.up.in_features, self.up.out_features = 6, 8
 
     def forward(self, x):
-        return scaled(self.read(x), self.up.weight)
+        return self.run(self.read(x), self.up.weight)
+
+
+FULL, ROWS = models.seeded(nn.Linear, 6, 8).double(), models.random(4, 6)
+TEXT = "x:...i weight:oi -> ...o = x*weight"
+
+
+def gradient(model, records):
+    with FlexModel(model, records, tensor_parallel_size=2, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("read"))
+        flex.register_forward_hook(HookFunction("", output_name="root"))
+        flex.register_full_backward_pre_hook(HookFunction("read", output_name="gradient"))
+        flex(ROWS.clone().requires_grad_()).sin().sum().backward()
+
+
+def check(records):
+    if dist.get_rank() == 0:
+        read = ROWS.tanh().requires_grad_()
+        root = nn.functional.linear(read, FULL.weight)
+        root.sin().sum().backward()
+        assert_close(records, {"read": [read], "root": [root], "gradient": [read.grad]})
 
 
 @pytest.mark.ranks(2)
 def test_an_operation_of_ones_own_is_refused_until_it_is_stated():
-    full, x = models.seeded(nn.Linear, 6, 8).double(), models.random(4, 6)
-    model = Own(full)
-
-    def gradient(records):
-        with FlexModel(model, records, tensor_parallel_size=2, timeout=20) as flex:
-            flex.register_forward_hook(HookFunction("read"))
-            flex.register_forward_hook(HookFunction("", output_name="root"))
-            flex.register_full_backward_pre_hook(HookFunction("read", output_name="gradient"))
-            flex(x.clone().requires_grad_()).sin().sum().backward()
-
-    name = "flex_model_tests::scaled"
+    model, records, name = Own(FULL, scaled), {}, "flex_model_tests::scaled"
     try:
         with pytest.raises(ValueError, match=rf"lost at {name}"):
-            gradient({})
-        register_rule(name, "x:...i weight:oi -> ...o = x*weight")
+            gradient(model, {})
+        register_rule(name, TEXT)
         with pytest.raises(ValueError, match=r"'read'.*register_rule\(\.\.\., gradient='local'\)"):
-            gradient({})
-        register_rule(name, "x:...i weight:oi -> ...o = x*weight", gradient="local", replace=True)
-        gradient(records := {})
+            gradient(model, {})
+        register_rule(name, TEXT, gradient="local", replace=True)
+        gradient(model, records)
     finally:
         rules._rules.pop(name, None)
-    if dist.get_rank() == 0:
-        read = x.tanh().requires_grad_()
-        root = nn.functional.linear(read, full.weight)
-        root.sin().sum().backward()
-        assert_close(records, {"read": [read], "root": [root], "gradient": [read.grad]})
+    check(records)
+
+
+@pytest.mark.ranks(2)
+def test_a_function_of_ones_own_is_refused_until_it_is_stated():
+    model, records = Own(FULL, lambda x, weight: Scaled.apply(x, weight)), {}
+    try:
+        with pytest.raises(ValueError, match="tensor-parallel ranks is not known"):
+            gradient(model, {})
+        register_function(Scaled, forward=TEXT, gradient="local")
+        gradient(model, records)
+    finally:
+        rules._rules.pop(f"kernel::{Scaled.__module__}.Scaled", None)
+    check(records)

@@ -32,6 +32,7 @@ from flex_model.layouts.active import active_recorders, all_paused
 from flex_model.layouts.contracts import functions, opaque_calls
 from flex_model.layouts.operation_log import Entry
 from flex_model.layouts.placement_encoding import decode
+from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def _followed(apply: Any) -> Callable[..., Any]:
         recorders = [one for one in active_recorders() if not one.is_paused]
         if not recorders:
             return run(*args, **kwargs)
-        kernel = opaque_calls.name_of(function)
+        kernel = next(filter(rules.has_rule, opaque_calls.names_of(function)), None)
         if kernel is not None:
             return _as_operation(run, function.forward, kernel)(*args, **kwargs)
         name = functions.name_of(function)

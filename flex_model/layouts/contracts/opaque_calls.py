@@ -1,128 +1,23 @@
-"""The contracts of kernels that are no operations of torch, by name.
+"""Kernels that are no operations of torch, whose calls are contracts: see `kernel_rules`.
 
 A call of one is followed as one operation of each rank alone, with the arguments of its
-signature; nothing inside is seen. Each contract is a rule, as of torch's operations:
+signature; nothing inside is seen, and gradients pass as through an operation of torch. Its name is
 
-- ``namespace::name``: operations of other libraries;
-- ``kernel::package.Class``: ``autograd.Function``s, in whichever module of the package;
-- ``kernel::package.function``: functions that `transformers_private.kernels` finds.
+- ``kernel::package.Class`` for an ``autograd.Function``, in whichever module of the package, or
+  ``kernel::module.Class`` for one of the user's;
+- ``kernel::package.function`` for functions that `transformers_private.kernels` finds.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from flex_model.integrations import transformers_private
-from flex_model.layouts.propagation.attention import as_heads_of
-from flex_model.layouts.propagation.labels import Placements, words
-from flex_model.layouts.propagation.operation import Operation
-from flex_model.layouts.propagation.text_forms import form
 
 PREFIX = "kernel::"
-
-# ---- Attention -----------------------------------------------------------------------------------
-
-# Queries, keys and values are (rows, tokens, heads, units). With the ends of sequences beside them
-# they are packed, (tokens, heads, units): which tokens see each other then depends on all ends, so
-# tokens must be whole. The second result is the logarithm of the weights' sum.
-_MORE = "alibi_slopes?:...h learnable_sink?:h s_aux?:h"
-_ENDS = "cu_seqlens_q?:* cu_seqlens_k?:* seqused_q?:* seqused_k?:*"
-_flash = form(
-    f"q:b*h* k:b*h* v:b*h* {_MORE} attention_mask?:b* position_ids?:~b* -> b*h* ; bh* | "
-    f"q:*h* k:*h* v:*h* {_MORE} {_ENDS} -> *h* ; h* | "
-    f"q:**h* k:**h* v:**h* {_MORE} {_ENDS} position_ids?:_ -> **h*"
-)
-_STATES = {"query_states": "q", "key_states": "k", "value_states": "v"}
-_ENDS_OF = {"cu_seq_lens_q": "cu_seqlens_q", "cu_seq_lens_k": "cu_seqlens_k"}
-
-
-def flash_attention(operation: Operation) -> Placements:
-    """Weight values as ``scaled_dot_product_attention`` does; functions that change or mask scores
-    are passed the number of a head, which is the rank's own.
-    """
-    if operation.get("score_mod") or operation.get("mask_mod"):
-        return [None] * len(operation.outputs)
-    names = _STATES | _ENDS_OF
-    given = {names.get(name, name): value for name, value in operation.arguments[0].items()}
-    heads = {name: as_heads_of(given["q"], given[name], -2) for name in "kv"}
-    return _flash(replace(operation, arguments=({**given, **heads},)))
-
-
-# ---- Other kernels -------------------------------------------------------------------------------
-
-_linear = form(
-    "input:...i weight:oi weight_scale_inv:oi bias?:o activation_scale?:_ "
-    "-> ...o = !input*!weight*!weight_scale_inv + bias | "
-    "input:...* weight:o* weight_scale_inv:_ bias?:o activation_scale?:_ -> ...o"
-)
-
-
-def fp8_linear(operation: Operation) -> Placements:
-    """Multiply by a weight whose blocks have a scale each, and round the input by blocks of the
-    same width: a split weight is one of whole blocks.
-    """
-    weight, scale, block = (operation[n] for n in ("weight", "weight_scale_inv", "block_size"))
-    if weight.shard is None or scale.ndim < 2:
-        return _linear(operation)
-    dim = weight.shard.dim
-    if any(w[dim] != s[dim] * block[dim] for w, s in zip(weight.shapes, scale.shapes)):
-        return [None]
-    # As if each row and column had its own scale: these are split as the weight's are.
-    scale = replace(scale, shapes=weight.shapes)
-    arguments = ({**operation.arguments[0], "weight_scale_inv": scale},)
-    return _linear(replace(operation, arguments=arguments))
-
-
-_loss = form(":_ -> +")
-_summed_loss = form(
-    "_input:t* weight?:_ target:t bias?:_ ce_weight?:_ "
-    "-> = !_input*!weight*!target*!bias*!ce_weight"
-)
-
-
-def cross_entropy(operation: Operation) -> Placements:
-    """Return the mean or the sum of the tokens' losses."""
-    return (_summed_loss if operation.get("reduction") == "sum" else _loss)(operation)
-
-
-_ROTATED = "position_ids?:_ -> bhs* = q*!cos*!sin ; bgs* = k*!cos*!sin"
-_LIGER = {
-    "RMSNorm": "X:...* W?:* -> ...*",
-    "LayerNorm": "X:...* W:* B:* -> ...*",
-    "FusedAddRMSNorm": "X:...* R:...* W?:* -> ...*+",
-    "Rope": f"q:bhs* k:bgs* cos:~bs* sin:~bs* {_ROTATED}",
-    "Qwen2VLMRope": f"q:bhs* k:bgs* cos:*bs* sin:*bs* {_ROTATED}",
-    "SiLUMul GELUMul": "a:... b:... -> ...",
-}
-
-RULES = {
-    **dict.fromkeys(
-        words(
-            "flash_attn::_flash_attn_forward flash_attn::_flash_attn_varlen_forward "
-            "flash_attn_3::_flash_attn_forward "
-            "kernel::flash_attn.FlashAttnFunc kernel::flash_attn.FlashAttnVarlenFunc "
-            "kernel::flash_attn_interface.FlashAttnFunc "
-            "kernel::flash_attn_interface.FlashAttnVarlenFunc kernel::transformers.flash_attention"
-        ),
-        flash_attention,
-    ),
-    "kernel::transformers.FP8LinearFunction": fp8_linear,
-    "kernel::transformers.fp8_linear": fp8_linear,
-    "kernel::liger_kernel.LigerCrossEntropyFunction": cross_entropy,
-    "kernel::liger_kernel.LigerFusedLinearCrossEntropyFunction": cross_entropy,
-    **{
-        f"kernel::liger_kernel.Liger{name}Function": form(text)
-        for names, text in _LIGER.items()
-        for name in names.split()
-    },
-}
-
-
-# ---- Calls ---------------------------------------------------------------------------------------
 
 
 def functions() -> Iterator[tuple[Any, str, str]]:
@@ -133,10 +28,10 @@ def functions() -> Iterator[tuple[Any, str, str]]:
         yield module, name, f"{PREFIX}transformers.{contract}"
 
 
-def name_of(function: Any) -> str | None:
-    """Return the name of the contract of an ``autograd.Function``; None if it has none."""
-    name = f"{PREFIX}{function.__module__.partition('.')[0]}.{function.__qualname__}"
-    return name if name in RULES else None
+def names_of(function: Any) -> tuple[str, str]:
+    """Return the names that the contract of an ``autograd.Function`` may have: a user's, ours."""
+    module, name = function.__module__, function.__qualname__
+    return f"{PREFIX}{module}.{name}", f"{PREFIX}{module.partition('.')[0]}.{name}"
 
 
 def arguments_of(

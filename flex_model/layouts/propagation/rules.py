@@ -14,12 +14,12 @@ import torch
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
 from flex_model.integrations.torch_private import OpOverload, OpOverloadPacket, backward_of
-from flex_model.layouts.contracts import opaque_calls
 from flex_model.layouts.propagation import (
     attention,
     convolutions,
     decomposition,
     indexing,
+    kernel_rules,
     pointwise,
     slicing,
     text_cases,
@@ -59,7 +59,7 @@ _BUILT_IN: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     (slicing.RULES_OF_SPLITS, ("split_size", "split_sizes")),
     (indexing.RULES, ()),
     (attention.RULES, ()),
-    (opaque_calls.RULES, ()),
+    (kernel_rules.RULES, ()),
     # The number of groups follows from the weight's shape.
     (convolutions.RULES, ("groups",)),
 )
