@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,17 @@ class DryRunRow:
     backward: Cost = field(default_factory=Cost)
     findings: tuple[Finding, ...] = ()
 
+    @property
+    def full_bytes(self) -> int:
+        """The bytes of the tensor in full, or of the part that is selected."""
+        return _num_bytes(self.full_shape, self.dtype)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of shards that one rank keeps for records until the run ends."""
+        of_shard = max((_num_bytes(shape, self.dtype) for shape in self.local_shapes), default=0)
+        return 0 if self.edits else self.calls * of_shard
+
     def with_calls(self, other: DryRunRow) -> DryRunRow:
         """Return this row with the calls of another one, which meet tensors of the same shape."""
         return replace(
@@ -102,6 +114,18 @@ class DryRun(list[DryRunRow], text.Printed):
         self.findings = list(findings)
         self._has_checked = has_checked
 
+    @property
+    def edited_bytes(self) -> int:
+        """The most bytes that each rank holds while a function edits a tensor: it in full, and the
+        result, unless that is made in place.
+        """
+        return max((2 * row.full_bytes for row in self if row.edits), default=0)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of shards that one rank keeps for read-only hooks until the run ends."""
+        return sum(row.kept_bytes for row in self)
+
     def raise_if_wrong(self, *, warnings: bool = False) -> None:
         """HookError with all errors that were found in editing functions; with ``warnings``, with
         those too. On every rank alike; what was not checked is no error.
@@ -123,6 +147,10 @@ class DryRun(list[DryRunRow], text.Printed):
         yield (
             f"all hooks: forward {_text_of(self.forward)}; backward {_text_of(self.backward)}; "
             f"records of {text.size(kept)}"
+        )
+        yield (
+            f"memory: {text.size(self.edited_bytes)} on each rank while a function edits, and "
+            f"{text.size(self.kept_bytes)} of shards until the run ends"
         )
         if self._has_checked and any(row.edits for row in self):
             yield self._checks()
@@ -147,6 +175,8 @@ class DryRun(list[DryRunRow], text.Printed):
             ],
             "forward": _json_of(self.forward),
             "backward": _json_of(self.backward),
+            "edited_bytes": self.edited_bytes,
+            "kept_bytes": self.kept_bytes,
         }
 
     def _checks(self) -> str:
@@ -169,6 +199,10 @@ class DryRun(list[DryRunRow], text.Printed):
             *("" if cost.is_nothing else _text_of(cost) for cost in (row.forward, row.backward)),
             row.source,
         ]
+
+
+def _num_bytes(shape: Shape | None, dtype: torch.dtype | None) -> int:
+    return 0 if shape is None or dtype is None else math.prod(shape) * dtype.itemsize
 
 
 def _text_of(cost: Cost) -> str:

@@ -9,8 +9,10 @@ layer's result is computed from that output only if a hook changed it or needs i
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from flex_model.integrations.torch_private import FakeTensor
 from flex_model.integrations.transformers_private import (
     attention_implementation,
     is_paged,
+    runs_flash_attention,
     set_attention_implementation,
 )
 from flex_model.layouts import follow
@@ -67,11 +70,11 @@ class AttentionPattern(nn.Module):
         """
         names = _forward_of(layer).__globals__
         implementation = attention_implementation(self._config)
-        if implementation not in _KERNELS:
+        if implementation not in _KERNELS and not runs_flash_attention(implementation):
             raise ValueError(
                 f"attention({self._name!r}): expected one of the attention implementations "
-                f"{list(_KERNELS)}, got {implementation!r}, whose masks are not known; "
-                "model.set_attn_implementation('sdpa') sets one"
+                f"{[*_KERNELS, 'flash_attention_2']}, got {implementation!r}, whose masks are not "
+                "known; model.set_attn_implementation('sdpa') sets one"
             )
         functions = names["ALL_ATTENTION_FUNCTIONS"]
         return functions.get_interface(implementation, names.get("eager_attention_forward"))
@@ -156,6 +159,8 @@ class AttentionPattern(nn.Module):
         layer's kernel takes its mask.
         """
         size, num_keys = query.shape[2], key.shape[2]
+        if runs_flash_attention(attention_implementation(self._config)):
+            return self._flash_mask(layer, size, key, mask, chosen, arguments), []
         position_bias = arguments.get("position_bias")
         bias = [] if position_bias is None else [_of_queries(position_bias, chosen, num_keys)]
         if isinstance(mask, Tensor):
@@ -172,6 +177,41 @@ class AttentionPattern(nn.Module):
         rows, heads = (torch.arange(n, device=key.device) for n in mask.shape[:2])
         grid = rows[:, None, None, None], heads[:, None, None], queries[:, None], keys
         return mask.mask_mod(*grid), bias
+
+    @staticmethod
+    def _flash_mask(
+        layer: nn.Module,
+        size: int,
+        key: Tensor,
+        mask: Tensor | None,
+        chosen: slice | Sequence[int],
+        arguments: dict[str, Any],
+    ) -> Tensor | None:
+        """Return the keys that the chosen ones of ``size`` queries see. The last query is at the
+        last key; ``mask`` marks tokens, (rows, keys), that are no padding, which sees nothing.
+        """
+        num_keys, parts = key.shape[2], []
+        keys = torch.arange(num_keys, device=key.device)
+        places = _take(keys[num_keys - size :], 0, chosen)[:, None]
+        is_causal, window = arguments.get("is_causal"), arguments.get("sliding_window")
+        if getattr(layer, "is_causal", True) if is_causal is None else is_causal:
+            parts.append(places >= keys)
+        if window is not None and num_keys > window:
+            parts.append((places - keys).abs() < window)
+        if mask is not None:
+            mask = mask[:, None, None].bool()
+            own = _take(mask[..., num_keys - size :], 3, chosen)
+            parts.append(mask & own.transpose(2, 3))
+        return functools.reduce(torch.logical_and, parts) if parts else None
+
+    @contextmanager
+    def own_configuration(self, layer: nn.Module) -> Iterator[None]:
+        """Give a layer its own configuration inside: some functions read their name there."""
+        ours, layer.config = layer.config, self._config
+        try:
+            yield
+        finally:
+            layer.config = ours
 
     @torch.no_grad()
     def verify(
@@ -288,7 +328,8 @@ def _attend(
     """Compute attention as the layer's own function does, with hooks on the pattern."""
     pattern: Any = layer._modules[CHILD]
     kernel = pattern.kernel(layer)
-    output, weights, *rest = kernel(layer, query, key, value, attention_mask, **arguments)
+    with pattern.own_configuration(layer):
+        output, weights, *rest = kernel(layer, query, key, value, attention_mask, **arguments)
     if not pattern.is_hooked:
         return (output, weights, *rest)
     pattern.refuse(arguments)

@@ -91,6 +91,16 @@ def function_of(node: Any) -> Any:
     return getattr(type(node), "_forward_cls", None)
 
 
+CUSTOM_BACKWARD = "torch._library.autograd.GeneratedBackwardFor_"
+
+
+def backward_of(namespace: str, name: str) -> str:
+    """Return the qualified name of the ``autograd.Function`` that ``torch.library`` makes for the
+    backward of an operation. Under another name it has no contract.
+    """
+    return f"{CUSTOM_BACKWARD}{namespace}_{name}_default"
+
+
 # ---- The compiler. Modules that are not imported before they are used ---------------------------
 
 DYNAMO = "torch._dynamo"

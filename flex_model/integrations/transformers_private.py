@@ -7,7 +7,7 @@ imported here: transformers is used where it is there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -133,6 +133,35 @@ def attention_implementation(config: Any) -> str | None:
     return getattr(config, "_attn_implementation", None)
 
 
+def runs_flash_attention(implementation: str | None) -> bool:
+    """Whether the attention function of this name takes the masks of flash attention: its package,
+    or a kernel from the hub.
+    """
+    return (
+        implementation is not None and "flash" in implementation and "paged" not in implementation
+    )
+
+
 def set_attention_implementation(config: Any, name: str) -> None:
     """Make layers with this configuration look up another attention function, of any name."""
     config._attn_implementation = name
+
+
+# ---- Kernels. Without these functions what is behind them is not known ---------------------------
+
+_KERNELS = {
+    "flash_attention": ("modeling_flash_attention_utils", "_flash_attention_forward"),
+    "fp8_linear": ("integrations.finegrained_fp8", "fp8_linear"),
+}
+
+
+def kernels() -> Iterator[tuple[Any, str, str]]:
+    """Yield the functions that run kernels: each module that looks one up, its name there, and
+    ours.
+    """
+    imported = [one for name, one in [*sys.modules.items()] if name.startswith("transformers.")]
+    for own, (place, name) in _KERNELS.items():
+        function = getattr(sys.modules.get(f"transformers.{place}"), name, None)
+        for module in imported if function is not None else ():
+            if vars(module).get(name) is function:
+                yield module, name, own

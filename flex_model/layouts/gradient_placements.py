@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
+from flex_model.integrations.torch_private import CUSTOM_BACKWARD
 from flex_model.layouts.operation_log import Entry, Value
 
 if TYPE_CHECKING:
@@ -255,6 +256,11 @@ class Gradients:
         if node.contract == "local" or kinds <= {WHOLE, None}:
             return kinds
         short = node.name.rpartition(".")[2]
+        if node.name.startswith(CUSTOM_BACKWARD):
+            return {
+                f"{short}, the backward of an operation of another library; if it communicates "
+                "nothing, state it with flex_model.layouts.register_rule(..., gradient='local')"
+            }
         return {
             f"{node.name}, an autograd.Function without a contract; state whether its backward "
             f"completes gradients with flex_model.layouts.register_function({short}, "

@@ -13,7 +13,7 @@ import torch
 from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts import chunks, constants, factories, own_rows, positions
 from flex_model.layouts.argument_reader import ArgumentReader
-from flex_model.layouts.contracts import collectives
+from flex_model.layouts.contracts import collectives, opaque_calls
 from flex_model.layouts.operation_log import Entry, Value, dtype_of
 from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation import rules
@@ -81,7 +81,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
         if operation is not None:
             _note_facts(proofs, call, operation, value, i)
     rule = "" if operation is None else operation.name
-    if name.startswith("aten::") and _passes_gradients(rule):
+    if name.startswith(("aten::", opaque_calls.PREFIX)) and _passes_gradients(rule):
         made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
         proofs.gradients.note_made([entry[6] for entry in entries], made)
     follow_writes(proofs, outputs, [entry[5] for entry in entries], text)
@@ -266,9 +266,12 @@ def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Val
 def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Call:
     """Read the call from the entries of all ranks."""
     overload = overload_of(full_name)
-    if overload is None:
+    if full_name.startswith(opaque_calls.PREFIX):
+        schema = opaque_calls.schema_of(full_name, entries)
+    elif overload is not None:
+        schema = overload._schema
+    else:
         return _Call(full_name, entries, ArgumentReader(proofs, len(entries)))
-    schema = overload._schema
     reader = ArgumentReader(proofs, len(entries), schema.name in _VIEWS)
     arguments = reader.arguments(schema, entries)
     name = rule_name(schema)
@@ -285,9 +288,9 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Ca
         name,
         arguments,
         outputs,
-        schema.overload_name,
+        "" if overload is None else schema.overload_name,
         reader.full_sizes,
-        tuple(overload.tags),
+        () if overload is None else tuple(overload.tags),
     )
     with suppress(ArgumentsDifferError):
         operation = constants.with_extents(operation, reader.values, proofs.open, proofs.plain)

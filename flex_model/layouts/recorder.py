@@ -28,7 +28,7 @@ from flex_model.integrations.torch_private import (
 from flex_model.layouts import memory_map
 from flex_model.layouts.active import active_recorders, all_paused
 from flex_model.layouts.argument_reader import ArgumentEncoder, Encoded
-from flex_model.layouts.contracts import logged_calls
+from flex_model.layouts.contracts import logged_calls, opaque_calls
 from flex_model.layouts.function_recorder import FunctionRecorder
 from flex_model.layouts.graph_nodes import GraphNodes, PendingResults, is_framework_hook
 from flex_model.layouts.operation_log import Log, Source, Value
@@ -400,7 +400,7 @@ class Recorder(DispatchMode):
         outputs, writes = self._outputs(tensors, bool(written), name, is_of_blank)
         full_name = f"{name}.{overload}" if overload else name
         *arguments, carriers = encoded
-        if carriers and name.startswith("aten::"):
+        if carriers and name.startswith(("aten::", opaque_calls.PREFIX)):
             self.nodes.link(outputs, writes)
         self.log.add("op", full_name, *arguments, outputs, writes, carriers)
         if carriers and schema is not None and not self.is_recomputed:

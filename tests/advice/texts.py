@@ -20,6 +20,7 @@ ELSEWHERE = {
     "draws random numbers, and drew none": "hooks/test_settled_edits: a function may draw late",
     "register_function: expected a subclass": "layouts/test_functions",
     "register_function: state forward=": "layouts/test_functions",
+    "register_function: a text describes": "layouts/test_functions",
     "an autograd.Function without a contract": "layouts/test_functions",
     "which steps with hooks don't take": "test_pipelining: arguments of torch's own step",
     "make LoRA adapters before": "test_adapters: split with their layers, and by transformers",

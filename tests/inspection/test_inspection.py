@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib
 import itertools
+import math
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def check_dry_run(name, tmp_path):
         unknown = {(row.name, row.kind) for row in dry if row.layout is None}
         assert {(finding.name, finding.kind) for finding in dry.findings} <= unknown
         assert {finding.level for finding in dry.findings} <= {"not checked"}
-        assert str(dry).count("\n") == len(dry) + 4 + str(dry.findings).count("Finding(")
+        assert str(dry).count("\n") == len(dry) + 5 + str(dry.findings).count("Finding(")
         assert str(flex.layouts()).count("\n") == len(dry) + 1
         flex.restore()
 
@@ -175,6 +176,11 @@ def test_costs_are_those_that_a_run_counts(settings, axis):
     x = x if is_tp else x.chunk(2)[dist.get_rank()]
 
     dry = flex.dry_run(x)
+    largest = max(math.prod(row.full_shape) for row in dry if row.edits)
+    assert dry.edited_bytes == 2 * 8 * largest
+    kept = sum(math.prod(row.local_shapes[0]) for row in dry if not row.edits)
+    assert dry.kept_bytes == 8 * kept
+    assert " of shards until the run ends" in str(dry)
 
     communicator = flex._core.communicator
     for _ in range(2):  # what the first one has to find out, the second one knows

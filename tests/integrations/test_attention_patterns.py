@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
+import kernels
 import models
 import pipelines
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
@@ -22,6 +23,14 @@ pytestmark = [
 ]
 
 LAYER = "model.layers.1.self_attn"
+
+
+@pytest.fixture(autouse=True)
+def flash_attn():
+    with kernels.flash_attn():
+        yield
+
+
 PATTERN = f"{LAYER}.attention_pattern"
 TOKENS = torch.randint(64, (4, 10), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(TOKENS)
@@ -47,10 +56,11 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+FLASH = "flash_attention_2"  # a stand-in
 KERNELS = {
-    "Llama": ("eager", "sdpa", "flex_attention"),
+    "Llama": ("eager", "sdpa", "flex_attention", FLASH),
     "Qwen3": ("eager", "sdpa"),
-    "Gemma2": ("eager", "flex_attention"),
+    "Gemma2": ("eager", "flex_attention", FLASH),
     "GptOss": ("eager",),  # the only one with sinks on a CPU
 }
 
@@ -59,9 +69,10 @@ def make(family, kernel, dtype=torch.float32):
     import transformers
 
     config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
-    config._attn_implementation = kernel
+    config._attn_implementation = "eager"
     model_class = getattr(transformers, f"{family}ForCausalLM")
     model = models.seeded(model_class, config).to(dtype).eval()
+    model.config._attn_implementation = kernel  # of flash-attn also where it is not installed
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))
@@ -127,6 +138,7 @@ def test_patterns_equal_eager_ones(family, kernel):
         ("eager", slice(2, 7)),
         ("eager", [8, 0]),
         ("flex_attention", [8, 0]),
+        (FLASH, [8, 0]),
     ],
 )
 def test_an_edit_replaces_the_result_of_its_queries(kernel, queries):
@@ -200,7 +212,7 @@ def test_what_is_refused():
     with pytest.raises(HookError, match="dropout of attention is active"):
         flex(TOKENS)
     other = make("Llama", "sdpa")
-    other.config._attn_implementation = "flash_attention_2"
+    other.config._attn_implementation = "mine"
     with pytest.raises(ValueError, match="set_attn_implementation"):
         FlexModel(other).attention(LAYER)
 
@@ -255,9 +267,19 @@ def hooked(flex, queries):
 @pytest.mark.parametrize("kind", ["tp", "dp"])
 @pytest.mark.parametrize(
     ("family", "kernel", "queries"),
-    [("Llama", "sdpa", None), ("Llama", "eager", [7, 2]), ("Qwen3", "sdpa", slice(2, 9, 3))],
+    [
+        ("Llama", "sdpa", None),
+        ("Llama", "eager", [7, 2]),
+        ("Llama", FLASH, [7, 2]),
+        ("Qwen3", "sdpa", slice(2, 9, 3)),
+    ],
 )
 def test_patterns_of_shards(kind, family, kernel, queries):
+    with kernels.flash_attn():
+        check_patterns_of_shards(kind, family, kernel, queries)
+
+
+def check_patterns_of_shards(kind, family, kernel, queries):
     rank = dist.get_rank()
     # Eager attention of padding is NaN in float64: its softmax is of float32.
     dtype, rounding = torch.float64, {"rtol": 1e-6, "atol": 1e-8}

@@ -400,7 +400,7 @@ def test_a_rule_that_raises_or_says_too_little_knows_nothing():
             register_rule("mylib::two", raises)
         with pytest.raises(ValueError, match="mm has a rule"):
             register_rule(torch.ops.aten.mm.default, raises)
-        with pytest.raises(TypeError, match="must be a function of an Operation, got int"):
+        with pytest.raises(TypeError, match="a function of an Operation, or a text, got int"):
             register_rule("mylib::three", 3)
         with pytest.raises(TypeError, match="or its name, got function"):
             register_rule(ask, raises)

@@ -108,8 +108,11 @@ def test_a_forward_with_a_contract_is_not_followed():
 def test_what_is_no_contract():
     with pytest.raises(TypeError, match=r"expected a subclass of torch\.autograd\.Function"):
         register_function(nn.Linear, gradient="whole")
-    with pytest.raises(TypeError, match="must be a function of placements"):
+    with pytest.raises(TypeError, match="must be a text or a function of placements"):
         register_function(Chunk, forward=Shard(1))
+    for contract in (None, "whole"):
+        with pytest.raises(ValueError, match="communicates nothing; pass gradient='local'"):
+            register_function(Chunk, forward="x:...* -> ...*", gradient=contract)
     for contract in (None, "half"):
         with pytest.raises(ValueError, match="state forward=, or gradient="):
             register_function(Chunk, gradient=contract)

@@ -10,6 +10,7 @@ import pytest
 
 import device_samples
 import indexing_samples
+import kernel_samples
 import loss_samples
 import model_samples
 import pointwise_samples
@@ -29,6 +30,7 @@ FAMILIES = {
     "windows": window_samples.SAMPLES,
     "losses": loss_samples.SAMPLES,
     "devices": device_samples.SAMPLES,
+    "kernels": kernel_samples.SAMPLES,
 }
 SAMPLES = [(family, s) for family, samples in FAMILIES.items() for s in samples]
 BY_NAME: dict[str, list] = {}

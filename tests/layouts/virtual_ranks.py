@@ -153,7 +153,7 @@ def sizes_of(size: int, count: int, mode: str) -> list[int]:
 def candidates(tensor: Tensor, mode: str, count: int) -> list:
     """Placements of a tensor, split in one mode."""
     found: list = [R]
-    if tensor.dtype is not torch.bool:
+    if tensor.dtype not in (torch.bool, torch.float8_e4m3fn):
         found.append(P)
     for dim, size in enumerate(tensor.shape):
         if mode == "parts":

@@ -4,6 +4,7 @@ import functools
 from dataclasses import replace
 
 import frameworks
+import kernel_pairs
 import mesh_pairs
 import modality_pairs
 import user_scripts
@@ -135,6 +136,12 @@ def rebuilt(prefix, names, build, **notes):
 
 PATTERNS = [name for name in KINDS if name != "hf-pp-2"]  # which is refused
 SCRIPTS |= of_kinds("patterns", "Llama, attention patterns", user_scripts.attention, PATTERNS)
+SCRIPTS |= of_kinds(
+    "kernels",
+    "Llama, flash-attn and Liger, padded",
+    kernel_pairs.fused,
+    ("one", "ddp-2", "fsdp2-2", "hf-2"),
+)
 SCRIPTS |= of_kinds(
     "adapters",
     "Llama, two LoRA adapters, switched in a run",

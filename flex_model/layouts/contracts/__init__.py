@@ -5,5 +5,6 @@ that it is about.
 
 - `collectives`: the operations of c10d and functional collectives.
 - `logged_calls`: conversions of DTensors, and functions registered by the user.
+- `opaque_calls`: kernels that are no operations of torch, such as flash attention.
 - `functions`: how ``autograd.Function``s hold the gradient of an input that is replicated along tp.
 """

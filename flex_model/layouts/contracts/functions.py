@@ -22,6 +22,8 @@ import torch
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
 from flex_model.integrations.torch_private import function_of
+from flex_model.layouts.contracts import opaque_calls
+from flex_model.layouts.propagation import rules
 
 GRADIENTS = ("whole", "partial", "local", "recomputes")
 Forward = Callable[..., "Placement | Sequence[Placement | None] | None"]
@@ -82,7 +84,7 @@ _own: dict[str, tuple[Any, Forward | None, str | None]] = {}  # of the user, by 
 def register_function(
     function: type[torch.autograd.Function],
     *,
-    forward: Forward | None = None,
+    forward: Forward | str | None = None,
     gradient: str | None = None,
 ) -> None:
     """State the contract of an ``autograd.Function``.
@@ -97,7 +99,9 @@ def register_function(
     Args:
         forward: Receives the placement along one mesh axis of each tensor that ``apply`` is passed
             (None where it is not known), and returns that of its result, or a list for several.
-            The operations inside are not followed then. Without it they are.
+            Or a text as of `register_rule`, by the names that the class's ``forward`` gives its
+            arguments: of a kernel that communicates nothing, forward and backward. The operations
+            inside are not followed then. Without it they are.
         gradient: How the ranks along tp hold the gradient of an input that is the same on all of
             them: ``"whole"`` (the backward completes it, as by an all-reduce), ``"partial"`` (each
             has a summand), or ``"local"`` (the backward communicates nothing). Those of split
@@ -105,16 +109,24 @@ def register_function(
 
     Raises:
         TypeError: ``function`` is not such a class, or ``forward`` is not callable.
-        ValueError: another ``gradient``, or nothing is stated.
+        ValueError: another ``gradient``, also beside a text, or nothing is stated.
     """
     if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
         raise TypeError(
             "register_function: expected a subclass of torch.autograd.Function, got "
             f"{function!r}; example: register_function(CopyToRanks, gradient='whole')"
         )
+    if isinstance(forward, str):
+        if gradient != "local":
+            raise ValueError(
+                "register_function: a text describes a kernel that communicates nothing; pass "
+                f"gradient='local' beside it, got {gradient!r}"
+            )
+        rules.register_rule(opaque_calls.names_of(function)[0], forward, replace=True)
+        forward = None
     if forward is not None and not callable(forward):
         raise TypeError(
-            "register_function: forward must be a function of placements, got "
+            "register_function: forward must be a text or a function of placements, got "
             f"{type(forward).__name__}"
         )
     if gradient not in (None, *GRADIENTS[:3]) or (forward is None and gradient is None):
@@ -162,7 +174,7 @@ def contract_of(name: str, arguments: Any = None) -> str | None:
     if name in _own and _own[name][2] is not None:
         return _own[name][2]
     contract = _BY_NAME.get(name)
-    if contract is None and name.startswith(_LOCAL):
+    if contract is None and (name.startswith(_LOCAL) or rules.passes_gradients(name)):
         contract = "local"
     if callable(contract):
         return None if arguments is None else contract(arguments)

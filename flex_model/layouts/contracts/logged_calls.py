@@ -2,7 +2,8 @@
 
 While a forward is followed, these methods are replaced by ones that log the call: the conversions
 of DTensors, which state their placements along the axes of their mesh and keep those along other
-axes, and ``apply`` of an ``autograd.Function`` whose forward has a contract of the user's.
+axes, ``apply`` of an ``autograd.Function`` whose forward has a contract of the user's, and kernels,
+which are logged as operations (see `opaque_calls`).
 
 A Function that recomputes its forward, such as a reentrant checkpoint's, is followed inside, where
 torch records no graph: there operations and calls pass gradients as they will when it is
@@ -13,7 +14,6 @@ only that its forward runs; what gradients it returns there is not known.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,10 +26,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from flex_model.distributed.placement import Placement
+from flex_model.integrations import dtensor
+from flex_model.integrations.torch_private import DisableTorchFunction
 from flex_model.layouts.active import active_recorders, all_paused
-from flex_model.layouts.contracts import functions
+from flex_model.layouts.contracts import functions, opaque_calls
 from flex_model.layouts.operation_log import Entry
 from flex_model.layouts.placement_encoding import decode
+from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED
 
 if TYPE_CHECKING:
@@ -64,14 +67,19 @@ def _replace_all() -> None:
             _replace(module.DTensor, name, _DTENSOR + name)
     for function in functions.with_forward():
         _replace(function, "apply", functions.name_of(function))
+    for module, name, contract in opaque_calls.functions():
+        _replace(module, name, contract)
     made = classmethod(_followed(vars(torch.autograd.Function)["apply"]))
     _replaced.enter_context(mock.patch.object(torch.autograd.Function, "apply", made))
 
 
 def _replace(owner: Any, name: str, text: str) -> None:
-    before, call = vars(owner).get(name), _logged(getattr(owner, name), text)
-    is_method = before is not None and not isinstance(before, (staticmethod, classmethod))
-    made = call if is_method else staticmethod(call)
+    before, function = vars(owner).get(name), getattr(owner, name)
+    if text.startswith(opaque_calls.PREFIX):
+        made: Any = _as_operation(function, function, text)
+    else:
+        is_method = before is not None and not isinstance(before, (staticmethod, classmethod))
+        made = _logged(function, text) if is_method else staticmethod(_logged(function, text))
     _replaced.enter_context(mock.patch.object(owner, name, made))
 
 
@@ -81,6 +89,9 @@ def _followed(apply: Any) -> Callable[..., Any]:
         recorders = [one for one in active_recorders() if not one.is_paused]
         if not recorders:
             return run(*args, **kwargs)
+        kernel = next(filter(rules.has_rule, opaque_calls.names_of(function)), None)
+        if kernel is not None:
+            return _as_operation(run, function.forward, kernel)(*args, **kwargs)
         name = functions.name_of(function)
         recomputes = functions.contract_of(name) == "recomputes"
         inside = [one for one in recorders if one.is_recomputed]
@@ -141,8 +152,7 @@ def _noticed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _arguments(function: Any, args: Sequence[Any]) -> SimpleNamespace:
     """Return what a Function is passed, by the names of its forward."""
-    names = [name for name in inspect.signature(function.forward).parameters if name != "ctx"]
-    return SimpleNamespace(**dict(zip(names, args)))
+    return SimpleNamespace(**opaque_calls.arguments_of(function.forward, args, {}))
 
 
 def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
@@ -162,6 +172,30 @@ def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
             if recorder.is_recomputed:
                 contract = functions.contract_of(text, SimpleNamespace(**kwargs))
                 recorder.nodes.add_function(text, contract, of_inputs, result)
+        return result
+
+    return call
+
+
+def _as_operation(run: Callable[..., Any], signature: Any, name: str) -> Callable[..., Any]:
+    """Return ``run``, a kernel with the arguments of ``signature``, that is logged as one
+    operation.
+    """
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorders = [one for one in active_recorders() if not one.is_paused]
+        named = opaque_calls.arguments_of(signature, args, kwargs)
+        if not recorders or any(dtensor.is_dtensor(leaf) for leaf in tree_iter(named)):
+            return run(*args, **kwargs)
+        with DisableTorchFunction():
+            encoded = [recorder.encode(None, (), named) for recorder in recorders]
+        with all_paused():
+            result = run(*args, **kwargs)
+        with DisableTorchFunction():
+            for recorder, before in zip(recorders, encoded):
+                recorder.add_operation(name, "", before, (), {}, result, None)
+                recorder.record_results(result)
         return result
 
     return call

@@ -14,21 +14,21 @@ from flex_model.layouts.propagation.labels import Placements, words
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
 from flex_model.layouts.propagation.text_forms import form
 
-_HEADS = -3
 
-
-def _as_heads_of(query: Operand, other: Operand) -> Operand:
-    """Return keys or values as if each head were repeated for its queries: a split stays one."""
+def as_heads_of(query: Operand, other: Operand, dim: int = -3) -> Operand:
+    """Return keys or values as if each head, at ``dim``, were repeated for its queries: a split
+    stays one.
+    """
     if query.ndim < 3 or other.ndim != query.ndim:
         return other
-    of_query = [shape[_HEADS] for shape in query.shapes]
-    own = [shape[_HEADS] for shape in other.shapes]
+    of_query = [shape[dim] for shape in query.shapes]
+    own = [shape[dim] for shape in other.shapes]
     if of_query == own or (other.placement == REPLICATED and set(own) == {1}):
         return other
     (ratio,) = {a // b for a, b in zip(of_query, own) if a == a // b * b}
     if any(a != ratio * b for a, b in zip(of_query, own)):
         raise ValueError("query heads are no multiple of the key-value heads")
-    shapes = tuple((*s[:_HEADS], s[_HEADS] * ratio, *s[_HEADS + 1 :]) for s in other.shapes)
+    shapes = tuple((*s[:dim], s[dim] * ratio, *s[dim + 1 :]) for s in other.shapes)
     return replace(other, shapes=shapes)
 
 
@@ -37,9 +37,7 @@ def attention(operation: Operation) -> Placements:
     sum, for each query; others are state of the kernel.
     """
     query, masks = operation["query"], ("attn_mask", "attn_bias")
-    given: dict[str, Any] = {
-        name: _as_heads_of(query, operation[name]) for name in ("key", "value")
-    }
+    given: dict[str, Any] = {name: as_heads_of(query, operation[name]) for name in ("key", "value")}
     for name in masks:
         mask = operation.get(name)
         if mask is not None and mask.shapes[0] == (0,):

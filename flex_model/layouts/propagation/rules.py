@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
-from flex_model.integrations.torch_private import OpOverload, OpOverloadPacket
+from flex_model.integrations.torch_private import OpOverload, OpOverloadPacket, backward_of
 from flex_model.layouts.propagation import (
     attention,
     convolutions,
     decomposition,
     indexing,
+    kernel_rules,
     pointwise,
     slicing,
     text_cases,
@@ -26,6 +27,7 @@ from flex_model.layouts.propagation import (
     views,
 )
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+from flex_model.layouts.propagation.text_forms import form
 
 RuleFunction = Callable[[Operation], "Placement | Sequence[Placement | None] | None"]
 
@@ -34,10 +36,14 @@ RuleFunction = Callable[[Operation], "Placement | Sequence[Placement | None] | N
 class Rule:
     """A rule, and the arguments that it reads by rank: those may differ between ranks, and from
     those of the unsharded program.
+
+    Attributes:
+        is_local: Whether the backward of an operation of another library communicates nothing.
     """
 
     function: RuleFunction
     per_rank: frozenset[str] = frozenset()
+    is_local: bool = False
 
 
 _BUILT_IN: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
@@ -53,6 +59,7 @@ _BUILT_IN: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     (slicing.RULES_OF_SPLITS, ("split_size", "split_sizes")),
     (indexing.RULES, ()),
     (attention.RULES, ()),
+    (kernel_rules.RULES, ()),
     # The number of groups follows from the weight's shape.
     (convolutions.RULES, ("groups",)),
 )
@@ -88,26 +95,35 @@ def _rule(name: str, tags: Sequence[Any] = ()) -> Rule | None:
 
 
 def register_rule(
-    op: Any, fn: RuleFunction, *, per_rank: Sequence[str] = (), replace: bool = False
+    op: Any,
+    fn: RuleFunction | str,
+    *,
+    per_rank: Sequence[str] = (),
+    gradient: str | None = None,
+    replace: bool = False,
 ) -> None:
     """Add the rule of an operation: how its outputs are split if its operands are.
 
     Example::
 
-        def rule(operation):  # y[..., i] = f(x[..., i]): split as x is, unless x is a sum
-            placement = operation["x"].placement
-            return None if isinstance(placement, Partial) else placement
-
-        register_rule("mylib::scale", rule)
+        # A norm over the last dim, which must be whole; the others are parallel.
+        register_rule("mylib::norm", "x:...* weight:* -> ...*", gradient="local")
 
     Args:
         op: An operation of ``torch.ops``, or its name, ``"namespace::name"``.
-        fn: Receives an `Operation`, returns the placement of its output, or a list for all outputs;
-            None is "not known". An exception counts as not known.
+        fn: A text as in `propagation.text_forms`; or a function that receives an `Operation` and
+            returns the placement of its output, or a list for all outputs; None is "not known".
+            An exception counts as not known.
         per_rank: Arguments that may differ between the ranks. If any other does, the rule is not
             called, and nothing is known.
+        gradient: ``"local"``: the operation's own backward, given to ``register_autograd``,
+            communicates nothing. Without it the gradient of an input that is the same on all
+            tensor-parallel ranks is not known where the output is split.
         replace: Whether to replace an existing rule.
     """
+    if gradient not in (None, "local"):
+        raise ValueError(f"register_rule: gradient must be 'local' or None, got {gradient!r}")
+    fn = form(fn) if isinstance(fn, str) else fn
     key = _key(op if isinstance(op, str) else _qualified(op))
     if has_rule(key) and not replace:
         raise ValueError(
@@ -115,10 +131,21 @@ def register_rule(
         )
     if not callable(fn):
         raise TypeError(
-            f"register_rule: the rule of {key} must be a function of an Operation, got "
+            f"register_rule: the rule of {key} must be a function of an Operation, or a text, got "
             f"{type(fn).__name__}"
         )
-    _rules[key] = Rule(fn, frozenset(per_rank))
+    _rules[key] = Rule(fn, frozenset(per_rank), gradient == "local")
+
+
+def passes_gradients(backward: str) -> bool:
+    """Whether a rule states that this ``autograd.Function``, which torch made for the backward of
+    an operation, communicates nothing.
+    """
+    return any(
+        rule.is_local and backward == backward_of(*name.split("::"))
+        for name, rule in _rules.items()
+        if "::" in name
+    )
 
 
 def _qualified(op: Any) -> str:
