@@ -41,7 +41,7 @@ def sources():
 def test_no_file_name_is_there_twice():
     names = Counter(path.name for path in sources() if path.suffix in SOURCES)
     twice = {name for name, count in names.items() if count > 1}
-    assert twice == {"__init__.py", "__main__.py"}
+    assert twice == {"__init__.py"}
 
 
 def test_no_file_holds_two_ideas():

@@ -25,7 +25,7 @@ from flex_model.editing.lens import Lens, logit_lens, tuned_lens
 from flex_model.editing.patching import Capture, capture, patch
 from flex_model.editing.runs import Site
 from flex_model.editing.splicing import splice
-from flex_model.selection.selection import SelectionArguments
+from flex_model.selection.selectors import SelectionArguments
 
 __all__ = [
     "Capture",
