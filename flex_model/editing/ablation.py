@@ -13,7 +13,7 @@ from flex_model.editing.edit import Edit, Scope, check_number, check_seed, forma
 from flex_model.editing.patching import Capture
 from flex_model.editing.region import Region
 from flex_model.runs.step import current_microbatch
-from flex_model.selection.selection import SelectionArguments
+from flex_model.selection.selectors import SelectionArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

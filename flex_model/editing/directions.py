@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flex_model.editing.edit import Edit, Scope, check_number, format_call
 from flex_model.editing.region import Region
-from flex_model.selection.selection import SelectionArguments
+from flex_model.selection.selectors import SelectionArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,7 +11,7 @@ from flex_model.editing.edit import Edit, Scope, format_call
 from flex_model.editing.region import Region
 from flex_model.integrations.torch_private import FakeTensor
 from flex_model.runs.step import current_microbatch
-from flex_model.selection.selection import SelectionArguments
+from flex_model.selection.selectors import SelectionArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from flex_model.runs.step import current_rows
-from flex_model.selection.selection import Selection
-from flex_model.selection.selectors import as_slice
+from flex_model.selection.selectors import Selection, as_slice
 
 
 class Region(Selection):

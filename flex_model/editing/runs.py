@@ -19,7 +19,7 @@ from flex_model.integrations import fsdp
 from flex_model.model import FlexModel
 from flex_model.names import check_name
 from flex_model.records.store import ActivationStore
-from flex_model.selection.selection import SelectionArguments
+from flex_model.selection.selectors import SelectionArguments
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Metric = Callable[[Tensor], Any]

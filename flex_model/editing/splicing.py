@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flex_model.editing.edit import Edit, Scope, format_call, input_of
 from flex_model.editing.region import Region
-from flex_model.selection.selection import SelectionArguments
+from flex_model.selection.selectors import SelectionArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,9 +7,9 @@ from flex_model.sequential.targets import (
     get_sequential_targets,
     match_modules,
 )
-from flex_model.sequential.traced.dispatch import dispatch_for_sequential
 from flex_model.sequential.traced.subgraph import (
     Subgraph,
+    dispatch_for_sequential,
     find_target_nodes,
     graph_is_well_formed,
     partition_graph,

@@ -8,8 +8,7 @@ from torch import nn
 
 import models
 from flex_model import FlexModel, HookFunction, sequential
-from flex_model.sequential.weights.inventory import Weight
-from flex_model.sequential.weights.loader import _Buffer
+from flex_model.sequential.weights.loader import Weight, _Buffer
 
 pytestmark = [
     pytest.mark.cuda,
