@@ -19,6 +19,9 @@ class HookGroups:
     """The names of groups and the hooks in them; the dispatcher keeps the sets by number.
 
     A group that lost its last hook stays, empty: choosing it chooses no hook.
+
+    Attributes:
+        registrations: All registrations, in the order in which they were made.
     """
 
     def __init__(self) -> None:
@@ -26,6 +29,7 @@ class HookGroups:
         self._next_id = 1
         # A function on several tensors of a site has a registration for each.
         self._registrations: dict[HookFunction, Sequence[Registration]] = {}
+        self.registrations: Sequence[Registration] = ()
 
     def __contains__(self, group: str) -> bool:
         return group in self._ids
@@ -34,10 +38,6 @@ class HookGroups:
     def names(self) -> list[str]:
         return list(self._ids)
 
-    @property
-    def registrations(self) -> list[Registration]:
-        return [one for several in self._registrations.values() for one in several]
-
     def add(
         self,
         function: HookFunction,
@@ -45,6 +45,7 @@ class HookGroups:
         groups: Iterable[str] = (),
     ) -> None:
         self._registrations[function] = registrations
+        self.registrations = (*self.registrations, *registrations)
         for group in (ALL, *groups):
             self._tag(function, self._make(group))
 
@@ -53,7 +54,8 @@ class HookGroups:
             registration.hook.tag(number)
 
     def discard(self, function: HookFunction) -> None:
-        self._registrations.pop(function, None)
+        removed = self._registrations.pop(function, ())
+        self.registrations = tuple(one for one in self.registrations if one not in removed)
 
     def _make(self, group: str) -> int:
         if group not in self._ids:

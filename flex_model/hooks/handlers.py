@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
@@ -23,7 +24,7 @@ from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.turns import Turns
 from flex_model.hooks.user_function import Before, changed, late_draws
-from flex_model.layouts import active, follow
+from flex_model.layouts import follow
 from flex_model.runs import remembered_runs
 from flex_model.runs.backward_passes import BackwardPasses
 from flex_model.runs.graphs import Graphs, is_in_checkpoint
@@ -80,7 +81,7 @@ class HookHandlers:
         error = None
         try:
             after = self._call(run, registration, module, tree)
-            if registration.edits:
+            if registration.edits and torch.is_grad_enabled():
                 self._graphs.watch(run, after)
             return after
         except BaseException as raised:
@@ -107,20 +108,20 @@ class HookHandlers:
 
     def _settle(self, registration: Registration, run: Run) -> None:
         """Let the dispatcher call a function that draws no random numbers by itself, on one
-        process, in the rest of the run.
+        process, from now on.
         """
         is_alone = self.communicator.is_local and run.save_ctx is None
         is_there = registration.is_registered and registration.edits  # it may take itself off
         if is_alone and is_there and registration.draws is False:
             self._executor.function.settle(registration)
-            registration.places[0].settle_edits(run.is_recomputed)
+            self.runs.settle_edits(run)
 
     def edit_whole(
         self, registration: Registration, module: nn.Module, leaf: Tensor, full: Tensor
     ) -> Tensor | None:
         """Edit a tensor that this process alone holds, in a run; ``full`` is its copy. Return the
         tensor that the model continues with; None: its own. A function that draws no random numbers
-        is called by the dispatcher itself in the rest of the run.
+        is called by the dispatcher itself from then on.
         """
         runs, run = self.runs, self.runs.current
         if not registration.edits:  # the user has taken the function off
@@ -131,12 +132,8 @@ class HookHandlers:
             if not run.is_recomputed and is_in_checkpoint():
                 run.note_recomputation()
             call = HookCall(registration, module, run)
-            function = self._executor.function
-            if not active.active_recorders():  # entering a context would cost as much as the rest
-                (edited,) = function.run(call, (full,), leaf, {})
-            else:
-                with follow.paused():
-                    (edited,) = function.run(call, (full,), leaf, {})
+            with follow.paused():
+                (edited,) = self._executor.function.run(call, (full,), leaf, {})
             self._settle(registration, run)
             return None if edited is None else copy_for_model(edited, leaf)
         except Exception as error:

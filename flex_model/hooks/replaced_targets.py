@@ -35,7 +35,9 @@ class Targets:
         more. Local. Every run calls it, so the model is only searched after a change.
         """
         hooks = len(registrations), registrations[-1].index if registrations else 0
-        if hooks != self._hooks or any(held.get(k) is not v for held, k, v in self._places):
+        # A list: a generator would be called for each place.
+        are_there = [held.get(key) is value for held, key, value in self._places]
+        if hooks != self._hooks or not all(are_there):
             self._hooks = hooks
             self._search(registrations)
         return self._gone

@@ -201,14 +201,6 @@ class ModuleSite:
         """The module; None where it is gone."""
         return self._module()
 
-    def settle_edits(self, is_recomputed: bool) -> None:
-        """Let the dispatcher call settled editing functions itself, in the rest of the run.
-
-        Args:
-            is_recomputed: Whether the run knows that a checkpoint may recompute what edits made.
-        """
-        self._dispatcher.settle(is_recomputed)
-
     def surround(self, is_input: bool, before: Any, after: Any) -> list[Any]:
         """Register two torch hooks, with keyword arguments, that run directly before and after the
         one that is installed here; return their handles. None is registered where none is

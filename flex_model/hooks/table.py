@@ -120,7 +120,7 @@ class HookTable:
         self._parameter_dispatcher = self._make_dispatcher()
 
     @property
-    def registrations(self) -> list[Registration]:
+    def registrations(self) -> Sequence[Registration]:
         """All registrations, in the order in which they were made."""
         return self.groups.registrations
 
@@ -422,13 +422,21 @@ class HookTable:
         """
         return self._dispatcher.set_in_run(is_in_run)
 
+    def settle_edits(self, is_recomputed: bool) -> None:
+        """Let the dispatcher call settled editing functions itself, in the rest of the run.
+
+        Args:
+            is_recomputed: Whether the run knows that a checkpoint may recompute what edits made.
+        """
+        self._dispatcher.settle(is_recomputed)
+
     def _all_sites(self) -> list[_C.Site]:
         places: list[Any] = [*self._modules.values(), *self._parameters.values()]
         return [site for place in places for site in place.all_sites]
 
     def clear_records(self, indices: frozenset[int]) -> None:
         """Empty the record lists of these hooks."""
-        if indices == self.active:
+        if indices == self.active_hooks.indices:
             self._dispatcher.clear_records()
             self._parameter_dispatcher.clear_records()
             return

@@ -55,6 +55,7 @@ class Tracking:
         forward: The running forward; swapped with another batch's in sequential runs.
         statements: The layouts that the user states with ``annotate_layout``.
         num_followed: How many forwards were followed so far.
+        is_local: Whether nothing needs to be followed: one process holds all tensors.
         has_rows: Whether this rank has rows of the batch; see ``FlexModel.no_rows``.
     """
 
@@ -66,7 +67,7 @@ class Tracking:
         follow: Follow,
     ) -> None:
         self._root = root
-        self._communicator = communicator
+        self._communicator, self.is_local = communicator, communicator.is_local
         self.batch_dim = batch_dim
         self._inputs = Inputs(batch_dim)
         self._follow = follow
@@ -128,10 +129,7 @@ class Tracking:
         Raises:
             ValueError: ranks along tp were given different inputs. On every rank.
         """
-        if self.forward.enter():
-            return
-        if self._communicator.is_local:
-            self.forward = Forward(depth=1)
+        if self.is_local or self.forward.enter():
             return
         parameters = [
             r for r in active.parameters if any(self.asks_for_parameter(r, axis) for axis in AXES)
@@ -334,11 +332,6 @@ class Tracking:
         self.forward = Forward()
 
     @property
-    def is_local(self) -> bool:
-        """Whether nothing needs to be followed: one process holds all tensors."""
-        return self._communicator.is_local
-
-    @property
     def is_in_forward(self) -> bool:
         """Whether the wrapped module, or a part of it that was called on its own, runs."""
         return self.forward.depth > 0
@@ -349,8 +342,10 @@ class Tracking:
         return self.forward.follower is not None and not self.forward.is_over
 
     def number(self, registration: Registration) -> int:
-        """Return the number of this call of the hook in the running forward."""
-        return self.forward.number(registration.index)
+        """Return the number of this call of the hook in the running forward; where one process
+        holds all tensors, all calls have the same layout, and are not counted.
+        """
+        return 0 if self.is_local else self.forward.number(registration.index)
 
     def evidence(self, registration: Registration, tensor: Tensor, number: int) -> Evidence:
         """Return the evidence of how a hook's tensor is placed. Local.

@@ -47,7 +47,6 @@ class UserFunction:
     ) -> None:
         self._communicator, self._observers = communicator, observers
         self._save_ctx, self._modules = save_ctx, modules
-        self._is_local = communicator.is_local
 
     def context_of(self, call: HookCall) -> Namespace:
         """Return the ``save_ctx`` of the call's run: the FlexModel's, or a batch's own."""
@@ -80,11 +79,8 @@ class UserFunction:
         else:
             number = run.calls.get(index, 0)
             run.calls[index] = number + 1
-        passed: Any = fulls[0]
-        before: list[Before] = [(passed._version, passed.shape, passed.dtype, passed.device)]
-        if function.members:
-            passed = tuple(fulls)
-            before = [(full._version, full.shape, full.dtype, full.device) for full in fulls]
+        passed: Any = tuple(fulls) if function.members else fulls[0]
+        before: list[Before] = [(one._version, one.shape, one.dtype, one.device) for one in fulls]
         references = _num_references(fulls) if torch.is_grad_enabled() else ()
         outer, random = communicator.edit_of, None
         ends = [begin("edit", call) for begin in self._observers] if self._observers else ()
@@ -113,7 +109,7 @@ class UserFunction:
             if draws is False:
                 raise late_draws(registration)
             _note_draws(call, leaf, number)
-        if not self._is_local:
+        if not communicator.is_local:
             has_written = any(full._version != of_full[0] for full, of_full in zip(fulls, before))
             for one in function._registrations:
                 one.note_writes(has_written)

@@ -18,9 +18,9 @@ def check_method(name: str, has_hooks: bool) -> None:
         raise _refusal(f"{name}()")
 
 
-def check_arguments(kwargs: Mapping[str, Any], has_hooks: bool) -> None:
-    """HookError for a forward in continuous batching while hooks are active."""
-    if has_hooks and transformers_private.is_paged(kwargs):
+def check_arguments(kwargs: Mapping[str, Any]) -> None:
+    """HookError for a forward in continuous batching, where hooks are active."""
+    if transformers_private.is_paged(kwargs):
         raise _refusal("a forward with a paged cache")
 
 

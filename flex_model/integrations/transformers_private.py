@@ -24,8 +24,11 @@ _PAGED_ARGUMENTS = ("read_index", "write_index", "block_table")
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a model; None: it has none."""
-    for name, value in kwargs.items():
-        if value is not None and (name in _CACHE_ARGUMENTS or is_cache(value)):
+    for name in _CACHE_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            return kwargs[name]
+    for value in kwargs.values():
+        if is_cache(value):
             return value
     return None
 
@@ -50,8 +53,9 @@ def is_cache(value: Any) -> bool:
 
 def is_paged(arguments: Mapping[str, Any]) -> bool:
     """Whether arguments of a model or an attention function are those of continuous batching."""
-    if any(arguments.get(name) is not None for name in _PAGED_ARGUMENTS):
-        return True
+    for name in _PAGED_ARGUMENTS:
+        if arguments.get(name) is not None:
+            return True
     return "Paged" in type(cache_of(arguments)).__name__
 
 

@@ -193,8 +193,6 @@ class Records:
 
     def finish(self, context) -> None:
         """Deliver the full tensors of GPUs on one process, whose other records are there. Local."""
-        if not context.pending_fulls:
-            return
         try:
             with torch.inference_mode(False), torch.no_grad():  # records are plain tensors
                 self._fill_whole(context.pending_fulls)

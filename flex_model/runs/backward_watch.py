@@ -77,7 +77,7 @@ class BackwardWatch:
 
     def watch_from(self, output: Any) -> None:
         """Watch the passes that begin at an output of the model, from their first node. Local."""
-        if self._communicator.is_local or not torch.is_grad_enabled():
+        if self._communicator.is_local:
             return
         hook = _C.watched(self.watch, self._report)
         for leaf in _C.flatten(output)[0]:

@@ -137,9 +137,9 @@ class BatchRuns:
         """Run ``call`` as this batch. Use it once, after ``resume``. Collective where hooks are
         active.
         """
-        runs = self._core.runs
-        with OutermostRun(partial(runs.begin, self._choice), runs.end) as run:
-            run.serve_batch(batch.index, batch.save_ctx, batch.seed, self._turns)
+        runs, of_batch = self._core.runs, dict[str, Any](batch=batch.index, turns=self._turns)
+        of_batch |= {"save_ctx": batch.save_ctx, "seed": batch.seed}
+        with OutermostRun(partial(runs.begin, self._choice, **of_batch), runs.end):
             result = call()
             before = torch.default_generator.get_state()
         if self._has_edits and not torch.equal(before, torch.default_generator.get_state()):

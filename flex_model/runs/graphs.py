@@ -116,8 +116,6 @@ class Graphs:
 
     def watch(self, run: Run, output: Any) -> None:
         """Watch for backward passes that begin at an output, or reach it from behind. Local."""
-        if not torch.is_grad_enabled():
-            return
         nodes = [leaf.grad_fn for leaf in _C.flatten(output)[0] if leaf.grad_fn is not None]
         if not nodes:
             return

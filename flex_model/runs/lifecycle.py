@@ -33,7 +33,7 @@ from flex_model.records.store.activation_store import ActivationStore
 from flex_model.records.store.session import Session
 from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.outermost import OutermostRun
-from flex_model.runs.remembered_runs import RememberedRuns, in_backward
+from flex_model.runs.remembered_runs import RememberedRuns, backward_task, in_backward
 from flex_model.runs.run import Run, next_sequence
 from flex_model.runs.step import MicrobatchState
 from flex_model.runs.stop_request import STOP_REQUEST
@@ -90,7 +90,7 @@ class Runs:
         self.had_store = False
         self._guards = HookGuards(module)
         self._targets = Targets(module)
-        self._not_called_yet = weakref.WeakValueDictionary[int, Registration]()
+        self._not_called_yet: list[weakref.ref[Registration]] = []
         self._warns = warns and step is None
         # Inside of `one_run_at_most`: True, and its run once that has begun.
         self._is_deferred = False
@@ -102,7 +102,7 @@ class Runs:
         """Note new hooks: compiled code must call them, and a run should."""
         self._guards.renew(has_new_hooks=False)
         if registrations[0].kind in ("forward", "forward_pre"):
-            self._not_called_yet.update((r.index, r) for r in registrations)
+            self._not_called_yet += map(weakref.ref, registrations)
 
     def hooks_changed(self) -> None:
         """Include hooks that have become active in the current run. Collective in a run."""
@@ -112,27 +112,33 @@ class Runs:
 
     # ---- Begin -----------------------------------------------------------------------------------
 
-    def begin(self, choice: Choice, direct: bool = False, beside: Iterable[int] = ()) -> Run:
+    def begin(
+        self, choice: Choice, direct: bool = False, beside: Iterable[int] = (), **of_batch: Any
+    ) -> Run:
         """Begin an outermost run: choose hooks, check them on all ranks where they are new, empty
         their record lists, but not those of the hooks ``beside``.
+        ``of_batch``: what a batch of a sequential run has of its own in the ``Run``.
         """
         self.check_entry()
         self._guards.renew(self._digests.take_new())
+        has_graph, communicator = torch.is_grad_enabled(), self._communicator
         # A run without gradients leaves parameters to the graph of the run before it.
-        keeps = not torch.is_grad_enabled()
-        self._table.choose(choice, self._table.choices[1] if keeps else choice, in_run=True)
-        self.note_forward()
+        self._table.choose(choice, choice if has_graph else self._table.choices[1], in_run=True)
+        self.thread = threading.get_ident()
+        if not communicator.is_local:
+            self.note_forward()
+            self._watch.begin_run(self.thread)
+            communicator.begin_run()
+            self._tracking.reset()
         run = Run(
-            self._table.active,
+            self._table.active_hooks.indices,
             set(beside),
             direct_depth=int(direct),
-            first_node=next_sequence(),
             outer_error=sys.exc_info()[1],
+            is_recomputed=not has_graph,  # a checkpoint's forward has no graph either
+            first_node=next_sequence(),
+            **of_batch,
         )
-        self.thread = threading.get_ident()
-        self._watch.begin_run(self.thread)
-        self._communicator.begin_run()
-        self._tracking.reset()
         self.current = run
         self.number += 1
         self.remembered.begin(run)
@@ -141,7 +147,7 @@ class Runs:
                 run.enter_store(self.session.begin_run())
             self._include(run)
         except BaseException:
-            self._batch_failed()
+            self._batch_failed(run)
             self._close(run)
             raise
         return run
@@ -152,10 +158,12 @@ class Runs:
         """
         run = self.current
         if run is not None:
-            run.enter_call()
-            if self._communicator.has_skipped:
-                self.note_forward()
-            self._heed_stop_request()
+            if run.direct_depth:
+                run.enter_call()
+            if not self._communicator.is_local:
+                if self._communicator.has_skipped:
+                    self.note_forward()
+                self._heed_stop_request()
         elif self.begin_deferred() is None:
             self.begin(EVERYTHING, direct=True, beside=beside)
 
@@ -209,6 +217,8 @@ class Runs:
         run.hooks_seen.update(new)
         # Observers see only the hooks that Python runs, not those that the dispatcher runs.
         self._table.set_in_run(not self._observers)
+        if run.save_ctx is None:  # that of the FlexModel, with which functions have settled
+            self._table.settle_edits(run.is_recomputed)
         if not communicator.is_local:
             hooks = self._table.active_hooks
             communicator.publish_run(hooks.digest, hooks.choice, self._mode)
@@ -218,6 +228,10 @@ class Runs:
                 self._replicas.check()
         if self.session is not None and not self.session.is_sequential:
             self.session.check_hooks(self._digests.described())
+
+    def settle_edits(self, run: Run) -> None:
+        """Let the dispatcher call settled editing functions itself, in the rest of the run."""
+        self._table.settle_edits(run.is_recomputed)
 
     def note_forward(self) -> None:
         """Publish that a forward begins with the current choice. Local."""
@@ -229,7 +243,7 @@ class Runs:
 
     def _heed_stop_request(self) -> None:
         """Have a forward that begins fail at its next exchange if this process must stop. Local."""
-        if self._table.active and not self._communicator.is_local and self._step is None:
+        if self._table.active_hooks.indices and self._step is None:
             STOP_REQUEST.follow(self._communicator.fail)
 
     @property
@@ -249,7 +263,7 @@ class Runs:
     @property
     def is_inside(self) -> bool:
         """Whether a run or a backward pass goes on."""
-        return self.current is not None or in_backward()
+        return self.current is not None or backward_task() != -1
 
     def refusal(self) -> str:
         """Return why the model must not run now; empty where it may."""
@@ -277,11 +291,9 @@ class Runs:
         """Return a context in which all calls of the model are one run with these hooks, or a part
         of the run that goes on.
         """
-        return (
-            self._chosen(choice)
-            if self.is_inside
-            else OutermostRun(partial(self.begin, choice), self.end)
-        )
+        if self.is_inside:
+            return self._chosen(choice)
+        return OutermostRun(partial(self.begin, choice), self.end)
 
     @contextlib.contextmanager
     @between_graphs
@@ -353,9 +365,12 @@ class Runs:
                 self._fail(run, error)
             elif run.hooks_seen:
                 self.deliver(run, "end of the run")
-                self._batch_ended()
+                if self.session is not None and not self.session.is_sequential:
+                    # All records of the run; gradients may follow.
+                    has_gradients = any(r.kind in _GRADIENTS for r in self._table.registrations)
+                    self.session.end_run(not has_gradients)
         except BaseException as raised:
-            self._batch_failed()
+            self._batch_failed(run)
             self._drop_records(run, raised)
             raise
         finally:
@@ -373,33 +388,30 @@ class Runs:
         """Deliver the records; renew the seed if an edit drew random numbers on any rank."""
         has_drawn = run.has_drawn
         if self._communicator.is_local:
-            self._records.finish(run)
+            if run.pending_fulls:
+                self._records.finish(run)
         else:
             self._communicator.finish_transfers()
             self._tracking.finish()
             has_drawn = self._records.join(run, kind, self._resolve)
-        run.take_draws()
         if has_drawn:
+            run.take_draws()
             renew_seed()
         if self._sent_to_all is not None:
             self._sent_to_all.send(self._save_ctx if run.save_ctx is None else run.save_ctx)
 
-    def _batch_ended(self) -> None:
-        """Pass all records of the run to the store; gradients may follow. Collective."""
-        if self.session is not None and not self.session.is_sequential:
-            self.session.end_run(all(r.kind not in _GRADIENTS for r in self._table.registrations))
-
-    def _batch_failed(self) -> None:
-        """Drop the records of a run that failed, and the layouts that it showed."""
+    def _batch_failed(self, run: Run) -> None:
+        """Drop the pending records of a run that failed, and the layouts that it showed."""
         self._tracking.forget()
+        self._records.forget(run)
         if self.session is not None:
             self.session.fail_run()
 
     def _close(self, run: Run) -> None:
-        self._tracking.reset()
-        self._communicator.forget_forward()
+        if not self._communicator.is_local:
+            self._tracking.reset()
+            self._communicator.forget_forward()
         run.end()
-        self._records.forget(run)
         self.current = None
         if self.session is not None:
             self.session.leave_run()
@@ -419,8 +431,7 @@ class Runs:
         self._table.clear_records(run.active & gradients)
 
     def _fail(self, run: Run, error: BaseException) -> None:
-        self._batch_failed()
-        self._records.forget(run)
+        self._batch_failed(run)
         self._drop_records(run, error)
         self._table.forget_calls()
         if self._sent_to_all is not None:
@@ -449,9 +460,9 @@ class Runs:
         """Warn once per hook: it may be registered at a module that the model never calls."""
         if not run.ran_model or run.was_cut:
             return
-        chosen = [r for index, r in self._not_called_yet.items() if index in run.hooks_seen]
-        for registration in chosen:
-            del self._not_called_yet[registration.index]
+        found = [r for reference in self._not_called_yet if (r := reference()) is not None]
+        self._not_called_yet = [weakref.ref(r) for r in found if r.index not in run.hooks_seen]
+        chosen = [r for r in found if r.index in run.hooks_seen]
         missing = [r for r in chosen if r.places and not r.was_called(self.number)]
         if missing:
             names = [r.describe() for r in missing[:5]]

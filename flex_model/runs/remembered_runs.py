@@ -29,7 +29,7 @@ class RememberedRuns:
 
     def begin(self, run: Run) -> None:
         """Add a run that begins, outside of any backward pass."""
-        self.add(run)
+        self._runs.append(run)
         self._replayed = None
 
     def serve(self, run: Run) -> None:

@@ -19,7 +19,7 @@ from flex_model.names import find_module, wrapped_chain
 from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.graphs import Graphs
 from flex_model.runs.lifecycle import Runs
-from flex_model.runs.remembered_runs import in_backward
+from flex_model.runs.remembered_runs import backward_task
 
 
 class RootHooks:
@@ -104,39 +104,40 @@ class RootHooks:
     @compiled.outside_graphs
     def begin(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Begin a forward: torch's hook."""
-        if module not in self._hooked:  # a copy, which was copied with its hooks
-            return
-        if kwargs is None:  # removed since torch has listed the hooks of this call
+        # A copy, which was copied with its hooks, or removed since torch has listed the hooks.
+        if module not in self._hooked or kwargs is None:
             return
         self.runs.check_entry()
-        continuous_batching.check_arguments(kwargs, bool(self._table.active))
-        if not in_backward():
-            part = self._parts.get(module)
-            self.runs.begin_direct(self._beside(part))
-            hooks = self._table.active_hooks
+        if self._table.active_hooks.indices:
+            continuous_batching.check_arguments(kwargs)
+        if backward_task() != -1:
+            return
+        part = self._parts.get(module)
+        self.runs.begin_direct(() if part is None else self._beside(part))
+        if not self._tracking.is_local:
             run = self.runs.current
             later = None if run is None else run.pending_replicas
-            self._tracking.begin(args, kwargs, hooks, part=part, later=later)
+            self._tracking.begin(args, kwargs, self._table.active_hooks, part=part, later=later)
 
-    def _beside(self, part: Part | None) -> list[int]:
+    def _beside(self, part: Part) -> list[int]:
         """Return the hooks outside of a part of the model."""
-        if part is None:
-            return []
         inside = f"{part.name}."
         return [r.index for r in self._table.registrations if not f"{r.name}.".startswith(inside)]
 
     @compiled.outside_graphs
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """End a forward, also one that failed: torch's hook."""
-        if module not in self._hooked:
-            return
         run = self.runs.current
-        if run is None or in_backward() or self.runs.refusal():
+        if module not in self._hooked or run is None or backward_task() != -1:
+            return
+        if self.runs.refusal():
             return
         error = sys.exc_info()[1]
         error = None if error is run.outer_error else error
-        self._tracking.end(output, failed=error is not None)
-        if self._table.active_hooks.acts_in_backward and self._watches:
+        if not self._tracking.is_local:
+            self._tracking.end(output, failed=error is not None)
+        acts_in_backward = self._watches and self._table.active_hooks.acts_in_backward
+        if acts_in_backward and torch.is_grad_enabled():
             self._graphs.watch(run, output)
             self._watch.watch_from(output)
         self.runs.end_direct(error, module in self._parts)

@@ -65,8 +65,8 @@ class Run:
         outer_error: The exception that was being handled when the run began; a different one at the
             end is the run's own.
         ran_model: Whether the wrapped module was called in it.
-        is_recomputed: Whether an edit, or a hook on gradients, ran in a part of the model that a
-            checkpoint may recompute.
+        is_recomputed: Whether an edit, or a hook on gradients, may have run in a part of the model
+            that a checkpoint recomputes.
         was_cut: Whether ``run_until`` ended one of its forwards early.
         first_node, last_node: Sequence numbers of the autograd nodes made during the run: from
             ``first_node`` to before ``last_node``.
@@ -113,7 +113,7 @@ class Run:
 
     def enter_call(self) -> None:
         """Enter the wrapped module again, inside a run that a direct call of it began."""
-        self.direct_depth += bool(self.direct_depth)
+        self.direct_depth += 1
 
     def leave_call(self, is_part: bool) -> bool:
         """Leave the wrapped module, or a part of it; return whether the direct call that began the
@@ -124,10 +124,6 @@ class Run:
             return False
         self.direct_depth -= 1
         return not self.direct_depth
-
-    def serve_batch(self, batch: int, save_ctx: Namespace, seed: int | None, turns: Turns) -> None:
-        """Make it the run of one batch of a sequential run."""
-        self.batch, self.save_ctx, self.seed, self.turns = batch, save_ctx, seed, turns
 
     def enter_store(self, entry: int) -> None:
         """Set the run's number among those of a store."""
@@ -182,3 +178,4 @@ class Run:
         """End a part: the run goes on with its random state."""
         part.end()
         self.seed, self.has_drawn = part.seed, part.has_drawn
+        self.is_recomputed |= part.is_recomputed

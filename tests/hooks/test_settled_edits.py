@@ -1,4 +1,4 @@
-"""Edits in one process: after its first call in a run the dispatcher calls a function by itself."""
+"""Edits in one process: after its first call the dispatcher calls a function by itself."""
 
 import random
 from unittest import mock
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
-from flex_model import FlexModel, HookError, HookFunction
+from flex_model import FlexModel, HookError, HookFunction, sequential
 from flex_model.integrations import torch_private
 
 NUM_LAYERS = 3
@@ -175,6 +175,27 @@ def test_a_settled_edit_is_called_by_the_dispatcher():
             type(flex._runner.core.executor.function), "run", side_effect=AssertionError
         ):
             assert flex(torch.ones(2)).tolist() == [2.25, 2.25]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_settled_edit_is_called_by_the_dispatcher_in_later_runs(mode):
+    flex, _ = wrapped(scaled)
+    with mode():
+        flex(torch.ones(2))
+        with mock.patch.object(
+            type(flex._runner.core.executor.function), "run", side_effect=AssertionError
+        ):
+            assert flex(torch.ones(2)).tolist() == [2.25, 2.25]
+
+
+def test_a_settled_edit_of_a_sequential_run_has_the_batches_own_save_ctx():
+    flex, _ = wrapped(counted)
+    x = torch.zeros(2)
+    with torch.no_grad():
+        assert [flex(x)[0].item() for _ in range(2)] == [1 + 2, 3 + 4]
+        found = sequential.run(flex, [x, x], targets=["1"], window=2)
+        assert [out[0].item() for out in found] == [5 + 6, 5 + 6]
+        assert flex(x)[0].item() == 5 + 6
 
 
 class Later:

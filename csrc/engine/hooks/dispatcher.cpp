@@ -31,8 +31,7 @@ Handlers::Handlers(const py::object& handlers)
       finish_edit(handlers.attr("finish_edit")),
       hook_failed(handlers.attr("hook_failed")),
       edit_drew(handlers.attr("edit_drew")),
-      communicator(handlers.attr("communicator")),
-      set_edit(communicator.attr("set_edit")) {}
+      communicator(handlers.attr("communicator")) {}
 
 void Site::add(std::shared_ptr<Hook> hook) { hooks_.push_back(std::move(hook)); }
 

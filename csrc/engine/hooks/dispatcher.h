@@ -83,7 +83,10 @@ struct Handlers {
   py::object hook_failed;   // (registration, error): raises
   py::object edit_drew;     // (registration): raises
   py::object communicator;  // its `edit_of`: the hook whose editing function runs
-  py::object set_edit;      // sets that
+
+  // As `communicator.set_edit`, which would be a call of Python twice an edit: transfers, and the
+  // model itself, are refused from now on; with an empty text, no longer.
+  void set_edit(const py::object& hook) const { names().edit_of.set(communicator, hook); }
 };
 
 class Dispatcher {

@@ -41,20 +41,19 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
   const bool is_in_graph = is_true(names().requires_grad.of(copy));
   const Py_ssize_t references = Py_REFCNT(copy.ptr());
 
-  // The communicator refuses transfers, and the model itself, inside.
-  checked(PyObject_CallOneArg(handlers->set_edit.ptr(), settled.description.ptr()));
+  handlers->set_edit(settled.description);
   PyObject* arguments[] = {module, copy.ptr(), settled.save_ctx.ptr(), settled.modules.ptr()};
   py::object result = py::reinterpret_steal<py::object>(
       PyObject_Vectorcall(settled.function.ptr(), arguments, 4, nullptr));
   if (!result) {
     const bool is_exception = PyErr_ExceptionMatches(PyExc_Exception);
     py::error_already_set error;
-    handlers->set_edit("");
+    handlers->set_edit(py::str());
     if (!is_exception) throw error;  // an interrupt
     handlers->hook_failed(hook.registration, error.value());
     return py::none();
   }
-  handlers->set_edit("");
+  handlers->set_edit(py::str());
   if (!(Draws(torch, leaf) == draws)) {
     handlers->edit_drew(hook.registration);
     return py::none();

@@ -23,6 +23,9 @@ class Name {
   py::object of(const py::object& object) const {
     return checked(PyObject_GetAttr(object.ptr(), name_));
   }
+  void set(const py::object& object, const py::object& value) const {
+    if (PyObject_SetAttr(object.ptr(), name_, value.ptr()) < 0) throw py::error_already_set();
+  }
   py::object call(const py::object& object) const {
     return checked(PyObject_CallMethodNoArgs(object.ptr(), name_));
   }
