@@ -51,6 +51,23 @@ def test_induction_heads_on_two_processes(tmp_path):
 
 
 @pytest.mark.slow
+def test_experts(tmp_path):
+    pytest.importorskip("transformers")
+    outputs = [run(tmp_path, "experts.py", num_processes=n).splitlines() for n in (1, 2)]
+    one, two = (
+        [line for line in output if line.startswith(("│", "language"))] for output in outputs
+    )
+    assert one == two
+    assert all(output[-1].startswith("routes and ablation equal") for output in outputs)
+    assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
+    share = int(re.search(r"(\d+)% of its tokens", one[0]).group(1))
+    language = int(re.match(r"language (\d)", one[0]).group(1))
+    clean, ablated, around = map(float, one[1 + language].split("│")[2:5])
+    assert share > 30
+    assert clean + 0.1 < around < ablated  # its next best experts know a part of it
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_steering_changes_the_text(tmp_path, num_processes):
     pytest.importorskip("transformers")
