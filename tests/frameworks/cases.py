@@ -1,10 +1,13 @@
 """The rows of the parity table, by name."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 import models
 from frameworks.batches import bert, masked, positions_first
@@ -173,6 +176,34 @@ CASES |= {
     "positions-first-one-row-2": like(
         "positions-first-ddp-2", "one row a rank", inputs=(models.random(6, 2, 32),)
     ),
+}
+
+# ---- In bfloat16 --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def low_precision(tmp_path: Path, build: Callable):
+    """A row in bfloat16, beside which the oracle runs in float32 with the same weights."""
+    with build(tmp_path, dtype=torch.bfloat16) as pair:
+        yield replace(pair, precise=copy.deepcopy(pair.oracle).float())
+
+
+CASES |= {
+    f"{name}-bf16": replace(
+        CASES[name],
+        model=f"{CASES[name].model}, bfloat16",
+        build=P(low_precision, build=CASES[name].build),
+        is_quick=False,
+    )
+    for name in (  # not of experts: a rounding error sends tokens to others
+        "hf-llama-2",
+        "native-tp-2",
+        "native-sp-2",
+        "ddp-2",
+        "fsdp2-2",
+        "pp-gpipe-2",
+        "pp-llama-2",
+    )
 }
 
 # ---- Mixtures of experts ----------------------------------------------------------------------

@@ -26,9 +26,9 @@ from frameworks.pair import ROUNDED, Pair, clean, gradients, randomise, tokens
 
 
 @contextlib.contextmanager
-def data_parallel(tmp_path: Path, kind: str) -> Iterator[Pair]:
+def data_parallel(tmp_path: Path, kind: str, dtype: torch.dtype = torch.float64) -> Iterator[Pair]:
     """The decoder on parts of a batch, under torch's own wrappers."""
-    model, size = decoder(), dist.get_world_size()
+    model, size = decoder(dtype), dist.get_world_size()
 
     def shard():
         sharded = copy.deepcopy(model)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -109,8 +110,8 @@ DECODER_PARAMETERS = (
 )
 
 
-def decoder() -> Decoder:
-    return randomise(Decoder().double())
+def decoder(dtype: torch.dtype = torch.float64) -> Decoder:
+    return randomise(Decoder().double()).to(dtype)
 
 
 def decoder_plan(kind: str) -> tuple[dict, dict]:
@@ -153,8 +154,8 @@ def parallelized(model: Decoder, kind: str, mesh) -> Decoder:
 
 
 @contextlib.contextmanager
-def native(tmp_path: Path, kind: str) -> Iterator[Pair]:
-    model, size = decoder(), dist.get_world_size()
+def native(tmp_path: Path, kind: str, dtype: torch.dtype = torch.float64) -> Iterator[Pair]:
+    model, size = decoder(dtype), dist.get_world_size()
     mesh = models.mesh(1, size)["tp"]
     ids = tokens(2, length=8)
     pair = Pair(

@@ -95,14 +95,21 @@ def huggingface_model(name: str) -> nn.Module:
 
 @contextlib.contextmanager
 def huggingface(
-    tmp_path: Path, name: str, tp: int = 1, fsdp: int = 1, pp: int = 1, ep: int = 1, **settings
+    tmp_path: Path,
+    name: str,
+    tp: int = 1,
+    fsdp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dtype: torch.dtype | None = None,
+    **settings,
 ) -> Iterator[Pair]:
     """``from_pretrained`` with a plan, as a user loads a model; ``settings``: of the plan."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
-    is_mixture = name in MIXTURES
-    dtype = torch.float32 if is_mixture else torch.float64
+    if dtype is None:
+        dtype = torch.float32 if name in MIXTURES else torch.float64
     folder = tmp_path / "model"
     if dist.get_rank() == 0:
         huggingface_model(name).save_pretrained(folder)

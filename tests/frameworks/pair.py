@@ -50,6 +50,8 @@ class Pair:
         batch_dims: Which dim of each input is the batch; None where all rows share it. Dim 0 where
             nothing is said, as in ``keywords``.
         output_batch_dim: Of the model's output.
+        precise: The oracle in float32, with the same weights: what each number may differ by is
+            then measured, not the tolerance's part of the largest value.
         first: Inputs of a run before the one that is compared, with the same hooks.
         sites: Where edits are made: module names by what they are.
         parameters: Whose gradients are edited.
@@ -103,6 +105,7 @@ class Pair:
     batch_dims: tuple[int | None, ...] = ()
     output_batch_dim: int = 0
     first: tuple[torch.Tensor, ...] = ()
+    precise: nn.Module | None = None
 
     def has_no_gradient(self, name: str) -> bool:
         return any(part in name for part in self.without_gradients)

@@ -25,7 +25,12 @@ from frameworks.pair import Pair, gradients, randomise, tokens
 
 @contextlib.contextmanager
 def pipelined(
-    tmp_path: Path, schedule: str, family: str = "decoder", mode: str = "full", tp: int = 1
+    tmp_path: Path,
+    schedule: str,
+    family: str = "decoder",
+    mode: str = "full",
+    tp: int = 1,
+    dtype: torch.dtype = torch.float64,
 ) -> Iterator[Pair]:
     """A model in stages, one or two a rank. In "micro" mode edits see micro-batches."""
     from torch.distributed import pipelining
@@ -44,11 +49,11 @@ def pipelined(
     number = 2 * num_stages
     ids = tokens(number, length=8)
     if family == "llama":
-        model, sites, parameters = huggingface_model("llama").double(), HF_SITES, HF_PARAMETERS
+        model, sites, parameters = huggingface_model("llama").to(dtype), HF_SITES, HF_PARAMETERS
         model.config.use_cache = False
         blocks, block_of = "model.layers", num_stages // 2
     else:
-        model = randomise(Decoder(num_layers=max(2, num_stages)).double())
+        model = randomise(Decoder(num_layers=max(2, num_stages)).double()).to(dtype)
         sites, parameters = DECODER_SITES, DECODER_PARAMETERS
 
     def stage_of(index):

@@ -50,7 +50,9 @@ dim, including the sharded one), *in-place* edit (the last index of every dim, w
 rank). A hook is right if the tensor that it received, the model's output after it and all parameter
 gradients equal those of the unsharded model with the same weights under torch's own hooks, in the
 same run, within 1e-9 (float64) or 2e-5 (float32, or models that compute parts in it) of the largest
-value. No layout was stated but where a row says so, and no hook had an `expected_shape`;
+value. A row in bfloat16 runs beside float32 with the same weights: its numbers may differ by three
+times what rounding does to the unsharded model in that run, and what rounding does not touch there
+is equal bit for bit. No layout was stated but where a row says so, and no hook had an `expected_shape`;
 `batch_dim` is stated where the activations have positions first, or all rows share an input that is
 as long as a rank's batch. Under `inference_mode`, and in `generate`, there are no gradients.
 Pipelines run their hooks with the whole batch, or in micro-batches; edits that mix rows are not

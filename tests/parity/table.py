@@ -28,7 +28,7 @@ PATTERN = "attention_pattern"  # a child of attention layers
 
 
 def elementwise(module, full, save_ctx, modules):
-    return full + 0.5 * full.abs()  # as large as before, so errors of rounding stay as small
+    return full + 0.5 * full.sin()  # smooth, and as large as before: so are errors of rounding
 
 
 def mixing(module, full, save_ctx, modules):
@@ -93,9 +93,16 @@ class Run:
 # ---- The unsharded run, under torch's own hooks --------------------------------------------------
 
 
-def oracle_run(pair: Pair, cells: list[Cell]) -> Run:
+def precise_run(pair: Pair, cells: list[Cell]) -> Run | None:
+    """The oracle's run in float32, for the same loss."""
+    if pair.precise is None:
+        return None
+    return oracle_run(replace(pair, oracle=pair.precise), cells, random_targets(pair).float())
+
+
+def oracle_run(pair: Pair, cells: list[Cell], targets: torch.Tensor | None = None) -> Run:
     run = Run()
-    targets = random_targets(pair)
+    targets = random_targets(pair) if targets is None else targets
     pair.oracle.zero_grad()
     with ExitStack() as stack:
         for cell in cells:
@@ -305,16 +312,18 @@ def outcomes_of(pair: Pair) -> list[Outcome]:
     """Run every cell; the same list on every rank. Collective."""
     with quiet():
         runs = cells_of(pair)
-        oracles = [oracle_run(pair, cells) for cells in runs]
+        oracles = [(oracle_run(pair, cells), precise_run(pair, cells)) for cells in runs]
         sharded = Sharded(pair)
         pair.start()
         outcomes = []
-        for cells, oracle in zip(runs, oracles):
-            outcomes += run_cells(sharded, cells, oracle)
+        for cells, (oracle, precise) in zip(runs, oracles):
+            outcomes += run_cells(sharded, cells, oracle, precise)
     return merged(outcomes)
 
 
-def run_cells(sharded: Sharded, cells: list[Cell], oracle: Run) -> list[Outcome]:
+def run_cells(
+    sharded: Sharded, cells: list[Cell], oracle: Run, precise: Run | None = None
+) -> list[Outcome]:
     """Those that are named in an error are left out, and the others run again."""
     left, done = cells, []
     while left:
@@ -322,13 +331,13 @@ def run_cells(sharded: Sharded, cells: list[Cell], oracle: Run) -> list[Outcome]
         if run is not None:
             bad = {outcome.cell for outcome in outcomes}
             left = [cell for cell in left if cell not in bad]
-            return done + outcomes + compare(sharded.pair, left, oracle, run)
+            return done + outcomes + compare(sharded.pair, left, oracle, run, precise)
         if len(left) == 1:
             return done + outcomes
         named = named_in(outcomes[-1].text, left)
         if not named:
             for cell in left:
-                done += run_cells(sharded, [cell], oracle)
+                done += run_cells(sharded, [cell], oracle, precise)
             return done
         done += [outcome for outcome in outcomes if outcome.cell in named]
         left = [cell for cell in left if cell not in named]
@@ -343,21 +352,27 @@ def named_in(text: str, cells: list[Cell]) -> list[Cell]:
     return [cell for cell in cells if (cell.site, cell.leaf) in found]
 
 
-def compare(pair: Pair, cells: list[Cell], oracle: Run, run: Run) -> list[Outcome]:
+def compare(
+    pair: Pair, cells: list[Cell], oracle: Run, run: Run, precise: Run | None = None
+) -> list[Outcome]:
     """Records are each cell's own; output and gradients belong to all cells of the run. Local."""
-    common = list(differences("output", run.output, pair.own_output(oracle.output), pair))
+    exact = oracle if precise is None else precise
+    own = rounding(oracle, exact)
+    common = list(differences("output", run.output, pair.own_output(oracle.output), pair, own))
     for name in oracle.gradients.keys() | run.gradients.keys():
         expected, got = oracle.gradients.get(name), run.gradients.get(name)
-        common += differences(f"gradient of {name}", got, expected, pair)
+        common += differences(f"gradient of {name}", got, expected, pair, own)
     outcomes = []
     for cell in cells:
         expected = own_records(pair, cell, oracle.records[cell.record])
+        of_exact = own_records(pair, cell, exact.records[cell.record])
         got = run.records.get(cell.record, [])
         wrong = []
         if len(got) != len(expected):
             wrong = [f"{len(got)} records, expected {len(expected)}"]
-        for index, (ours, theirs) in enumerate(zip(got, expected)):
-            wrong += differences(f"record {index}", ours, theirs, pair)
+        for index, (ours, theirs, true) in enumerate(zip(got, expected, of_exact)):
+            of_record = share(theirs, true) if theirs is not None else 0
+            wrong += differences(f"record {index}", ours, theirs, pair, min(own, of_record))
         wrong += common
         outcomes.append(Outcome(cell, "wrong" if wrong else "right", "; ".join(wrong)[:1500]))
     return outcomes
@@ -372,8 +387,23 @@ def own_records(pair: Pair, cell: Cell, records: list) -> list:
     return [record for record in own if record is not None] if is_first else []
 
 
-def differences(what: str, got, expected, pair: Pair):
-    """Yield a line if they are not equal within the tolerance, taken of the largest value."""
+def rounding(oracle: Run, exact: Run) -> float:
+    """The largest error of the oracle's own rounding, of the largest value of a tensor."""
+    pairs = [(oracle.output, exact.output)]
+    pairs += [(grad, exact.gradients[name]) for name, grad in oracle.gradients.items()]
+    return max(share(rounded, value) for rounded, value in pairs)
+
+
+def share(rounded: torch.Tensor, value: torch.Tensor) -> float:
+    largest = value.abs().max().item() if value.numel() else 0
+    return (rounded - value).abs().max().item() / largest if largest else 0.0
+
+
+def differences(what: str, got, expected, pair: Pair, own: float):
+    """Yield a line if they are not equal within the tolerance, taken of the largest value; beside
+    a precise run within three times the oracle's own rounding error: bit for bit where a record
+    has none.
+    """
     if got is None or expected is None:
         if got is not expected:
             yield f"{what}: got {shape_of(got)}, expected {shape_of(expected)}"
@@ -384,14 +414,15 @@ def differences(what: str, got, expected, pair: Pair):
         yield f"{what}: shape {tuple(got.shape)}, expected {tuple(expected.shape)}"
     elif got.numel():
         difference = (got - expected).abs()
-        largest = max(1.0, expected.abs().max().item())
-        if not difference.max().item() <= pair.tolerance * largest:
+        largest = expected.abs().max().item()
+        bound = pair.tolerance * max(1.0, largest) if pair.precise is None else 3 * own * largest
+        if not difference.max().item() <= bound:
             at = tuple((difference == difference.max()).nonzero()[0].tolist())
-            share = (difference > pair.tolerance * largest).double().mean()
+            part = (difference > bound).double().mean()
             ratio = (got.norm() / expected.norm()).item()
             yield (
                 f"{what}: at {at} got {got[at].item():.6g}, expected {expected[at].item():.6g} "
-                f"({share:.0%} of {tuple(got.shape)} differ; norm x {ratio:.4g})"
+                f"({part:.0%} of {tuple(got.shape)} differ; norm x {ratio:.4g})"
             )
 
 
