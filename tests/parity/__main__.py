@@ -52,11 +52,11 @@ gradients equal those of the unsharded model with the same weights under torch's
 same run, within 1e-9 (float64) or 2e-5 (float32, or models that compute parts in it) of the largest
 value. A row in bfloat16 runs beside float32 with the same weights: its numbers may differ by three
 times what rounding does to the unsharded model in that run, and what rounding does not touch there
-is equal bit for bit. No layout was stated but where a row says so, and no hook had an `expected_shape`;
-`batch_dim` is stated where the activations have positions first, or all rows share an input that is
-as long as a rank's batch. Under `inference_mode`, and in `generate`, there are no gradients.
-Pipelines run their hooks with the whole batch, or in micro-batches; edits that mix rows are not
-run in micro-batches.
+is equal bit for bit. No layout was stated but where a row says so, and no hook had an
+`expected_shape`; `batch_dim` is stated where the activations have positions first, or all rows
+share an input that is as long as a rank's batch. Under `inference_mode`, and in `generate`, there
+are no gradients. Pipelines run their hooks with the whole batch, or in micro-batches; edits that
+mix rows are not run in micro-batches.
 
 The last rows are what users' scripts do. With `dp_batch`, the unsharded model runs all rows padded
 to one length, and its hooks see zeros there, or each rank's own rows in turn (`"local"`; hooks on
