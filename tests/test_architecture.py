@@ -44,6 +44,13 @@ def test_no_file_name_is_there_twice():
     assert twice == {"__init__.py"}
 
 
+def test_no_file_of_the_tests_hides_another():
+    """They are imported by name alone, from all folders of tests."""
+    names = Counter(path.stem for path in (ROOT / "tests").rglob("*.py"))
+    twice = {name for name, count in names.items() if count > 1 and not name.startswith("__")}
+    assert twice == set()
+
+
 def test_no_file_holds_two_ideas():
     """A file of over 700 lines does. The model's is long by its docstrings."""
     long = {

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import torch
 
-import kernels
+import stand_in_kernels
 from flex_model.layouts.contracts.opaque_calls import PREFIX
 from virtual_ranks import Sample, floats, ints
 
@@ -78,13 +78,13 @@ ATTENTION = [
     attention(FORWARD_3, (Q, K, V), forward_3, together=TOGETHER),
     attention(VARLEN, (*PACKED, ENDS), varlen, together=((1, 1, 1, None),)),
     *[
-        kernel(f"{package}.FlashAttnFunc", kernels.of_rows, Q, K, V, together=TOGETHER)
+        kernel(f"{package}.FlashAttnFunc", stand_in_kernels.of_rows, Q, K, V, together=TOGETHER)
         for package in ("flash_attn", "flash_attn_interface")
     ],
     *[
         kernel(
             f"{package}.FlashAttnVarlenFunc",
-            kernels.of_packed,
+            stand_in_kernels.of_packed,
             *PACKED,
             ENDS,
             program=lambda op, q, k, v, ends: op(q, k, v, ends, ends),
@@ -113,7 +113,7 @@ SCALES, BIAS = floats(4, 4).abs().float(), floats(8)
 
 
 def linear(input, weight, weight_scale_inv, block_size=None, bias=None, activation_scale=None):
-    made = kernels.fp8_matmul(input, weight, weight_scale_inv, block_size, torch.float64)
+    made = stand_in_kernels.fp8_matmul(input, weight, weight_scale_inv, block_size, torch.float64)
     return made if bias is None else made + bias
 
 
@@ -131,7 +131,7 @@ HEADS, COS, SIN = (floats(2, 4, 5, 6), floats(2, 2, 5, 6)), floats(2, 5, 6), flo
 
 
 def liger(name, *tensors, program=None, **more):
-    function = kernels.LIGER[name]
+    function = stand_in_kernels.LIGER[name]
     return kernel(f"liger_kernel.Liger{name}Function", function, *tensors, program=program, **more)
 
 

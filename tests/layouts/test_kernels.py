@@ -11,8 +11,8 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-import kernels
 import models
+import stand_in_kernels
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.layouts import register_function, register_rule
@@ -48,13 +48,13 @@ class Attention(nn.Module):
         if self.how == "packed":
             ends = torch.arange(x.shape[0] + 1) * x.shape[1]
             q, k, v = (one.flatten(0, 1) for one in (q, k, v))
-            made = kernels.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True)
+            made = stand_in_kernels.flash_attn_varlen_func(q, k, v, ends, ends, 5, 5, causal=True)
             made = made.unflatten(0, x.shape[:2])
         elif self.how == "operation":
             run = torch.ops.flash_attn._flash_attn_forward
             made = run(q, k, v, 0.0, 0.4, True, -1, -1, 0.0, None, False)[0]
         else:
-            made = kernels.flash_attn_func(q, k, v, causal=True)
+            made = stand_in_kernels.flash_attn_func(q, k, v, causal=True)
         return self.o(self.inner(made.flatten(2)))
 
 
@@ -178,7 +178,7 @@ def run_rounded(flex, x):
 def test_linear_layers_of_fp8(kind, monkeypatch):
     from transformers.integrations import finegrained_fp8 as fp8
 
-    found = fp8.FineGrainedFP8(kernels.fp8_matmul, None, None)
+    found = fp8.FineGrainedFP8(stand_in_kernels.fp8_matmul, None, None)
     monkeypatch.setattr(fp8, "load_finegrained_fp8_kernel", lambda: found)
     x, rank = models.random(4, 12), dist.get_rank()
     seen, records = {}, {}
@@ -207,7 +207,7 @@ def test_linear_layers_of_fp8(kind, monkeypatch):
 
 @torch.library.custom_op("flex_model_tests::scaled", mutates_args=())
 def scaled(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return kernels.hidden(x @ weight.T)
+    return stand_in_kernels.hidden(x @ weight.T)
 
 
 @scaled.register_fake
@@ -225,7 +225,7 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight)
-        return kernels.hidden(x @ weight.T)
+        return stand_in_kernels.hidden(x @ weight.T)
 
     @staticmethod
     def backward(ctx, grad):

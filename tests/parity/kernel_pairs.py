@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-import kernels
+import stand_in_kernels
 import user_scripts
 from flex_model.integrations.transformers_private import set_attention_implementation
 from frameworks import Pair
@@ -24,8 +24,8 @@ SITES = {
 def fused(tmp_path: Path, kind: str) -> Iterator[Pair]:
     """A Llama with flash-attn, which gets padded rows, and Liger's norms, rotary and MLPs."""
     with (
-        kernels.flash_attn(),
-        kernels.liger() as put_in,
+        stand_in_kernels.flash_attn(),
+        stand_in_kernels.liger() as put_in,
         user_scripts.llama(tmp_path, kind) as pair,
     ):
 
