@@ -107,13 +107,13 @@ def losses(logits: Tensor, tokens: Tensor, language: Tensor) -> Tensor:
 
 
 def run(flex: FlexModel, tokens: Tensor) -> Tensor:
-    """Return the logits of the whole batch, as a hook on the model's head sees them on rank 0."""
+    """Return the logits of the whole batch, as a hook on the model's head sees them."""
     with torch.no_grad(), flex.register_forward_hook(HookFunction("lm_head")):
         flex(my_rows(tokens), use_cache=False)
-    return flex.output_ptr["lm_head"][0] if RANK == 0 else torch.zeros(*tokens.shape, 1)
+    return flex.output_ptr["lm_head"][0]
 
 
-def without_weight(expert: int, indices: str) -> Callable[..., Tensor]:
+def without_weight(expert: int) -> Callable[..., Tensor]:
     """Make an edit of the experts' weights by which one has none."""
 
     def edit(module: nn.Module, weights: Tensor, save_ctx: object, modules: object) -> Tensor:
@@ -182,10 +182,8 @@ def main() -> None:
     with flex.register_forward_hook(HookFunction(routing.indices)):
         before = run(flex, tokens)
         routes = flex.output_ptr[routing.indices][0]
-    counts = torch.zeros(LANGUAGES, EXPERTS)
-    for expert in range(EXPERTS):
-        uses = (routes == expert).any(1).view(len(tokens), LENGTH).float().sum(1)
-        counts[:, expert] = torch.zeros(LANGUAGES).index_add(0, language, uses)
+    uses = nn.functional.one_hot(routes, EXPERTS).view(len(tokens), -1, EXPERTS).sum(1).float()
+    counts = torch.zeros(LANGUAGES, EXPERTS).index_add(0, language, uses)
     share = counts / counts.sum(1, keepdim=True)
     chosen = int(share.max(1).values.argmax()) if args.language is None else args.language
     expert = int(share[chosen].argmax())
@@ -196,9 +194,7 @@ def main() -> None:
 
     with (
         flex.register_forward_hook(HookFunction(routing.indices, None, keep_chosen)),
-        flex.register_forward_hook(
-            HookFunction(routing.weights, None, without_weight(expert, routing.indices))
-        ),
+        flex.register_forward_hook(HookFunction(routing.weights, None, without_weight(expert))),
     ):
         ablated = run(flex, tokens)
     with flex.register_forward_hook(routing.forbid(expert)):

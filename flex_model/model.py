@@ -31,6 +31,7 @@ from flex_model.integrations import (
     attention_patterns,
     continuous_batching,
     expert_routing,
+    made_sites,
     versions,
 )
 from flex_model.integrations.compiled import between_graphs
@@ -592,12 +593,12 @@ class FlexModel(nn.Module):
 
         Its tensor is ``softmax(scores)``, (rows, chosen heads, chosen queries, keys), rebuilt from
         queries, keys, scale, mask, soft cap and sinks, whatever computes the layer's attention:
-        ``"eager"``, ``"sdpa"`` or ``"flex_attention"`` of transformers. The first call of a kind
-        checks that it gives the layer's own result. Only the chosen queries' patterns are computed,
-        while a hook on them is active; heads choose what is moved and recorded. An edit, or a hook
-        on the gradient, makes this layer use the pattern: its result for these queries is
-        ``pattern @ values``. A head's result is in the input of the projection after it:
-        ``Select(heads=5, num_heads=32)``.
+        ``"eager"``, ``"sdpa"``, ``"flex_attention"`` or flash attention of transformers. The first
+        call of a kind checks that it gives the layer's own result. Only the chosen queries'
+        patterns are computed, while a hook on them is active; heads choose what is moved and
+        recorded. An edit, or a hook on the gradient, makes this layer use the pattern: its result
+        for these queries is ``pattern @ values``. A head's result is in the input of the projection
+        after it: ``Select(heads=5, num_heads=32)``.
 
         Args:
             module_name: The module that computes attention.
@@ -622,9 +623,9 @@ class FlexModel(nn.Module):
         select = None
         if not is_everything(heads):
             select = Select(heads=heads, dims={"heads": 1})
-        return attention_patterns.PatternHook(
-            module_name,
-            queries,
+        return made_sites.MadeSiteHook(
+            f"{module_name}.{attention_patterns.CHILD}",
+            f"queries={queries!r}",
             editing_function=editing_function,
             output_name=output_name,
             select=select,

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.errors import HookError
-from flex_model.hooks.function import HookFunction
 from flex_model.integrations import compiled
+from flex_model.integrations.made_sites import MadeSites, is_hooked
 from flex_model.integrations.torch_private import FakeTensor
 from flex_model.integrations.transformers_private import (
     attention_implementation,
@@ -38,7 +38,7 @@ _KERNELS = ("eager", "sdpa", "flex_attention")
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
-class AttentionPattern(nn.Module):
+class AttentionPattern(MadeSites):
     """Computes the pattern of the chosen queries; the child of an attention layer, put there by
     ``install``.
 
@@ -58,11 +58,6 @@ class AttentionPattern(nn.Module):
         self._config: Any = layer.config  # of the whole model: its choice may be changed
         self._verified: set[Any] = set()
         self._computed: tuple[Tensor, ...] = ()
-        self._num_users = 0  # calls of `install`, also of other FlexModels
-
-    @property
-    def is_hooked(self) -> bool:
-        return bool(self._forward_hooks or self._forward_pre_hooks)
 
     def kernel(self, layer: nn.Module) -> Callable[..., Any]:
         """Return the function by which the layer computes attention. ValueError for one whose masks
@@ -245,38 +240,10 @@ class AttentionPattern(nn.Module):
                 )
         self._verified.add(kind)
 
-    def use(self, layer: nn.Module) -> Callable[[], None]:
-        """Count a user; return what ends its use. The last one gives the layer its own function."""
-        self._num_users += 1
-
-        def end() -> None:
-            self._num_users -= 1
-            if self._num_users == 0:
-                layer.config = self._config
-                layer._modules.pop(CHILD, None)
-
-        return end
-
-
-class PatternHook(HookFunction):
-    """A hook on the pattern of an attention layer.
-
-    Args:
-        layer_name: The name of the layer.
-        queries: As of its `AttentionPattern`.
-        arguments: Those of HookFunction.
-    """
-
-    def __init__(self, layer_name: str, queries: Any, *arguments: Any, **others: Any) -> None:
-        super().__init__(f"{layer_name}.{CHILD}", *arguments, **others)
-        self._queries = repr(queries)
-
-    @property
-    def settings_of_module(self) -> tuple[str, ...]:
-        return (self._queries,)
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__().removesuffix(')')}, queries={self._queries})"
+    def take_off(self, layer: nn.Module) -> None:
+        """Give the layer its own function again."""
+        layer.config = self._config
+        layer._modules.pop(CHILD, None)
 
 
 def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:
@@ -306,7 +273,7 @@ def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:
                 f"for queries={present.queries!r}; use the same for all hooks on a layer, the union"
                 " of what they need"
             )
-        return present.use(layer)
+        return present.use(functools.partial(present.take_off, layer))
     pattern = AttentionPattern(layer, name, queries)
     pattern.kernel(layer)
     _register()
@@ -314,7 +281,7 @@ def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:
     config: Any = copy.deepcopy(layer.config)
     set_attention_implementation(config, _NAME)
     layer.config = config
-    return pattern.use(layer)
+    return pattern.use(functools.partial(pattern.take_off, layer))
 
 
 def _attend(
@@ -330,7 +297,7 @@ def _attend(
     kernel = pattern.kernel(layer)
     with pattern.own_configuration(layer):
         output, weights, *rest = kernel(layer, query, key, value, attention_mask, **arguments)
-    if not pattern.is_hooked:
+    if not is_hooked(pattern):
         return (output, weights, *rest)
     pattern.refuse(arguments)
     chosen = pattern.chosen(query.shape[2])

@@ -165,6 +165,10 @@ def _is_strided(placement: Any) -> bool:
     return type(placement).__name__ == "_StridedShard"
 
 
+def _is_shard(placement: Any) -> bool:
+    return _is_strided(placement) or type(placement).__name__ == "Shard"
+
+
 def _on_axis(
     parts: list[tuple[Axis, Any]], tensor: Any, mesh: Mesh, site: str, num_outer: int = 1
 ) -> Placement:
@@ -175,7 +179,7 @@ def _on_axis(
     if not placed:
         return Replicate()
     axis, placement = placed[0]
-    if len(placed) == 1 and (_is_strided(placement) or type(placement).__name__ == "Shard"):
+    if len(placed) == 1 and _is_shard(placement):
         split = placement.split_factor if _is_strided(placement) else 1
         dim = placement.dim % tensor.ndim
         interleaved = 1 if num_outer > 1 and split == num_outer else split
@@ -190,7 +194,7 @@ def _on_axis(
     ):
         return Partial()
     size = {"dp": mesh.dp_size, "tp": mesh.tp_size}[_name(axis)]
-    shards = [other for _, other in placed if _is_strided(other) or type(other).__name__ == "Shard"]
+    shards = [other for _, other in placed if _is_shard(other)]
     dims = {other.dim % tensor.ndim for other in shards}
     if len(shards) == len(placed) > 1 and len(dims) == 1:
         counts = [other[1] for other, _ in placed if not isinstance(other, str)]

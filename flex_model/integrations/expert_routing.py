@@ -8,6 +8,7 @@ it (groups, normalisation, scaling, gradients) stays its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from flex_model.distributed import values as tensor_values
 from flex_model.errors import HookError
 from flex_model.hooks.function import HookFunction
 from flex_model.integrations import compiled
+from flex_model.integrations.made_sites import MadeSiteHook, MadeSites, is_hooked
 from flex_model.integrations.torch_private import FakeTensor
 from flex_model.integrations.transformers_private import gate_of
 from flex_model.layouts import follow
@@ -71,7 +73,7 @@ class Routing:
                 f"bias of {self._name!r}: expected {self._num_experts} finite values, one for each "
                 f"expert, got {values!r}"
             )
-        return _ReadyEdit(
+        return _ready_edit(
             self.choice, f"bias({_digest(added)})", lambda choice: choice + added.to(choice)
         )
 
@@ -114,7 +116,7 @@ class Routing:
                 )
             return kept.to(own)
 
-        return _ReadyEdit(self.indices, f"replay({_digest(kept)})", replayed)
+        return _ready_edit(self.indices, f"replay({_digest(kept)})", replayed)
 
     def _fill(self, what: str, experts: int | Sequence[int], value: float) -> HookFunction:
         where = f"{what} of {self._name!r}"
@@ -123,30 +125,14 @@ class Routing:
         def filled(choice: Tensor) -> Tensor:
             return choice.index_fill(-1, torch.tensor(chosen, device=choice.device), value)
 
-        return _ReadyEdit(self.choice, f"{what}({chosen})", filled)
+        return _ready_edit(self.choice, f"{what}({chosen})", filled)
 
 
-class _ReadyEdit(HookFunction):
-    """A hook whose editing function is of the tensor alone, the same on every rank.
-
-    Args:
-        text: What the edit is, with its arguments.
+def _ready_edit(site: str, text: str, change: Callable[[Tensor], Tensor]) -> HookFunction:
+    """Return a hook whose editing function is of the tensor alone; ``text``: what it does, with its
+    arguments.
     """
-
-    def __init__(self, site: str, text: str, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(site, None, lambda module, full, *_: change(full), record=False)
-        self._text = text
-
-    @property
-    def settings_of_module(self) -> tuple[str, ...]:
-        return (self._text,)
-
-    def __repr__(self) -> str:
-        return f"{super().__repr__().removesuffix(')')}, {self._text})"
-
-
-def _is_hooked(site: nn.Module) -> bool:
-    return bool(site._forward_hooks or site._forward_pre_hooks)
+    return MadeSiteHook(site, text, None, lambda module, full, *_: change(full), record=False)
 
 
 def _digest(tensor: Tensor) -> str:
@@ -157,7 +143,7 @@ def _are_experts(indices: Tensor, num_experts: int) -> bool:
     return bool(((indices >= 0) & (indices < num_experts)).all())
 
 
-class RoutingSites(nn.Module):
+class RoutingSites(MadeSites):
     """What the tensors of a gate's choice are passed through; the child of a block, put there by
     ``install``.
 
@@ -174,12 +160,11 @@ class RoutingSites(nn.Module):
         self.num_experts = num_experts
         self._name = name
         self._own_forward = gate.forward
-        self._num_users = 0  # calls of `install`, also of other FlexModels
 
     @compiled.outside_graphs
     def forward_of_gate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the gate's own forward; with hooks on its routing, if there are any."""
-        if not any(map(_is_hooked, self.children())):
+        if not any(map(is_hooked, self.children())):
             return self._own_forward(*args, **kwargs)
         with _TopK(self) as topk:
             logits, weights, indices, *others = self._own_forward(*args, **kwargs)
@@ -188,7 +173,7 @@ class RoutingSites(nn.Module):
                 f"its gate does not choose by one topk of scores (tokens, {self.num_experts}), so "
                 "its choice can't be read or edited; hook the inputs of its experts"
             )
-        if _is_hooked(self.load):
+        if is_hooked(self.load):
             experts = torch.arange(self.num_experts, device=indices.device)
             chosen = (indices[..., None] == experts).any(1).float()  # (tokens, experts)
             load = chosen.T @ chosen  # exact below 2**24 tokens
@@ -227,20 +212,13 @@ class RoutingSites(nn.Module):
     def error(self, text: str) -> HookError:
         return HookError(f"routing of {self._name!r}: {text}")
 
-    def use(self, gate: nn.Module, block: nn.Module) -> Callable[[], None]:
-        """Count a user; return what ends its use. The last one gives the gate its own forward."""
-        self._num_users += 1
-
-        def end() -> None:
-            self._num_users -= 1
-            if self._num_users == 0:
-                block._modules.pop(CHILD, None)
-                if gate.forward == self.forward_of_gate:  # and nobody has replaced it since
-                    del gate.forward
-                    if gate.forward != self._own_forward:  # which was not its class's
-                        gate.forward = self._own_forward
-
-        return end
+    def take_off(self, gate: nn.Module, block: nn.Module) -> None:
+        """Give the gate its own forward again, if nobody has replaced it since."""
+        block._modules.pop(CHILD, None)
+        if gate.forward == self.forward_of_gate:
+            del gate.forward
+            if gate.forward != self._own_forward:  # which was not its class's
+                gate.forward = self._own_forward
 
 
 class _TopK(TorchFunctionMode):
@@ -295,4 +273,4 @@ def install(block: nn.Module, name: str) -> tuple[Routing, Callable[[], None]]:
         sites = RoutingSites(gate, num_experts, name)
         block.add_module(CHILD, sites)
         gate.forward = sites.forward_of_gate
-    return Routing(name, num_experts), sites.use(gate, block)
+    return Routing(name, num_experts), sites.use(functools.partial(sites.take_off, gate, block))

@@ -270,6 +270,10 @@ class Recorder(DispatchMode):
         before, value = self.value(tensor), self.log.new_value()
         shape = tuple(memory_map.plain(tensor).shape)
         self.log.add("stated", value, before, placements, shape, text, sizes)
+        self._revalue(tensor, before, value)
+
+    def _revalue(self, tensor: Tensor, before: Any, value: Value) -> None:
+        """Give a tensor that had the value ``before`` another one, which passes gradients on."""
         self._link(value)
         if isinstance(before, int):
             self.values.replace(tensor, before, value)
@@ -286,10 +290,7 @@ class Recorder(DispatchMode):
         shape = tuple(memory_map.plain(result).shape)
         values = tuple(map(self.value, inputs))
         self.log.add("experts", value, before, values, shape, refusal, is_opaque)
-        self._link(value)
-        if isinstance(before, int):
-            self.values.replace(result, before, value)
-        self.values.note(result, value)
+        self._revalue(result, before, value)
         if is_opaque and (result.requires_grad or self.is_recomputed):
             self.nodes.add_function("experts", "whole", values, result)
 
