@@ -43,6 +43,7 @@ _FOLLOWED = {
     **{function: getattr(torch.ops.aten, name).input for function, name in _RECURRENT.items()},
     Tensor.__matmul__: _MATMUL,
     F.linear: torch.ops.aten.linear.default,
+    F.one_hot: torch.ops.aten.one_hot.default,
     torch.einsum: _EINSUM,
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,
 }

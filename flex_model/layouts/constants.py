@@ -281,7 +281,7 @@ def _with_states(
     placed: dict[int, Placement | None] = {
         id(state): placement
         for state in states
-        if state.placement is None and known.get(of[id(state)]) == frozenset(range(state.ndim))
+        if state.placement is None and of[id(state)] in known
     }
     return with_placements(operation, placed)
 

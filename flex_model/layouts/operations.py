@@ -97,7 +97,6 @@ def _infer(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
         ArgumentsDifferError: an argument that the result depends on is not the same on all ranks.
     """
     values = call.read.values
-    made = [output[0] for output in call.entries[0][4]]
     if not call.is_comparable:
         return [None] * len(operation.outputs)
     found = _propagate(proofs, call, _with_all_written(proofs, operation, values))
@@ -122,7 +121,9 @@ def _infer(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     if found == [None]:
         found = [positions.infer_selected(operation, values, proofs.positions)]
     if found == [None]:
-        found = _follow_range(proofs, made[0], operation, values)
+        ranges = positions.infer_ranges(operation, values, proofs.ranges)
+        if ranges is not None and positions.follow_each_other(ranges):
+            found = [Shard(0)]
     if call.written in proofs.templates and factories.is_draw(operation):
         found = [proofs.templates[call.written]]
     return [p if rules.fits(p, one) else None for p, one in zip(found, operation.outputs)]
@@ -174,20 +175,6 @@ def _with_all_written(proofs: AxisProofs, operation: Operation, values: Sequence
     )
 
 
-def _follow_range(
-    proofs: AxisProofs, value: Value, operation: Operation, values: Sequence[Any]
-) -> _Found:
-    """Return the placement of integers that are consecutive on each rank, if nothing else is
-    known.
-    """
-    ranges = positions.infer_ranges(operation, values, proofs.ranges)
-    if ranges is not None and positions.follow_each_other(ranges):
-        return [Shard(0)]
-    if ranges is not None:
-        proofs.ranges[value] = ranges
-    return [None]
-
-
 # ---- What else is known of results ---------------------------------------------------------------
 
 
@@ -216,6 +203,9 @@ def _note_facts(
         proofs.makers[value] = (operation, output, tuple(values))
     if call.is_comparable:
         _note_open(proofs, call, operation, value)
+        ranges = positions.infer_ranges(operation, values, proofs.ranges)
+        if ranges is not None:
+            proofs.ranges[value] = ranges
         if value not in proofs.placements:
             rows = own_rows.infer(operation, output, values, proofs.own_rows)
             if rows is not None and proofs.axis == "dp":
@@ -225,22 +215,9 @@ def _note_facts(
                 proofs.positions[value] = split
     if name == "empty_like":
         proofs.templates[value] = operation.operands[0].placement
-    if _is_blank(proofs, operation, values, value):
+    is_copy = name in ("_to_copy", "clone", "to") and bool(values)
+    if factories.makes_blank(name) or (is_copy and proofs.blank.get(values[0], "") is None):
         proofs.blank[value] = None  # whatever its size, all of it may be written
-
-
-def _is_blank(
-    proofs: AxisProofs, operation: Operation, values: Sequence[Any], value: Value
-) -> bool:
-    """Whether its layout depends on later writes to it: it is uninitialized, or is filled with one
-    number and has a size that is not known, or is a copy of such a tensor.
-    """
-    if factories.makes_blank(operation.name):
-        return True
-    if factories.is_fill(operation.name):
-        return value not in proofs.placements
-    is_copy = operation.name in ("_to_copy", "clone", "to")
-    return is_copy and bool(values) and proofs.blank.get(values[0], "") is None
 
 
 def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Value) -> None:

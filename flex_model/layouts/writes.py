@@ -55,9 +55,13 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], tex
             dims = _dims_of_piece(proofs, before, old) or dims
             gradients.note_filled(before, written)
             _fill(proofs, old, value, new, dims, all(write[2] for write in writes))
-        elif same and old in proofs.open and isinstance(new, Shard):
-            moved = _moved(new, dims)
-            if moved is not None and moved.dim in proofs.open[old]:
+        elif same and old in proofs.open and isinstance(new, (Shard, Replicate)):
+            # The rest holds one number: `cache[:, i] = h[:, -1]` shows the extent of all of it.
+            dims = _dims_of_piece(proofs, before, old) or dims
+            moved = _moved(new, dims) if isinstance(new, Shard) else new
+            gradients.note_filled(before, written)
+            is_split = isinstance(moved, Shard) and moved.dim in proofs.open[old]
+            if is_split or (moved == REPLICATED and (proofs.axis == "tp" or old in proofs.plain)):
                 proofs.set_placement(value, moved)
 
 

@@ -40,11 +40,12 @@ FIRST = ("column", "fused_column", "attention", "split_by_hand", "lora", "plain_
 STATING = ("Column(", "Row(", "VocabEmbedding(")
 # Steps of which no layout can be proven, by design: numpy, numbers read from a tensor, operations
 # that have no rule, and messages from one rank to another.
-UNFOLLOWED = {"numpy_round_trip", "python_numbers", "custom", "ring"}
+UNFOLLOWED = {"numpy_round_trip", "python_numbers", "custom", "ring", "all_to_all"}
 # The same of forms of other steps, by the number of tensor-parallel ranks from which on: a gather
 # that reads from tensors which sizes the ranks have, and sums over groups that are no axis.
 UNFOLLOWED_FORMS = {
     ("gather_by_hand", "function"): 2,
+    ("reduce_split", "mean"): 2,
     ("row", "sum_in_two_steps"): 4,
     ("reduce_split", "sum_in_two_steps"): 4,
 }
@@ -68,7 +69,7 @@ def can_be_followed(program: Program) -> bool:
     return not (
         UNFOLLOWED & {step.op for step in program.steps}
         or any(form in UNFOLLOWED_FORMS and program.tp >= UNFOLLOWED_FORMS[form] for form in forms)
-        or write(program).code.has_single_heads
+        or write(program).code.is_ambiguous
     )
 
 

@@ -224,8 +224,8 @@ class Value:
 class Code:
     """The module's text as it grows, and the choices of the step that is being written.
 
-    ``has_single_heads``: a plain view makes one head a rank, which only a statement can tell from
-    its features.
+    ``is_ambiguous``: only a statement can tell which dim of a view is split: one head a rank from
+    its features, or a rank's plain number from that of the unsharded program, beside a -1.
     """
 
     program: Program
@@ -240,7 +240,7 @@ class Code:
     outer: list[str] = field(default_factory=list)  # functions beside the module
     kept: State | None = None  # of ``kept``, a residual
     needs_follow: bool = False
-    has_single_heads: bool = False
+    is_ambiguous: bool = False
     cuts_gradients: bool = False
     uid: int = 0
     choices: list = field(default_factory=list)
@@ -326,6 +326,12 @@ class Code:
             texts.append(text)
         hidden = self.choose([None, *range(len(texts))])
         if hidden is not None:
+            is_plain = [
+                any(atom.axis == "tp" and self.divides(atom) for atom in atoms)
+                and not text.startswith("h.shape")
+                for atoms, text in zip(dims, texts)
+            ]
+            self.is_ambiguous |= any(is_plain) and not is_plain[hidden] and not state.is_dtensor
             texts[hidden] = "-1"
         return texts
 

@@ -78,7 +78,7 @@ def split_positions(c, s):
     size = c.size_text(s, dim)
     c.add(f"p = torch.arange({size}, dtype=torch.float64) + tp_rank * ({size})")
     c.site(s.made((s.dims[dim],)), "p", "p")
-    c.add(f"h = h + 0.1 * p.view({', '.join(['-1' if d == dim else '1' for d in range(s.ndim)])})")
+    c.add(f"h = h + 0.1 * p[{', '.join([':' if d == dim else 'None' for d in range(s.ndim)])}]")
     c.site(s.made())
     return s.made()
 

@@ -380,7 +380,7 @@ def attention(c, s):
     spelled = c.choose([*views, *[stated] * 4])
     if spelled == stated:
         c.init.append(f"self.m{c.uid} = Heads({text}, {head})")
-    c.has_single_heads |= spelled != stated and heads == c.program.tp > 1
+    c.is_ambiguous |= spelled != stated and heads == c.program.tp > 1
     c.add("rows_, n = h.shape[:2]")
     c.add(f"q, k, v = ({spelled} for t in (q, k, v))")
     c.site(four, "y", "k")

@@ -55,7 +55,7 @@ def split_dim(c, s):
         first, second = (Atom(number, atom.axis),), (Atom(atom.size // number),)
     dims = s.dims[:dim] + (first, second) + s.dims[dim + 1 :]
     state = s.made(dims, is_fresh=False)
-    c.has_single_heads |= first[-1].axis == "tp" and first[-1].size == c.program.tp
+    c.is_ambiguous |= first[-1].axis == "tp" and first[-1].size == c.program.tp
     if c.choose([True, False]) and not s.is_dtensor:
         sizes = c.sizes_text(s, (first, second))
         c.add(f"h = h.unflatten({dim}, ({', '.join(sizes)}))")

@@ -60,7 +60,7 @@ def reshaped(
     found = readings[0] if len(readings) == 1 else None
     if len(readings) > 1:
         found = _by_groups(operand, made, placement, readings)
-    if found is None or not _takes_all(found[0], known, flexible):
+    if found is None or not (_differ(made) or _takes_all(found[0], known, flexible)):
         return None
     if not _is_settled(found[0], operand, made, placement, known):
         return None

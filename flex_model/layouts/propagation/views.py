@@ -85,6 +85,15 @@ def unflatten(operation: Operation) -> Placements:
     return [reshaped(operand, made, sizes, flexible, are_stated)]
 
 
+def flatten(operation: Operation) -> Placements:
+    """Join the dims from ``start_dim`` to ``end_dim``, of which the call gives no sizes."""
+    operand, made = operation["self"], operation.outputs[0]
+    full, ndim = operand.full_shape, max(operand.ndim, 1)
+    first, last = operation["start_dim"] % ndim, operation["end_dim"] % ndim
+    joined = (*full[:first], math.prod(full[first : last + 1]), *full[last + 1 :])
+    return [reshaped(operand, made, joined)]
+
+
 # ---- Dims that are moved -------------------------------------------------------------------------
 
 
@@ -189,6 +198,7 @@ RULES_OF_SIZES = {
 }
 
 RULES = {
+    "flatten": flatten,
     "permute": permute,
     "repeat_interleave": repeat_interleave,
 }
