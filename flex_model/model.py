@@ -31,6 +31,7 @@ from flex_model.integrations import (
     attention_patterns,
     continuous_batching,
     expert_routing,
+    expert_units,
     made_sites,
     versions,
 )
@@ -569,6 +570,7 @@ class FlexModel(nn.Module):
             raise TypeError(f"expected a HookFunction, got {type(hook_function).__name__}")
         self._check_open()
         targets, moment = self._runner.targets_of(hook_function, kind)
+        targets = expert_units.rows_of_experts(hook_function, kind, targets)
         table = self._core.table
         registrations = self._core.register(hook_function, kind, targets, groups, moment)
         return HookHandle(functools.partial(table.unregister, registrations), hook_function)
@@ -675,6 +677,51 @@ class FlexModel(nn.Module):
         routing, end = expert_routing.install(block, module_name)
         core.on_close.callback(end)
         return routing
+
+    def experts(self, module_name: str) -> expert_units.Experts:
+        """Return what the experts of a block compute inside: modules that hooks can be on.
+
+        Example::
+
+            experts = flex.experts("model.layers.3.mlp.experts")
+            flex.register_forward_hook(HookFunction(experts.units, select=Select(experts=[3, 17])))
+            flex.register_forward_hook(HookFunction(experts.indices))
+            flex(tokens)
+            rows = flex.output_ptr[experts.units][0]  # rank 0: (slots, units)
+            of_tokens = experts.tokens_of([3, 17], flex.output_ptr[experts.indices][0])
+
+        Each token has ``k`` slots, one for each of its experts, in the order of the gate's choice.
+        In the order of a run, the modules below the experts are:
+
+        - ``experts.indices`` (tokens, k), only to read: The chosen experts.
+        - ``experts.weights`` (tokens, k): What their outputs are multiplied by. With gradient.
+        - ``experts.units`` (tokens, k, units): What enters an expert's down projection,
+          ``act(gate) * up``. With gradient.
+        - ``experts.outputs`` (tokens, k, hidden): Each slot's output, without its weight.
+
+        With ``Select(experts=...)`` only the slots that these experts serve are moved, as rows in
+        the order of tokens; such hooks come after those without. While a hook is on one of them,
+        the experts' projections run a second time, on one row for each slot, and each call checks
+        that the slots' weighted outputs sum to the experts' output. That goes on as it is unless a
+        hook replaces one of them, or needs its gradient.
+
+        Args:
+            module_name: The module of experts of transformers, by the implementation
+                ``"grouped_mm"`` or ``"eager"``, on any sharding.
+
+        Raises:
+            ValueError: it is none, has another implementation, or quantized weights.
+            HookError: in a run: the slots don't sum to the output, or ``indices`` were edited.
+
+        Local; the same on every rank. Until ``restore()``.
+        """
+        self._check_open()
+        self._runner.check_runs_whole_model("experts")
+        core = self._core
+        experts = find_module(core.module, module_name)
+        found, end = expert_units.install(experts, module_name)
+        core.on_close.callback(end)
+        return found
 
     def create_hook_group(
         self,

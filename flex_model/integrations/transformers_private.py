@@ -6,6 +6,7 @@ imported here: transformers is used where it is there.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -113,6 +114,25 @@ def is_expert_parallel(module: nn.Module) -> bool:
     with other ranks is followed, and not known.
     """
     return is_experts(module) and bool(getattr(module, "_is_expert_parallel", False))
+
+
+def experts_implementation(config: Any) -> str | None:
+    """Return the name of the function that experts with this configuration look up at each call.
+    Without it ``flex.experts`` refuses them.
+    """
+    return getattr(config, "_experts_implementation", "unknown")
+
+
+def with_experts_implementation(config: Any, name: str) -> Any:
+    """Return a copy of a configuration by which experts look up another function."""
+    copied = copy.deepcopy(config)
+    copied._experts_implementation = name
+    return copied
+
+
+def register_experts_implementation(name: str, function: Any) -> None:
+    """Make a function known to experts, whose module is imported: they are of it."""
+    sys.modules["transformers.integrations.moe"].ExpertsInterface.register(name, function)
 
 
 def gate_of(block: nn.Module) -> tuple[nn.Module, int] | None:
