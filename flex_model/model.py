@@ -1085,6 +1085,7 @@ class FlexModel(nn.Module):
         expected_shape: Sequence[int | None] | None = None,
         *,
         raw: bool = False,
+        experts: Selector = None,
     ) -> Tensor:
         """Return the full parameter, detached, on the CPU, on every rank. Collective over the ranks
         of the model.
@@ -1095,10 +1096,16 @@ class FlexModel(nn.Module):
             values = flex.get_module_parameter("layers.0.mlp.up_proj.weight")  # (out, in), floats
             packed = flex.get_module_parameter("layers.0.mlp.up_proj.weight", raw=True)
 
+        Of a layer of experts, the weights of some::
+
+            down = flex.get_module_parameter("layers.3.mlp.experts.down_proj", experts=[3, 17])
+
         Args:
             expected_shape: Shape of the full parameter; None for sizes that may vary. It states the
                 layout along tp where nothing else does, as in ``HookFunction``; else it is checked.
             raw: Return a packed weight as it is stored: bytes, or its package's tensor.
+            experts: Of a parameter of a module with ``num_experts``, whose dim 0 is experts: an
+                int, a slice, ints or a mask. Only these are moved, from whichever ranks hold them.
 
         Raises:
             ValueError: an unknown name (the message has the nearest), a buffer, another full shape,
@@ -1107,26 +1114,30 @@ class FlexModel(nn.Module):
                 packed weight of a kind that can't be unpacked.
         """
         self._check_collective()
-        return self._runner.parameters.get(parameter_name, expected_shape, sharded=True, raw=raw)
+        return self._runner.parameters.get(
+            parameter_name, expected_shape, sharded=True, raw=raw, experts=experts
+        )
 
     def set_module_parameter(
         self,
         parameter_name: str,
         full: Tensor,
         expected_shape: Sequence[int | None] | None = None,
+        *,
+        experts: Selector = None,
     ) -> None:
         """Write a full value, the same on every rank, into the parameter's shards. Collective, as
         ``get_module_parameter``.
 
         ``full`` is cast to the parameter's dtype, as ``load_state_dict`` does. ``expected_shape``
-        states the layout, as there.
+        states the layout, as there. With ``experts`` it is the value of these experts alone.
 
         Raises:
             ValueError: an unknown name, a shape that the parameter does not have, values that
                 differ between ranks, or a quantised or compressed weight.
         """
         self._check_collective()
-        self._runner.parameters.set(parameter_name, full, expected_shape)
+        self._runner.parameters.set(parameter_name, full, expected_shape, experts)
 
     def iterate_parameters(
         self,
@@ -1157,10 +1168,14 @@ class FlexModel(nn.Module):
         return self._runner.parameters.iterate(expected_shapes, raw=raw)
 
     def get_module_gradient(
-        self, parameter_name: str, expected_shape: Sequence[int | None] | None = None
+        self,
+        parameter_name: str,
+        expected_shape: Sequence[int | None] | None = None,
+        *,
+        experts: Selector = None,
     ) -> Tensor | None:
-        """Return the full ``.grad`` of a parameter (Megatron's ``main_grad``), on the CPU, on every
-        rank; None without one. Collective.
+        """Return the full ``.grad`` of a parameter (Megatron's ``main_grad``), or that of some
+        experts, on the CPU, on every rank; None without one. Collective.
 
         Raises:
             ValueError: as ``get_module_parameter``; a parameter that accelerate offloads, whose
@@ -1169,7 +1184,7 @@ class FlexModel(nn.Module):
                 FSDP1 with ``use_orig_params=False``, which keeps one for all parameters of a unit.
         """
         self._check_collective()
-        return self._runner.parameters.gradient(parameter_name, expected_shape)
+        return self._runner.parameters.gradient(parameter_name, expected_shape, experts)
 
     def register_trainable_module(self, name: str, module: nn.Module) -> None:
         """Register a module that editing functions use as ``modules[name]``. Collective: rank 0's

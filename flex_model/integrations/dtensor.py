@@ -55,7 +55,8 @@ def range_in_dim(tensor: Any, dim: int) -> tuple[int, int] | None:
         return 0, tensor.shape[dim]
     if any(_is_strided(one) and one.dim % tensor.dim() == dim for one in tensor.placements):
         return None
-    sizes, offsets = local_shape_and_offset(tensor)
+    with unset_fake_temporarily():
+        sizes, offsets = local_shape_and_offset(tensor)
     return offsets[dim], sizes[dim]
 
 

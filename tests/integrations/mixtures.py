@@ -44,10 +44,10 @@ FAMILIES = {
 }
 
 
-def make(family):
+def make(family, **sizes):
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family])
+    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family] | sizes)
     model = models.seeded(getattr(transformers, f"{family}ForCausalLM"), config).eval()
     generator = torch.Generator().manual_seed(3)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

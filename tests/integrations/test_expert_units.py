@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-from flex_model import FlexModel, HookFunction, Select
-from mixtures import BLOCK, FAMILIES, NUM_EXPERTS, TOKENS, make, sharded
+from counted_traffic import counting, hosts, take
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError, Select
+from mixtures import BLOCK, FAMILIES, NUM_EXPERTS, TOKENS, TOP_K, make, sharded
 
 pytest.importorskip("transformers")
 
@@ -181,3 +183,173 @@ def test_edits_of_shards(kind, edit, tmp_path):
             is_close(flex.output_ptr[experts.units][0], units[chosen])
             assert torch.equal(flex.output_ptr[experts.indices][0], hand.indices)
             is_close(flex.output_ptr["grad"][0], hand.edited.grad[hand.indices == 3], 1e-4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edits", [None, mixed])
+def test_rows_of_one_of_sixteen_experts_are_what_moves(edits, monkeypatch):
+    made, num_experts = counting(monkeypatch), 16
+    half = TOKENS.repeat(4, 4).chunk(2)[dist.get_rank()]
+    model = make("Mixtral", num_local_experts=num_experts, intermediate_size=512)
+    moved = {}
+    with hosts("a host of each"):
+        flex = FlexModel(DistributedDataParallel(model), {}, data_parallel_size=2)
+        experts = flex.experts(EXPERTS)
+        for expert in (None, *range(num_experts)):
+            hooks = [HookFunction(experts.units, None, edits)]
+            if expert is not None:
+                chosen = Select(experts=expert)
+                hooks = [HookFunction(experts.units, None, edits, select=chosen)]
+                hooks.append(HookFunction(experts.indices))
+            handles = [flex.register_forward_hook(hook) for hook in hooks]
+            with torch.no_grad():
+                flex(half)
+                take(made, ["a", "b"])
+                flex(half)
+            moved[expert] = sum(take(made, ["a", "b"])[0])
+            if expert is not None and dist.get_rank() == 0:
+                indices = flex.output_ptr[experts.indices][0]
+                rows = flex.output_ptr[experts.units][0]
+                assert len(experts.tokens_of(expert, indices)) == len(rows)
+            for handle in handles:
+                handle.remove()
+    whole = moved.pop(None)
+    assert whole > 0, moved
+    assert sum(moved.values()) < num_experts * 0.1 * whole
+
+
+def test_what_is_refused():
+    flex = FlexModel(model := make("Qwen3Moe"), {})
+    with pytest.raises(ValueError, match="expected a module of experts of transformers, got Qwen3"):
+        flex.experts(BLOCK)
+    model.set_experts_implementation("batched_mm")
+    with pytest.raises(ValueError, match="'grouped_mm' or 'eager', got 'batched_mm'"):
+        flex.experts(EXPERTS)
+    model.set_experts_implementation("eager")
+    experts = flex.experts(EXPERTS)
+    of_three = Select(experts=3)
+    for site, kind in (
+        (BLOCK, "forward"),
+        (experts.units, "forward_pre"),
+        (BLOCK, "full_backward"),
+    ):
+        with pytest.raises(ValueError, match=r"on a module of flex\.experts"):
+            flex._register(HookFunction(site, select=of_three), kind)
+    with pytest.raises(IndexError, match="8 is out of range"):
+        flex.register_forward_hook(HookFunction(experts.units, select=Select(experts=[8])))
+    with pytest.raises(TypeError, match="only units"):
+        Select(experts=3, rows=1)
+    wrong = HookFunction(experts.indices, None, lambda module, full, *_: full.flip(0), record=False)
+    with flex.register_forward_hook(wrong), pytest.raises(HookError, match=r"of flex\.routing"):
+        flex(TOKENS)
+    flex.register_forward_hook(HookFunction(experts.units))
+    down = model.get_submodule(EXPERTS).down_proj
+    with torch.no_grad():
+        own = model(TOKENS).logits
+    model.set_experts_implementation("batched_mm")
+    with pytest.raises(HookError, match=r"set_experts_implementation\('grouped_mm'\)"):
+        flex(TOKENS)
+    model.set_experts_implementation("eager")
+
+    own_forward = model.get_submodule(EXPERTS).forward
+
+    def scaled(hidden, *args):
+        return own_forward(hidden, *args) * (1 + (len(hidden) == TOKENS.numel()))
+
+    model.get_submodule(EXPERTS).forward = scaled
+    with pytest.raises(HookError, match=r"not the output of its forward \(they differ by"):
+        flex(TOKENS)
+    del model.get_submodule(EXPERTS).forward
+    assert_close(flex(TOKENS).logits, own, rtol=0, atol=0)
+    assert down is model.get_submodule(EXPERTS).down_proj
+
+
+def test_weights_and_outputs_are_edited():
+    reference = make("Qwen3Moe")
+    hand = ByHand(reference.get_submodule(EXPERTS))
+    flex = FlexModel(make("Qwen3Moe"), {})
+    experts = flex.experts(EXPERTS)
+    block = {}
+    flex.module.get_submodule(EXPERTS).register_forward_hook(
+        lambda module, args, output: block.update(output=output)
+    )
+    with torch.enable_grad():
+        reference(TOKENS)
+    flex.register_forward_hook(HookFunction(experts.outputs, None, mixed))
+    flex.register_forward_hook(
+        HookFunction(
+            experts.weights, None, lambda module, full, *_: 1 - full, select=Select(experts=4)
+        )
+    )
+    flex(TOKENS)
+    weights = torch.where(hand.indices == 4, 1 - hand.weights, hand.weights)
+    is_close(block["output"], (mixed(None, hand.outputs) * weights[..., None]).sum(1))
+
+
+def test_two_wraps_a_copy_and_a_cache():
+    model = make("Mixtral")
+    flexes = [FlexModel(model, {}) for _ in range(2)]
+    names = [flex.experts(EXPERTS).units for flex in flexes]
+    copied = copy.deepcopy(model)
+    for flex, name in zip(flexes, names):
+        flex.register_forward_hook(HookFunction(name))
+        flex.register_forward_hook(
+            HookFunction(name, output_name="rows", select=Select(experts=[0, 1, 2, 3]))
+        )
+    flexes[0].restore()
+    flexes[1].generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    found = flexes[1].output_ptr[names[1]]
+    assert [len(one) for one in found] == [24, 4, 4]
+    assert all(len(rows) < 2 * len(one) for rows, one in zip(flexes[1].output_ptr["rows"], found))
+    flexes[1](TOKENS)
+    other = FlexModel(copied, {})
+    other.register_forward_hook(HookFunction(other.experts(EXPERTS).units))
+    other(TOKENS)
+    assert_close(other.output_ptr[names[0]], flexes[1].output_ptr[names[0]], rtol=0, atol=0)
+    flexes[1].restore()
+    assert not model.get_submodule(EXPERTS)._forward_hooks
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["tp", "dp"])
+def test_dry_runs(kind, tmp_path):
+    model = make("Mixtral")
+    tokens = TOKENS if kind == "tp" else TOKENS.chunk(2)[dist.get_rank()]
+    flex = sharded(kind, copy.deepcopy(model), tmp_path)
+    flex.set_experts_implementation("grouped_mm")
+    name = flex.experts(EXPERTS).units
+    with flex.register_forward_hook(HookFunction(name)):
+        (row,) = flex.dry_run(tokens)
+        assert row.full_shape == (24, TOP_K, 48)
+    hook = HookFunction(name, select=Select(experts=0))
+    with flex.register_forward_hook(hook), pytest.raises(HookError, match="depends on values"):
+        flex.dry_run(tokens)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_of_some_experts(kind, tmp_path):
+    model, generator = make("Mixtral"), torch.Generator().manual_seed(4)
+    reference = copy.deepcopy(model)
+    run(reference)
+    flex = sharded(kind, model, tmp_path)
+    run(flex, TOKENS if kind in ("tp", "ep", "ep all_reduce") else TOKENS.chunk(2)[dist.get_rank()])
+    for leaf in ("gate_up_proj", "down_proj"):
+        name = f"{EXPERTS}.{leaf}"
+        own = reference.get_parameter(name)
+        for experts in (3, [6, 1], slice(-3, None), [0]):
+            rows = [experts] if isinstance(experts, int) else experts
+            assert torch.equal(flex.get_module_parameter(name, experts=experts), own[rows])
+            is_close(flex.get_module_gradient(name, experts=experts), own.grad[rows], 1e-4)
+        new = torch.randn(2, *own.shape[1:], generator=generator)
+        flex.set_module_parameter(name, new, experts=[6, 1])
+        own.data[[6, 1]] = new
+        assert torch.equal(flex.get_module_parameter(name), own)
+    with pytest.raises(IndexError, match="experts: 8 is out of range, there are 8"):
+        flex.get_module_parameter(name, experts=[8])
+    with pytest.raises(ValueError, match="of these experts, got"):
+        flex.set_module_parameter(name, new, experts=[1])
+    with pytest.raises(ValueError, match="its module has no num_experts"):
+        flex.get_module_parameter("lm_head.weight", experts=[1])
+    with pytest.raises(HookMismatchError, match=r"experts \[0\].*experts \[1\]"):
+        flex.get_module_parameter(name, experts=[dist.get_rank()])
