@@ -147,6 +147,16 @@ def gate_of(block: nn.Module) -> tuple[nn.Module, int] | None:
     return gate, getattr(gate, "num_experts", None) or experts[0].num_experts
 
 
+def may_be_a_kernel(block: nn.Module) -> bool:
+    """Whether a block of experts has the forward of a kernel (of the hub, which puts it on the
+    module, or of mxfp4), which reads the weights of its gate and experts and calls neither.
+    """
+    children = dict(block.named_children())
+    if "experts" not in children or not ("gate" in children or "router" in children):
+        return False
+    return "forward" in vars(block) or type(block).__name__.startswith("Mxfp4")
+
+
 # ---- Attention -----------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import types
 
 import pytest
 import torch
@@ -353,3 +354,50 @@ def test_parameters_of_some_experts(kind, tmp_path):
         flex.get_module_parameter("lm_head.weight", experts=[1])
     with pytest.raises(HookMismatchError, match=r"experts \[0\].*experts \[1\]"):
         flex.get_module_parameter(name, experts=[dist.get_rank()])
+
+
+def kernel_forward(block, hidden):
+    """A stand-in for ``MegaBlocksMoeMLP``, which reads weights and calls no module."""
+    rows, experts = hidden.flatten(0, 1), block.experts
+    scores, indices = F.linear(rows, block.router.weight, block.router.bias).topk(TOP_K)
+    by_hand = ByHand.__new__(ByHand)
+    by_hand.experts, by_hand.edit = experts, lambda units, indices: units
+    return by_hand(rows, indices, scores.softmax(-1)).view_as(hidden), scores
+
+
+class Mxfp4Block(torch.nn.Module):
+    """A stand-in for the block of mxfp4, whose class has such a forward."""
+
+    forward = kernel_forward
+
+    def __init__(self, block):
+        super().__init__()
+        self.router, self.experts = block.router, block.experts
+
+
+@pytest.mark.parametrize("what", ["hub", "mxfp4"])
+@pytest.mark.parametrize("where", ["router", "experts", "routing", "gradient"])
+def test_a_kernel_that_bypasses_modules(where, what):
+    """Stand-ins, by what the hub and mxfp4 leave of the block: an error at each run."""
+    model = make("GptOss")
+    plain = model(TOKENS).logits
+    block = model.get_submodule(BLOCK)
+    if what == "hub":
+        block.forward = types.MethodType(kernel_forward, block)
+    else:
+        model.set_submodule(BLOCK, Mxfp4Block(block))
+    flex = FlexModel(model, records := {})
+    is_close(flex(TOKENS).logits, plain)
+    name = f"{BLOCK}.experts" if where == "gradient" else f"{BLOCK}.{where}"
+    name = flex.routing(BLOCK).indices if where == "routing" else name
+    kind = "full_backward" if where == "gradient" else "forward"
+    handle = flex._register(HookFunction(name), kind)
+    flex.register_forward_hook(HookFunction(f"{BLOCK}"))
+    for _ in range(2):
+        with pytest.raises(
+            HookError, match=rf"{BLOCK}.*kernel.*experts_implementation='grouped_mm'"
+        ):
+            flex(TOKENS)
+    handle.remove()
+    flex(TOKENS)
+    assert len(records[BLOCK]) == 1
