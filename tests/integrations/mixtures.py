@@ -68,7 +68,7 @@ def sharded(kind, model, folder, **settings):
         if kind != "tp":
             sizes["ep_size"] = 2
         if kind == "ep all_reduce":
-            sizes["ep_implementation"] = "all_reduce"
+            sizes["ep_implementation"] = kind[3:]
         return FlexModel(models.loaded_by_transformers(model, folder, sizes=sizes), {}, **settings)
     if kind == "fsdp":
         for layer in model.model.layers:

@@ -1,7 +1,6 @@
 """Units of experts: records and edits, against experts written by hand, row by row."""
 
 import copy
-import re
 import types
 
 import pytest
@@ -71,11 +70,7 @@ EDITS = {
 
 
 def gradients(model):
-    grads = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return {
-        re.sub(r"^module\.", "", name): one.full_tensor() if hasattr(one, "full_tensor") else one
-        for name, one in grads.items()
-    }
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
 
 
 def run(model, tokens=TOKENS):
@@ -174,9 +169,8 @@ def test_edits_of_shards(kind, edit, tmp_path):
         expected = run(reference, tokens)
         logits = run(flex, tokens.chunk(2)[dist.get_rank()] if is_split else tokens)
         is_close(logits, expected.chunk(2)[dist.get_rank()] if is_split else expected)
-        found = gradients(flex.module)
         for name, one in gradients(reference).items():
-            is_close(found[name], one, 1e-4)
+            is_close(flex.get_module_gradient(name), one, 1e-4)
         if dist.get_rank() == 0:
             units, chosen = hand.units.detach(), slice(None)
             if select is not None:
@@ -311,6 +305,9 @@ def test_two_wraps_a_copy_and_a_cache():
     assert not model.get_submodule(EXPERTS)._forward_hooks
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch's grouped_mm has no float32 on shapes"
+)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["tp", "dp"])
 def test_dry_runs(kind, tmp_path):
@@ -401,3 +398,33 @@ def test_a_kernel_that_bypasses_modules(where, what):
     handle.remove()
     flex(TOKENS)
     assert len(records[BLOCK]) == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_verify_finds_a_gradient_of_weights_that_is_not_summed(is_faulty, tmp_path, monkeypatch):
+    from transformers.distributed import expert_parallel as ep
+
+    class Old(ep.AllReduceEP):
+        """As transformers had it (its issue 48687): the gradient of the weights is not summed."""
+
+        def __call__(self, hidden, indices, weights):
+            group, own = self.ep_mesh.get_group(), self.num_local_experts
+            hidden = ep._AllReduceBackward.apply(hidden, group)
+            others = indices // own != self.ep_mesh.get_local_rank()
+            local = torch.where(others, own, indices % own)
+            made = self.experts_forward(hidden, local, weights.masked_fill(others, 0))
+            return ep._AllReduceForward.apply(made, group)
+
+    kind = Old if is_faulty else ep.AllReduceEP
+    monkeypatch.setitem(ep.EPImplementationInterface._global_mapping, "auto", kind)
+    model = make("Mixtral")
+    flex = sharded("ep", copy.deepcopy(model), tmp_path)
+    hook = HookFunction(f"{BLOCK}.gate", unpack_idx=1, output_name="weights.grad")
+    with flex.register_full_backward_pre_hook(hook):
+        report = flex.verify(model, TOKENS, loss=lambda output: output.logits.square().mean())
+        assert report.is_equal is not is_faulty
+        if is_faulty:
+            assert report.first_difference.name == f"{BLOCK}.gate"
+            with pytest.raises(ValueError, match=rf"{BLOCK}\.gate.*ranks"):
+                run(flex)
