@@ -61,19 +61,22 @@ def gate_of(model):
     return block.gate if hasattr(block, "gate") else block.router
 
 
-def sharded(kind, model, folder, **settings):
+def sharded(kind, model, folder, records=None, **settings):
     """``kind``: "tp", "ep", "ep" and an implementation of it, "ep of fsdp", "dp" or "fsdp"."""
+    records = {} if records is None else records
     if kind[:2] in ("tp", "ep"):
         sizes = {"fsdp_size" if kind == "ep of fsdp" else "tp_size": 2}
         if kind != "tp":
             sizes["ep_size"] = 2
         if kind == "ep all_reduce":
             sizes["ep_implementation"] = kind[3:]
-        return FlexModel(models.loaded_by_transformers(model, folder, sizes=sizes), {}, **settings)
+        return FlexModel(
+            models.loaded_by_transformers(model, folder, sizes=sizes), records, **settings
+        )
     if kind == "fsdp":
         for layer in model.model.layers:
             fully_shard(layer)
         model = fully_shard(model)
     else:
         model = DistributedDataParallel(model)
-    return FlexModel(model, {}, data_parallel_size=2, **settings)
+    return FlexModel(model, records, data_parallel_size=2, **settings)

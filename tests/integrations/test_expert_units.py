@@ -7,11 +7,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from counted_traffic import counting, hosts, take
-from flex_model import FlexModel, HookError, HookFunction, HookMismatchError, Select
+from flex_model import (
+    ActivationStore,
+    FlexModel,
+    HookError,
+    HookFunction,
+    HookMismatchError,
+    Select,
+)
 from mixtures import BLOCK, FAMILIES, NUM_EXPERTS, TOKENS, TOP_K, make, sharded
 
 pytest.importorskip("transformers")
@@ -351,6 +359,119 @@ def test_parameters_of_some_experts(kind, tmp_path):
         flex.get_module_parameter("lm_head.weight", experts=[1])
     with pytest.raises(HookMismatchError, match=r"experts \[0\].*experts \[1\]"):
         flex.get_module_parameter(name, experts=[dist.get_rank()])
+
+
+def twice(module, full, *_):
+    return full * 2 + full.flip(0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["ep", "dp"])
+@pytest.mark.parametrize("settings", [{}, {"edit_on": "rank0"}])
+def test_a_store_of_rows(kind, settings, tmp_path):
+    """Numbers of rows that differ by batch, recorded and edited."""
+    model, expected = make("Mixtral"), []
+    batches = [TOKENS, TOKENS.flip(1), TOKENS % 3]
+    reference = copy.deepcopy(model)
+
+    def edited(units, indices):
+        rows = units[indices == 3]
+        expected.append(rows.detach())
+        return units.masked_scatter((indices == 3)[..., None], twice(None, rows))
+
+    ByHand(reference.get_submodule(EXPERTS), edited)
+
+    store = ActivationStore(tmp_path / "store")
+    flex = sharded(kind, model, tmp_path / "model", store, **settings)
+    name = flex.experts(EXPERTS).units
+    flex.register_forward_hook(HookFunction(name, None, twice, select=Select(experts=3)))
+    for batch in batches:
+        logits = reference(batch).logits
+        if kind == "dp":
+            batch, logits = (one.chunk(2)[dist.get_rank()] for one in (batch, logits))
+        is_close(flex(batch).logits, logits, 1e-4)
+    flex.restore()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        found = list(store.tensors(name))
+        assert len(found) == 3 and len({len(one) for one in found}) > 1
+        for one, rows in zip(found, expected):
+            is_close(one, rows)
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_rows():
+    """All tokens of rank 1, and none of rank 0, go to expert 1; none at all goes to expert 0."""
+    flex = FlexModel(DistributedDataParallel(make("Mixtral")), {}, data_parallel_size=2)
+    units, routing = flex.experts(EXPERTS).units, flex.routing(BLOCK)
+
+    def choose(module, full, *_):
+        own, other = full.index_fill(1, torch.tensor([0, 1]), -torch.inf).chunk(2)
+        return torch.cat([own, other.index_fill(1, torch.tensor([1]), torch.inf)])
+
+    flex.register_forward_hook(HookFunction(routing.choice, None, choose, record=False))
+    for expert in (0, 1):
+        for kind in ("forward", "full_backward_pre"):
+            edit = twice if kind == "forward" else None
+            name, select = f"{kind} {expert}", Select(experts=expert)
+            flex._register(HookFunction(units, None, edit, output_name=name, select=select), kind)
+    for _ in range(2):
+        flex(TOKENS.chunk(2)[dist.get_rank()]).logits.square().mean().backward()
+        if dist.get_rank() == 0:
+            shapes = {
+                name: [tuple(one.shape) for one in flex.output_ptr[name]]
+                for name in ("forward 0", "forward 1", "full_backward_pre 1")
+            }
+            assert shapes == {
+                "forward 0": [(0, 48)],
+                "forward 1": [(12, 48)],
+                "full_backward_pre 1": [(12, 48)],
+            }
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes(family, dtype):
+    model = make(family).to(dtype)
+    model.set_experts_implementation("eager")
+    plain, flex = model(TOKENS).logits, FlexModel(model, {})
+    name = flex.experts(EXPERTS).units
+    flex.register_forward_hook(HookFunction(name))
+    assert torch.equal(flex(TOKENS).logits, plain)
+    assert flex.output_ptr[name][0].dtype == dtype
+
+
+@pytest.mark.parametrize("what", ["model.layers.1", BLOCK, EXPERTS])
+def test_a_compiled_model(what):
+    model, other = make("Qwen3Moe"), FlexModel(make("Qwen3Moe"), {})
+    plain = model(TOKENS).logits
+    model.get_submodule(what).compile(backend="eager")
+    flex = FlexModel(model, {})
+    for one in (flex, other):
+        with torch.no_grad():
+            assert_close(one(TOKENS).logits, plain, rtol=0, atol=0)
+            name = one.experts(EXPERTS).units
+            one.register_forward_hook(HookFunction(name))
+            assert_close(one(TOKENS).logits, plain, rtol=0, atol=0)
+    assert_close(flex.output_ptr[name], other.output_ptr[name])
+    torch.compiler.reset()
+
+
+@pytest.mark.ranks(2)
+def test_experts_that_are_units_of_fsdp2():
+    """Whose weights are whole only in their forward."""
+    model, rank = make("Mixtral"), dist.get_rank()
+    reference = copy.deepcopy(model)
+    ByHand(reference.get_submodule(EXPERTS), EDITS["all"][1])
+    expected = run(reference).chunk(2)[rank]
+    for layer in model.model.layers:
+        fully_shard(layer.mlp.experts)
+    flex = FlexModel(fully_shard(model), {}, data_parallel_size=2)
+    flex.register_forward_hook(HookFunction(flex.experts(EXPERTS).units, None, mixed))
+    is_close(run(flex, TOKENS.chunk(2)[rank]), expected)
+    for name in (f"{EXPERTS}.gate_up_proj", f"{EXPERTS}.down_proj"):
+        is_close(flex.get_module_gradient(name), reference.get_parameter(name).grad, 1e-4)
 
 
 def kernel_forward(block, hidden):
