@@ -297,7 +297,8 @@ class Parameters:
             raise agreed(error) from None
         mesh = self._communicator.mesh
         full_shape = layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
-        select = _select(site.name, found, experts, full_shape)
+        is_stored = bool(packed) and use == "raw"
+        select = _select(site.name, found, experts, full_shape, is_stored)
         pick = Pick({} if select is None else select.indices(full_shape))
         if self._communicator.is_local:
             return local, None, pick
@@ -516,15 +517,22 @@ class Parameters:
             self._communicator.check_consistency(header, f"parameter {clean(self._root, name)!r}")
 
 
-def _select(site: str, found: _Found, experts: Selector, full_shape: Shape) -> Select | None:
-    """Return the selection of some experts, which are dim 0; None for all. Raises on all ranks."""
+def _select(
+    site: str, found: _Found, experts: Selector, full_shape: Shape, is_stored: bool
+) -> Select | None:
+    """Return the selection of some experts, which are dim 0; None for all. Raises on all ranks.
+
+    Args:
+        is_stored: Whether it is of a packed tensor as it is stored, whose dims are not known.
+    """
     if experts is None:
         return None
     try:
-        if not hasattr(found.module, "num_experts"):
+        if is_stored or not hasattr(found.module, "num_experts"):
+            what = "it is packed" if is_stored else "its module has no num_experts"
             raise ValueError(
                 f"{site}: experts= is for a parameter whose dim 0 is experts, such as "
-                "'model.layers.3.mlp.experts.down_proj', and its module has no num_experts"
+                f"'model.layers.3.mlp.experts.down_proj', and {what}"
             )
         return Select(rows=list(numbers("experts", parse("experts", experts), full_shape[0], site)))
     except (IndexError, TypeError, ValueError) as error:
