@@ -24,7 +24,8 @@ API = {
     "atexit",  # of weakref.finalize
     "propagate",  # of logging.Logger
     "disabled",  # of logging.Logger
-    # of a layer of transformers, and of its configuration: integrations/attention_patterns.py
+    # of a layer of transformers, and of its configuration: integrations/attention_patterns.py and
+    # integrations/expert_units.py
     "config",
     "_attn_implementation",
     # torch's

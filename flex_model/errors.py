@@ -35,6 +35,10 @@ class LayoutMismatchError(HookMismatchError, ValueError):
     """The local shapes of the ranks are not those of one tensor's shards under its layout."""
 
 
+class ReplicasDifferError(ValueError):
+    """Ranks hold different values of a tensor that is one on all of them, by its layout."""
+
+
 class HookNotCalledWarning(UserWarning):
     """The module of a forward or forward-pre hook was not called in a run, nor in one before. Once
     per hook, on every rank.

@@ -31,6 +31,7 @@ from flex_model.integrations import (
     attention_patterns,
     continuous_batching,
     expert_routing,
+    expert_units,
     made_sites,
     versions,
 )
@@ -569,6 +570,7 @@ class FlexModel(nn.Module):
             raise TypeError(f"expected a HookFunction, got {type(hook_function).__name__}")
         self._check_open()
         targets, moment = self._runner.targets_of(hook_function, kind)
+        targets = expert_units.rows_of_experts(hook_function, kind, targets)
         table = self._core.table
         registrations = self._core.register(hook_function, kind, targets, groups, moment)
         return HookHandle(functools.partial(table.unregister, registrations), hook_function)
@@ -675,6 +677,51 @@ class FlexModel(nn.Module):
         routing, end = expert_routing.install(block, module_name)
         core.on_close.callback(end)
         return routing
+
+    def experts(self, module_name: str) -> expert_units.Experts:
+        """Return what the experts of a block compute inside: modules that hooks can be on.
+
+        Example::
+
+            experts = flex.experts("model.layers.3.mlp.experts")
+            flex.register_forward_hook(HookFunction(experts.units, select=Select(experts=[3, 17])))
+            flex.register_forward_hook(HookFunction(experts.indices))
+            flex(tokens)
+            rows = flex.output_ptr[experts.units][0]  # rank 0: (slots, units)
+            of_tokens = experts.tokens_of([3, 17], flex.output_ptr[experts.indices][0])
+
+        Each token has ``k`` slots, one for each of its experts, in the order of the gate's choice.
+        In the order of a run, the modules below the experts are:
+
+        - ``experts.indices`` (tokens, k), only to read: The chosen experts.
+        - ``experts.weights`` (tokens, k): What their outputs are multiplied by. With gradient.
+        - ``experts.units`` (tokens, k, units): What enters an expert's down projection,
+          ``act(gate) * up``. With gradient.
+        - ``experts.outputs`` (tokens, k, hidden): Each slot's output, without its weight.
+
+        With ``Select(experts=...)`` only the slots that these experts serve are moved, as rows in
+        the order of tokens; such hooks come after those without. While a hook is on one of them,
+        the experts' projections run a second time, on one row for each slot, and each call checks
+        that the slots' weighted outputs sum to the experts' output. That goes on as it is unless a
+        hook replaces one of them, or needs its gradient.
+
+        Args:
+            module_name: The module of experts of transformers, by the implementation
+                ``"grouped_mm"`` or ``"eager"``, on any sharding.
+
+        Raises:
+            ValueError: it is none, has another implementation, or quantized weights.
+            HookError: in a run: the slots don't sum to the output, or ``indices`` were edited.
+
+        Local; the same on every rank. Until ``restore()``.
+        """
+        self._check_open()
+        self._runner.check_runs_whole_model("experts")
+        core = self._core
+        experts = find_module(core.module, module_name)
+        found, end = expert_units.install(experts, module_name)
+        core.on_close.callback(end)
+        return found
 
     def create_hook_group(
         self,
@@ -1038,6 +1085,7 @@ class FlexModel(nn.Module):
         expected_shape: Sequence[int | None] | None = None,
         *,
         raw: bool = False,
+        experts: Selector = None,
     ) -> Tensor:
         """Return the full parameter, detached, on the CPU, on every rank. Collective over the ranks
         of the model.
@@ -1048,10 +1096,16 @@ class FlexModel(nn.Module):
             values = flex.get_module_parameter("layers.0.mlp.up_proj.weight")  # (out, in), floats
             packed = flex.get_module_parameter("layers.0.mlp.up_proj.weight", raw=True)
 
+        Of a layer of experts, the weights of some::
+
+            down = flex.get_module_parameter("layers.3.mlp.experts.down_proj", experts=[3, 17])
+
         Args:
             expected_shape: Shape of the full parameter; None for sizes that may vary. It states the
                 layout along tp where nothing else does, as in ``HookFunction``; else it is checked.
             raw: Return a packed weight as it is stored: bytes, or its package's tensor.
+            experts: Of a parameter of a module with ``num_experts``, whose dim 0 is experts: an
+                int, a slice, ints or a mask. Only these are moved, from whichever ranks hold them.
 
         Raises:
             ValueError: an unknown name (the message has the nearest), a buffer, another full shape,
@@ -1060,26 +1114,30 @@ class FlexModel(nn.Module):
                 packed weight of a kind that can't be unpacked.
         """
         self._check_collective()
-        return self._runner.parameters.get(parameter_name, expected_shape, sharded=True, raw=raw)
+        return self._runner.parameters.get(
+            parameter_name, expected_shape, sharded=True, raw=raw, experts=experts
+        )
 
     def set_module_parameter(
         self,
         parameter_name: str,
         full: Tensor,
         expected_shape: Sequence[int | None] | None = None,
+        *,
+        experts: Selector = None,
     ) -> None:
         """Write a full value, the same on every rank, into the parameter's shards. Collective, as
         ``get_module_parameter``.
 
         ``full`` is cast to the parameter's dtype, as ``load_state_dict`` does. ``expected_shape``
-        states the layout, as there.
+        states the layout, as there. With ``experts`` it is the value of these experts alone.
 
         Raises:
             ValueError: an unknown name, a shape that the parameter does not have, values that
                 differ between ranks, or a quantised or compressed weight.
         """
         self._check_collective()
-        self._runner.parameters.set(parameter_name, full, expected_shape)
+        self._runner.parameters.set(parameter_name, full, expected_shape, experts)
 
     def iterate_parameters(
         self,
@@ -1110,10 +1168,14 @@ class FlexModel(nn.Module):
         return self._runner.parameters.iterate(expected_shapes, raw=raw)
 
     def get_module_gradient(
-        self, parameter_name: str, expected_shape: Sequence[int | None] | None = None
+        self,
+        parameter_name: str,
+        expected_shape: Sequence[int | None] | None = None,
+        *,
+        experts: Selector = None,
     ) -> Tensor | None:
-        """Return the full ``.grad`` of a parameter (Megatron's ``main_grad``), on the CPU, on every
-        rank; None without one. Collective.
+        """Return the full ``.grad`` of a parameter (Megatron's ``main_grad``), or that of some
+        experts, on the CPU, on every rank; None without one. Collective.
 
         Raises:
             ValueError: as ``get_module_parameter``; a parameter that accelerate offloads, whose
@@ -1122,7 +1184,7 @@ class FlexModel(nn.Module):
                 FSDP1 with ``use_orig_params=False``, which keeps one for all parameters of a unit.
         """
         self._check_collective()
-        return self._runner.parameters.gradient(parameter_name, expected_shape)
+        return self._runner.parameters.gradient(parameter_name, expected_shape, experts)
 
     def register_trainable_module(self, name: str, module: nn.Module) -> None:
         """Register a module that editing functions use as ``modules[name]``. Collective: rank 0's

@@ -27,12 +27,14 @@ from flex_model.editing.patching import Capture, capture, patch
 from flex_model.editing.runs import Site
 from flex_model.editing.splicing import splice
 from flex_model.integrations.expert_routing import Routing
+from flex_model.integrations.expert_units import Experts
 from flex_model.selection.selectors import SelectionArguments
 
 __all__ = [
     "Capture",
     "Edit",
     "ExpertLoad",
+    "Experts",
     "Lens",
     "PatchingMap",
     "Routing",

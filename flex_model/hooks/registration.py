@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.distributed.header import site_hash
+from flex_model.distributed.placement import Shape
 from flex_model.distributed.plain import kind_of
 from flex_model.errors import HookError, UnpackIndexError
 from flex_model.hooks.function import HookFunction
@@ -186,6 +187,11 @@ class Registration:
     @property
     def select(self) -> Select | None:
         return self.hook_function.select
+
+    def shape_of_forward(self, tensor: Tensor) -> Shape:
+        """Return the shape that the tensor has in each forward with inputs of the same key."""
+        shape, select = tuple(tensor.shape), self.select
+        return shape if select is None or select.experts is None else (-1, *shape[1:])
 
     @property
     def is_backward(self) -> bool:

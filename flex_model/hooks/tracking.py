@@ -356,7 +356,7 @@ class Tracking:
         forward = self.forward
         if forward.key is None or self._communicator.is_local or tensor.is_nested:
             return Evidence()
-        place, shape = Place(registration.site, number), tuple(tensor.shape)
+        place, shape = Place(registration.site, number), registration.shape_of_forward(tensor)
         if forward.follower is None:
             assert forward.layouts is not None
             pair = forward.layouts.check(place, shape, registration.describe)

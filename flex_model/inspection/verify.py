@@ -23,7 +23,7 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shape, ShardLayout
-from flex_model.errors import is_agreed
+from flex_model.errors import ReplicasDifferError, is_agreed
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
@@ -38,7 +38,7 @@ from flex_model.layouts.sources import BatchDim
 from flex_model.names import find_module
 
 # The results of comparing a site.
-EQUAL, DIFFERS, SHAPES, CALLS, NOT_IN_REFERENCE, NOT_REACHED, NOT_RESOLVED = range(7)
+EQUAL, DIFFERS, SHAPES, CALLS, NOT_IN_REFERENCE, NOT_REACHED, NOT_RESOLVED, REFUTED = range(8)
 _WORDS = (
     "equal",
     "differs",
@@ -47,6 +47,7 @@ _WORDS = (
     "is not in the reference",
     "has no tensor in this run",
     "its layout was not resolved: hook it to see the error",
+    "ranks differ where they should hold one tensor: hook it to see the error",
 )
 
 
@@ -72,8 +73,10 @@ class SiteDifference:
 
     @property
     def differs(self) -> bool:
-        """Whether both models have the site, but with different values, shapes or call counts."""
-        return self.result in (DIFFERS, SHAPES, CALLS)
+        """Whether both models have the site, but with different values, shapes or call counts; or
+        the ranks with different values where they should hold one tensor.
+        """
+        return self.result in (DIFFERS, SHAPES, CALLS, REFUTED)
 
     def __str__(self) -> str:
         site = f"{self.kind} of {text.site(self.name, self.unpack_idx)}"
@@ -163,7 +166,7 @@ def verify(
     table = torch.zeros(len(sites), 4, dtype=torch.float64)
     if mesh.group_rank == 0:
         for i, row in enumerate(table):
-            result = NOT_RESOLVED if i in unresolved else int(flags[i, 0])
+            result = unresolved.get(i, int(flags[i, 0]))
             row[0] = result
             if result == EQUAL:
                 row[:] = _compare(found.get(str(i), []), expected[str(i)], rtol, atol)
@@ -360,7 +363,7 @@ class _Core(HookCore):
         reads_only: Whether its hooks only read, and it continues where a layout can't be resolved.
 
     Attributes:
-        unresolved: Indices of registrations whose layout could not be resolved; the same on every
+        unresolved: By index, `NOT_RESOLVED` or `REFUTED`, where that is so; the same on every
             rank.
     """
 
@@ -376,7 +379,7 @@ class _Core(HookCore):
         batch_dim: BatchDim,
     ) -> None:
         self.found: Found = {}
-        self.unresolved: set[int] = set()
+        self.unresolved: dict[int, int] = {}
         super().__init__(
             module,
             mesh,
@@ -429,7 +432,8 @@ class _Core(HookCore):
         """
         if is_agreed(error) and not isinstance(error, ValueError):
             raise error
-        self.unresolved.add(registration.index)
+        is_refuted = isinstance(error, ReplicasDifferError)
+        self.unresolved[registration.index] = REFUTED if is_refuted else NOT_RESOLVED
 
 
 def _second_core(
@@ -516,9 +520,9 @@ def run_sharded(
     inputs: Any,
     loss: Loss | None,
     edits: bool,
-) -> tuple[Found, set[int]]:
-    """Run the wrapped model without the user's hooks; return rank 0's full tensors, and the indices
-    of the sites whose layouts were not resolved. Collective.
+) -> tuple[Found, dict[int, int]]:
+    """Run the wrapped model without the user's hooks; return rank 0's full tensors, and by index
+    the results of sites whose layouts were not resolved. Collective.
     """
     with core.table.nothing_chosen(), _restored_state(core, edits):
         second = _second_core(core, core.module, core.mesh, core.communicator.timeout_s, edits)
@@ -529,7 +533,7 @@ def run_sharded(
             second.take_gradients(sites)
         finally:
             second.close()
-    return second.found, {reached[index] for index in second.unresolved}
+    return second.found, {reached[i]: result for i, result in second.unresolved.items()}
 
 
 def _run(core: HookCore, inputs: Any, loss: Loss | None) -> None:

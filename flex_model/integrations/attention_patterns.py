@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flex_model.errors import HookError
 from flex_model.integrations import compiled
-from flex_model.integrations.made_sites import MadeSites, is_hooked
+from flex_model.integrations.made_sites import MadeSites, beyond_rounding, is_hooked
 from flex_model.integrations.torch_private import FakeTensor
 from flex_model.integrations.transformers_private import (
     attention_implementation,
@@ -34,8 +34,6 @@ from flex_model.selection.selectors import Parsed, as_slice, is_everything, numb
 CHILD = "attention_pattern"
 _NAME = "flex_model_attention_pattern"  # of our function, among those of transformers
 _KERNELS = ("eager", "sdpa", "flex_attention")
-# Rounding errors of kernels, of the largest value of a result; eager's softmax is of float32.
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class AttentionPattern(MadeSites):
@@ -225,19 +223,16 @@ class AttentionPattern(MadeSites):
         if kind in self._verified or isinstance(output, FakeTensor) or output.is_meta:
             return
         with follow.paused():
-            if not output.numel():
-                return
             result = _weighted(self.forward(query, key, **scores), value).transpose(1, 2)
-            difference = (result - output).abs()[output.isfinite()]  # not padding
-            scale = output[output.isfinite()].abs().max() if difference.numel() else 1.0
-            largest = float(difference.max()) if difference.numel() else 0.0
-            if not largest <= _TOLERANCE.get(output.dtype, 1e-4) * scale:
+            found = beyond_rounding(result, output)
+            if found:
                 raise HookError(
                     f"attention of {self._name!r}: the pattern rebuilt from queries, keys and mask "
-                    f"gives another result than the layer's own {kernel} attention (they differ by "
-                    f"{largest:.3g} of {float(scale):.3g}): it is not this layer's pattern; hook "
-                    "the layer's own tensors instead"
+                    f"gives another result than the layer's own {kernel} attention ({found}): it "
+                    "is not this layer's pattern; hook the layer's own tensors instead"
                 )
+            if not output.numel():
+                return
         self._verified.add(kind)
 
     def take_off(self, layer: nn.Module) -> None:

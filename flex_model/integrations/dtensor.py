@@ -20,7 +20,11 @@ from flex_model.distributed.placement import (
     Shard,
     ShardLayout,
 )
-from flex_model.integrations.torch_private import FUNCTIONAL_COLLECTIVES, unset_fake_temporarily
+from flex_model.integrations.torch_private import (
+    FUNCTIONAL_COLLECTIVES,
+    local_shape_and_offset,
+    unset_fake_temporarily,
+)
 
 
 def dtensor_class() -> Any:
@@ -41,6 +45,19 @@ def unsplit_dims(tensor: Any) -> Collection[int]:
         return range(tensor.dim())
     split = {getattr(placement, "dim", None) for placement in tensor.placements}
     return set(range(tensor.dim())) - split
+
+
+def range_in_dim(tensor: Any, dim: int) -> tuple[int, int] | None:
+    """Return the first index and the number of this rank's part of a dim; None if the part is not
+    consecutive.
+    """
+    if not is_dtensor(tensor):
+        return 0, tensor.shape[dim]
+    if any(_is_strided(one) and one.dim % tensor.dim() == dim for one in tensor.placements):
+        return None
+    with unset_fake_temporarily():
+        sizes, offsets = local_shape_and_offset(tensor)
+    return offsets[dim], sizes[dim]
 
 
 def wait(tensor: Tensor) -> Tensor:

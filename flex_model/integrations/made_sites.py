@@ -5,14 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from flex_model.hooks.function import HookFunction
+from flex_model.integrations.torch_private import FakeTensor
+
+# Rounding errors of kernels, of the largest value of a result.
+_ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def is_hooked(site: nn.Module) -> bool:
     """Whether hooks that are active now get what the module is given or returns."""
     return bool(site._forward_hooks or site._forward_pre_hooks)
+
+
+def beyond_rounding(made: Tensor, own: Tensor) -> str:
+    """Return how far a rebuilt result is from a module's own one; empty where it is rounding, or
+    where there are no values.
+    """
+    if isinstance(own, FakeTensor) or own.is_meta or not own.numel():
+        return ""
+    finite = own.isfinite()  # not padding
+    found = [one.abs()[finite] for one in (made - own, own)]
+    largest, scale = (float(one.max()) if len(one) else 0.0 for one in found)
+    is_close = largest <= _ROUNDING.get(own.dtype, 1e-4) * scale
+    return "" if is_close else f"they differ by {largest:.3g} of {scale:.3g}"
 
 
 class MadeSites(nn.Module):

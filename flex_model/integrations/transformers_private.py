@@ -6,6 +6,7 @@ imported here: transformers is used where it is there.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -115,6 +116,25 @@ def is_expert_parallel(module: nn.Module) -> bool:
     return is_experts(module) and bool(getattr(module, "_is_expert_parallel", False))
 
 
+def experts_implementation(config: Any) -> str | None:
+    """Return the name of the function that experts with this configuration look up at each call.
+    Without it ``flex.experts`` refuses them.
+    """
+    return getattr(config, "_experts_implementation", "unknown")
+
+
+def with_experts_implementation(config: Any, name: str) -> Any:
+    """Return a copy of a configuration by which experts look up another function."""
+    copied = copy.deepcopy(config)
+    copied._experts_implementation = name
+    return copied
+
+
+def register_experts_implementation(name: str, function: Any) -> None:
+    """Make a function known to experts, whose module is imported: they are of it."""
+    sys.modules["transformers.integrations.moe"].ExpertsInterface.register(name, function)
+
+
 def gate_of(block: nn.Module) -> tuple[nn.Module, int] | None:
     """Return the module that chooses among the experts of a block, and their number; None: there is
     none. It returns logits, weights and indices. Under another name the block has no routing.
@@ -125,6 +145,16 @@ def gate_of(block: nn.Module) -> tuple[nn.Module, int] | None:
     if gate is None or len(experts) != 1:
         return None
     return gate, getattr(gate, "num_experts", None) or experts[0].num_experts
+
+
+def may_be_a_kernel(block: nn.Module) -> bool:
+    """Whether a block of experts has the forward of a kernel (of the hub, which puts it on the
+    module, or of mxfp4), which reads the weights of its gate and experts and calls neither.
+    """
+    children = dict(block.named_children())
+    if "experts" not in children or not ("gate" in children or "router" in children):
+        return False
+    return "forward" in vars(block) or type(block).__name__.startswith("Mxfp4")
 
 
 # ---- Attention -----------------------------------------------------------------------------------

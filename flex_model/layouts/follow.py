@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 from flex_model import _C
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate
-from flex_model.integrations import layers, transformers_private
+from flex_model.integrations import layers
 from flex_model.integrations.torch_private import find_group
 from flex_model.layouts import active
 from flex_model.layouts.contracts import experts
@@ -148,7 +148,7 @@ class Follower:
         for module in self._root.modules():
             if layers.gives_the_same_to_all(module):
                 yield module.register_forward_hook(self._state_shared, prepend=True)
-            if transformers_private.is_expert_parallel(module):
+            if experts.is_opaque(module):
                 yield module.register_forward_pre_hook(self._begin_experts)
             if experts.num_inputs(module):
                 yield module.register_forward_hook(
@@ -172,7 +172,7 @@ class Follower:
         self.recorder.begin_opaque()
 
     def _note_experts(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        is_opaque = transformers_private.is_expert_parallel(module)
+        is_opaque = experts.is_opaque(module)
         if is_opaque:
             self.recorder.end_opaque()
         made = _tensors(output)  # none after an exception

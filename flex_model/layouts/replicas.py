@@ -15,7 +15,7 @@ from flex_model.distributed.header import MAX_HASHED_DIMS, Header
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
 from flex_model.distributed.transports.host_copies import Ready, ready_now
-from flex_model.errors import agreed
+from flex_model.errors import ReplicasDifferError, agreed
 from flex_model.layouts.refusal import AXIS_NAMES
 from flex_model.layouts.tensor_site import Site
 
@@ -90,13 +90,13 @@ def reconciled(
     sums in another order do; in the autograd graph of this rank's tensor. Collective over the grid.
 
     Raises:
-        ValueError: they differ by more. On every rank.
+        ReplicasDifferError: they differ by more. On every rank.
     """
     first, is_close = compared(communicator, tensor.detach(), axes)
     if not is_close:
         words = " and ".join(AXIS_NAMES[axis] for axis in axes)
         raise agreed(
-            ValueError(
+            ReplicasDifferError(
                 f"{site.name}: the {words} ranks hold different values of shape "
                 f"{tuple(tensor.shape)}, though by {source} all should hold the "
                 "same (does each rank draw its own dropout, or is its input not the same on all?); "

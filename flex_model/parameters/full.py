@@ -15,6 +15,7 @@ from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
+from flex_model.distributed.picked import Pick
 from flex_model.distributed.placement import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.errors import HookError, agreed
 from flex_model.integrations import dtensor, fsdp, layers, offload, quantized
@@ -25,6 +26,8 @@ from flex_model.layouts.statements import Statements
 from flex_model.layouts.tensor_site import ParameterSources, Site
 from flex_model.names import clean, find_parameter, first_name, shapes_by_name
 from flex_model.records.records import owned_copy
+from flex_model.selection import Select
+from flex_model.selection.selectors import Selector, numbers, parse
 
 ExpectedShape = Sequence[int | None] | None
 _Use = Literal["values", "raw", "write"]  # what for a parameter that may be packed is found
@@ -71,8 +74,9 @@ class Parameters:
         *,
         sharded: bool = False,
         raw: bool = False,
+        experts: Selector = None,
     ) -> Tensor:
-        """Return the full parameter: detached, on the CPU, on every rank.
+        """Return the full parameter, or that of some experts: detached, on the CPU, on every rank.
 
         FSDP's are read in their current state, whole (and cast by its mixed precision) where the
         module is in use; with ``sharded``, in their state between forwards. Of a packed weight the
@@ -80,7 +84,7 @@ class Parameters:
         """
         with self._found(name, sharded=sharded) as found:
             use: _Use = "raw" if raw else "values"
-            return self._full(name, found, found.kept, expected_shape, use)
+            return self._full(name, found, found.kept, expected_shape, use, experts=experts)
 
     def get_on(
         self, name: str, device: torch.device, later: list[PendingReplica] | None = None
@@ -97,10 +101,12 @@ class Parameters:
     def full_kind(self, name: str) -> tuple[Shape, torch.dtype]:
         """Return the full parameter's shape and dtype, without moving its values."""
         with self._found(name) as found, torch.no_grad():
-            local, spec = self._spec(name, found, _summed(found.kept), None)
+            local, spec, _ = self._spec(name, found, _summed(found.kept), None)
             return tuple(local.shape) if spec is None else spec.full_shape, local.dtype
 
-    def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
+    def gradient(
+        self, name: str, expected_shape: ExpectedShape = None, experts: Selector = None
+    ) -> Tensor | None:
         """Return the full ``.grad``, on the CPU, on every rank; None where there is none."""
         with self._found(name, sharded=True, with_grads=True) as found:
             offload.check_gradient("get_module_gradient", self._root, found.full_name)
@@ -114,10 +120,17 @@ class Parameters:
                 )
             if gradient is None:
                 return None
-            return self._full(f"{name}.grad", found, gradient, expected_shape, "raw")
+            found_name = f"{name}.grad"
+            return self._full(found_name, found, gradient, expected_shape, "raw", experts=experts)
 
-    def set(self, name: str, full: Tensor, expected_shape: ExpectedShape = None) -> None:
-        """Write each rank's shard of ``full`` into the parameter."""
+    def set(
+        self,
+        name: str,
+        full: Tensor,
+        expected_shape: ExpectedShape = None,
+        experts: Selector = None,
+    ) -> None:
+        """Write each rank's shard of ``full`` into the parameter, or into that of some experts."""
         shown = clean(self._root, name)
         if not isinstance(full, Tensor):
             raise TypeError(
@@ -131,17 +144,21 @@ class Parameters:
                 header, f"a new full value of parameter {shown!r}, of shape {got}"
             )
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
-            local, spec = self._spec(name, found, found.kept, expected_shape, use="write")
-            shape = tuple(local.shape) if spec is None else spec.full_shape
+            local, spec, pick = self._spec(
+                name, found, found.kept, expected_shape, use="write", experts=experts
+            )
+            shape = tuple(pick.take(local).shape) if spec is None else spec.full_shape
             if got != shape:
                 raise agreed(
                     ValueError(
-                        f"set_module_parameter: {shown!r} has the full shape {shape}, got {got}"
+                        f"set_module_parameter: {shown!r} has the full shape {shape}"
+                        f"{'' if experts is None else ' of these experts'}, got {got}"
                     )
                 )
             full = full.detach().to(local.dtype)
             self._check_equal(shown, full)
-            local.copy_(full if spec is None else spec.slice(full.to(local.device)))
+            part = full if spec is None else spec.slice(full.to(local.device))
+            local.copy_(pick.put(local, part.to(local.device)))
             if offload.is_offloaded(self._root, found.full_name):
                 offload.write(self._root, found.full_name, local)
 
@@ -197,9 +214,13 @@ class Parameters:
         use: _Use,
         device: torch.device = _CPU,
         later: list[PendingReplica] | None = None,
+        experts: Selector = None,
     ) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            local, spec = self._spec(name, found, _summed(tensor), expected_shape, use, later)
+            local, spec, pick = self._spec(
+                name, found, _summed(tensor), expected_shape, use, later, experts
+            )
+            local = pick.take(local)
             if spec is not None:
                 return spec.all_gather(local).to(device)
             if device.type == "cpu":
@@ -214,9 +235,10 @@ class Parameters:
         expected_shape: ExpectedShape,
         use: _Use = "values",
         later: list[PendingReplica] | None = None,
-    ) -> tuple[Tensor, TensorSpec | None]:
-        """Return this rank's shard and the plan for all ranks; None for a full tensor. ``later``:
-        see ``get_on``.
+        experts: Selector = None,
+    ) -> tuple[Tensor, TensorSpec | None, Pick]:
+        """Return this rank's shard, the plan for all ranks (None for a full tensor), and which part
+        of the shard is of these experts. ``later``: see ``get_on``.
         """
         expected = check_expected_shape(expected_shape)
         shown = f"parameter {clean(self._root, name)!r}"
@@ -234,12 +256,12 @@ class Parameters:
         if not self._communicator.is_local:
             header = Header(
                 "parameter",
-                site=site_hash(name, expected, packed, problem, use),
+                site=site_hash(name, expected, packed, problem, use, repr(experts)),
                 dtype=local.dtype,
                 shape=shapes[0],
                 microbatch=int(later is not None and local.is_cuda),  # where ranks may differ
             )
-            what = f"the full value of {site.name}, expected_shape {expected}"
+            what = f"the full value of {site.name}, expected_shape {expected}, experts {experts}"
             if packed:
                 what += f", packed ({packed}), for its {use}{problem and f': {problem}'}"
             headers = self._communicator.check_consistency(header, what)
@@ -273,18 +295,24 @@ class Parameters:
             )
         except (HookError, ValueError) as error:
             raise agreed(error) from None
+        mesh = self._communicator.mesh
+        full_shape = layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
+        is_stored = bool(packed) and use == "raw"
+        select = _select(site.name, found, experts, full_shape, is_stored)
+        pick = Pick({} if select is None else select.indices(full_shape))
         if self._communicator.is_local:
-            return local, None
+            return local, None, pick
         is_split = layout.dp != Replicate() or layout.tp != Replicate()
         can_join = use != "raw" or quantized.can_join(found.module, found.leaf_name, tensor)
         if is_split and not can_join:
             raise agreed(ValueError(quantized.not_joined(packed, site.name)))
         if quantized.unpacks_itself(local):  # whole
             self._check_replicas(site.name, local.dequantize(), layout, stated_axes, later)
-            return local, None
+            return local if select is None else local.dequantize(), None, pick
         self._check_replicas(site.name, local, layout, stated_axes, later)
         self._check_parts(site, local, layout, stated_axes)
-        return local, TensorSpec.of(self._communicator, layout, shapes, local.dtype)
+        spec = TensorSpec.of(self._communicator, layout, shapes, local.dtype, select)
+        return local, spec, spec.pick or pick
 
     def _unpacked(
         self, site: str, found: _Found, tensor: Any, use: _Use
@@ -487,6 +515,28 @@ class Parameters:
         if not self._communicator.is_local:
             header = Header("parameter", site=site_hash(name, "gather"))
             self._communicator.check_consistency(header, f"parameter {clean(self._root, name)!r}")
+
+
+def _select(
+    site: str, found: _Found, experts: Selector, full_shape: Shape, is_stored: bool
+) -> Select | None:
+    """Return the selection of some experts, which are dim 0; None for all. Raises on all ranks.
+
+    Args:
+        is_stored: Whether it is of a packed tensor as it is stored, whose dims are not known.
+    """
+    if experts is None:
+        return None
+    try:
+        if is_stored or not hasattr(found.module, "num_experts"):
+            what = "it is packed" if is_stored else "its module has no num_experts"
+            raise ValueError(
+                f"{site}: experts= is for a parameter whose dim 0 is experts, such as "
+                f"'model.layers.3.mlp.experts.down_proj', and {what}"
+            )
+        return Select(rows=list(numbers("experts", parse("experts", experts), full_shape[0], site)))
+    except (IndexError, TypeError, ValueError) as error:
+        raise agreed(error) from None
 
 
 def _summed(tensor: Any) -> Any:

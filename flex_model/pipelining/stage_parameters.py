@@ -17,6 +17,7 @@ from flex_model.layouts.tensor_site import ParameterSources
 from flex_model.names import find_parameter, shapes_by_name
 from flex_model.parameters.full import ExpectedShape, Parameters
 from flex_model.pipelining.stages import LocalStages, StageIndex
+from flex_model.selection.selectors import Selector
 
 
 class StageParameters:
@@ -76,16 +77,20 @@ class PipelineParameters:
         *,
         sharded: bool = False,
         raw: bool = False,
+        experts: Selector = None,
     ) -> Tensor:
         """Return the full parameter, from the first stage that has it."""
-        return self._read(name, lambda p: p.get(name, expected_shape, sharded=sharded, raw=raw))
+        how: Any = {"sharded": sharded, "raw": raw, "experts": experts}
+        return self._read(name, lambda p: p.get(name, expected_shape, **how))
 
-    def gradient(self, name: str, expected_shape: ExpectedShape = None) -> Tensor | None:
+    def gradient(
+        self, name: str, expected_shape: ExpectedShape = None, experts: Selector = None
+    ) -> Tensor | None:
         """Return the full gradient, from the stage that has the parameter; ValueError where there
         are several.
         """
         self._index.holder_of_gradient(name, "get_module_gradient")
-        return self._read(name, lambda p: p.gradient(name, expected_shape))
+        return self._read(name, lambda p: p.gradient(name, expected_shape, experts))
 
     def iterate(
         self,
@@ -102,7 +107,13 @@ class PipelineParameters:
         """Keep the full parameters that hooks of the next step named, whichever stage has them."""
         self._local.keep({name: self.get(name) for name in dict.fromkeys(names)})
 
-    def set(self, name: str, full: Tensor, expected_shape: ExpectedShape = None) -> None:
+    def set(
+        self,
+        name: str,
+        full: Tensor,
+        expected_shape: ExpectedShape = None,
+        experts: Selector = None,
+    ) -> None:
         """Write the full parameter on all stages that have it, under whatever name."""
         held = [
             (stage, other)
@@ -113,7 +124,7 @@ class PipelineParameters:
         def write() -> None:
             for stage, other in held:
                 if stage in self._local.by_stage:
-                    self._local.by_stage[stage].set(other, full, expected_shape)
+                    self._local.by_stage[stage].set(other, full, expected_shape, experts)
 
         gather_checked(self._world, f"a new value of parameter {name!r}", write)
 

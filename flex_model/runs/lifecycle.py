@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.errors import HookError, HookNotCalledWarning, is_agreed, see
+from flex_model.errors import HookError, HookNotCalledWarning, agreed, is_agreed, see
 from flex_model.hooks.digests import HookDigests
 from flex_model.hooks.random_state import renew_seed
 from flex_model.hooks.registration import Registration
@@ -25,7 +25,7 @@ from flex_model.hooks.replaced_targets import Targets, refusal
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
-from flex_model.integrations import context_parallel
+from flex_model.integrations import context_parallel, transformers_private
 from flex_model.integrations.compiled import HookGuards, between_graphs, outside_graphs
 from flex_model.parameters.trainable import Replicas
 from flex_model.records.records import Records, Resolve
@@ -101,7 +101,7 @@ class Runs:
     def hooks_registered(self, registrations: Sequence[Registration]) -> None:
         """Note new hooks: compiled code must call them, and a run should."""
         self._guards.renew(has_new_hooks=False)
-        if registrations[0].kind in ("forward", "forward_pre"):
+        if registrations[0].kind != "tensor":
             self._not_called_yet += map(weakref.ref, registrations)
 
     def hooks_changed(self) -> None:
@@ -457,13 +457,20 @@ class Runs:
             self._communicator.abort_on(error)
 
     def _warn_of_hooks_not_called(self, run: Run) -> None:
-        """Warn once per hook: it may be registered at a module that the model never calls."""
+        """Warn once per hook: it may be registered at a module that the model never calls.
+
+        Raises:
+            HookError: in each run, of hooks inside of a block of experts that is a kernel.
+        """
         if not run.ran_model or run.was_cut:
             return
         found = [r for reference in self._not_called_yet if (r := reference()) is not None]
         self._not_called_yet = [weakref.ref(r) for r in found if r.index not in run.hooks_seen]
         chosen = [r for r in found if r.index in run.hooks_seen]
         missing = [r for r in chosen if r.places and not r.was_called(self.number)]
+        if missing:
+            self._refuse_kernels(missing)
+        missing = [r for r in missing if not r.is_backward]
         if missing:
             names = [r.describe() for r in missing[:5]]
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
@@ -475,6 +482,23 @@ class Runs:
                 HookNotCalledWarning,
                 stacklevel=3,
             )
+
+    def _refuse_kernels(self, missing: Sequence[Registration]) -> None:
+        for name, block in self._module.named_modules():
+            if not transformers_private.may_be_a_kernel(block):
+                continue
+            inside = [r for r in missing if any(one in r.living_targets for one in block.modules())]
+            if inside:
+                self._not_called_yet += map(weakref.ref, missing)
+                raise agreed(
+                    HookError(
+                        f"{inside[0].describe()}: not called, since the forward of {name!r} is a "
+                        "kernel that computes gate and experts without these modules; load the "
+                        "model with use_kernels=False and experts_implementation='grouped_mm' "
+                        "(mxfp4: quantization_config=Mxfp4Config(dequantize=True)), or hook "
+                        f"{name!r}"
+                    )
+                )
 
     # ---- Stores ----------------------------------------------------------------------------------
 

@@ -307,6 +307,8 @@ class Select:
     the part; gradients follow. A hook on a gradient gets that part of the gradient.
 
     Args:
+        experts: Of a module of ``flex.experts(...)``: the tokens' slots that these experts serve,
+            in the order of tokens: (slots, units) of (tokens, k, units).
         rows, positions, heads, num_heads, units, dims: As in `SelectionArguments`: ints, slices,
             sequences of ints without repeats, or masks.
         dtype: The floating dtype in which the part is moved, passed to the function and recorded;
@@ -320,18 +322,26 @@ class Select:
     """
 
     def __init__(
-        self, *, dtype: torch.dtype | None = None, **arguments: Unpack[SelectionArguments]
+        self,
+        *,
+        dtype: torch.dtype | None = None,
+        experts: Selector = None,
+        **arguments: Unpack[SelectionArguments],
     ) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"Select: dtype must be a floating torch.dtype or None, got {dtype!r}")
-        self.dtype = dtype
+        self.dtype, self.experts = dtype, experts
         self._selection = Selection(**arguments)
+        if experts is not None:
+            parse("experts", experts)
+            if not set(arguments) <= {"units"}:
+                raise TypeError("Select: beside experts only units can be selected")
         if self._selection.mask_by_row is not None:
             raise TypeError(
                 "Select: a mask with other positions in each row selects no rectangular part of a "
                 "tensor; give positions"
             )
-        if self._selection.is_whole and dtype is None:
+        if self._selection.is_whole and dtype is None and experts is None:
             raise ValueError("Select: nothing is selected; give rows, positions, heads or units")
 
     def indices(self, shape: Shape, split_dim: int | None = None) -> dict[int, list[int]]:
@@ -367,6 +377,8 @@ class Select:
 
     def __repr__(self) -> str:
         parts = [repr(self._selection)] if not self._selection.is_whole else []
+        if self.experts is not None:
+            parts.append(f"experts={show(self.experts)}")
         if self.dtype is not None:
             parts.append(f"dtype={self.dtype}")
         return f"Select({', '.join(parts)})"

@@ -36,6 +36,13 @@ def routed(name):
     flex(torch.arange(10).view(2, 5))
 
 
+def units_of(name):
+    """Hook the units of experts, and run."""
+    flex = FlexModel(frameworks.huggingface_model("mixtral"), {})
+    flex.register_forward_hook(HookFunction(flex.experts(name).units))
+    flex(torch.arange(10).view(2, 5))
+
+
 def patterns(name, *queries, is_training=False):
     """Hook the attention patterns of a layer, and run."""
     flex = FlexModel(models.llama(attention_dropout=0.1).train(is_training), {})
@@ -319,7 +326,12 @@ ROWS = [
         lambda: Shard(0, 2, part_sizes=(4, 2, 2)),
         lambda: Shard(0, part_sizes=(4, 2, 2)),
     ),
-    # Attention patterns, routing.
+    # Attention patterns, routing, units.
+    Row(
+        "name one such as 'model.layers.3.mlp.experts', of weights",
+        lambda: units_of("model.layers.1.mlp"),
+        lambda: units_of("model.layers.1.mlp.experts"),
+    ),
     Row(
         "name the module that has both, such as 'model.layers.3.mlp'",
         lambda: routed("model.layers.1"),

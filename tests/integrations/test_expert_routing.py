@@ -4,16 +4,13 @@ import copy
 import functools
 import itertools
 import math
-import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
-import models
 from flex_model import (
     ActivationStore,
     FlexModel,
@@ -23,57 +20,9 @@ from flex_model import (
     editing,
 )
 from flex_model.editing import ExpertLoad
+from mixtures import BLOCK, FAMILIES, NUM_EXPERTS, TOKENS, TOP_K, gate_of, make, sharded
 
-transformers = pytest.importorskip("transformers")
-
-BLOCK = "model.layers.1.mlp"
-NUM_EXPERTS, TOP_K = 8, 2
-TOKENS = torch.randint(48, (4, 6), generator=torch.Generator().manual_seed(0))
-SIZES = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": TOP_K,
-    "max_position_embeddings": 64,
-}
-GROUPS = {
-    "n_routed_experts": NUM_EXPERTS,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-FAMILIES = {
-    "Mixtral": {"num_local_experts": NUM_EXPERTS},
-    "Qwen3Moe": {"num_experts": NUM_EXPERTS},
-    "DeepseekV3": GROUPS
-    | {"kv_lora_rank": 16, "q_lora_rank": 16, "num_key_value_heads": 4}
-    | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-    "GptOss": {
-        "num_local_experts": NUM_EXPERTS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    },
-    "Glm4Moe": GROUPS | {"n_group": 1},
-}
-
-
-def make(family):
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family])
-    model = models.seeded(getattr(transformers, f"{family}ForCausalLM"), config).eval()
-    generator = torch.Generator().manual_seed(3)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if re.search(r"mlp\.|sinks", name):  # gates begin with zeros
-            torch.nn.init.normal_(tensor, std=0.3, generator=generator)
-    return model
-
-
-def gate_of(model):
-    block = model.get_submodule(BLOCK)
-    return block.gate if hasattr(block, "gate") else block.router
+pytest.importorskip("transformers")
 
 
 def chosen_by_hand(model, choose):
@@ -371,19 +320,6 @@ def test_other_edits_on_another_rank():
     flex.register_forward_hook(forbidden)
     with pytest.raises(HookMismatchError, match=r"rank 0 .*forbid\(\[0\]\).*forbid\(\[1\]\)"):
         flex(TOKENS.chunk(2)[dist.get_rank()])
-
-
-def sharded(kind, model, folder, **settings):
-    if kind in ("tp", "ep"):
-        sizes = {"tp_size": 2} | ({"ep_size": 2} if kind == "ep" else {})
-        return FlexModel(models.loaded_by_transformers(model, folder, sizes=sizes), {}, **settings)
-    if kind == "fsdp":
-        for layer in model.model.layers:
-            fully_shard(layer)
-        model = fully_shard(model)
-    else:
-        model = DistributedDataParallel(model)
-    return FlexModel(model, {}, data_parallel_size=2, **settings)
 
 
 @pytest.mark.ranks(2)

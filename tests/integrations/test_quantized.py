@@ -111,6 +111,10 @@ def test_a_quantised_weight_is_read_as_the_values_its_layer_computes_with(kind):
     assert type(full) is torch.Tensor and full.dtype == torch.float32
     before = {name: tensor.clone() for name, tensor in flex.iterate_parameters()}
     assert torch.equal(before[WEIGHT], full)
+    model.blocks[0].up.num_experts = 32  # as if its rows were experts
+    assert torch.equal(flex.get_module_parameter(WEIGHT, experts=[7, 3]), full[[7, 3]])
+    with pytest.raises(ValueError, match=r"experts= is for .* it is packed"):
+        flex.get_module_parameter(WEIGHT, experts=[7, 3], raw=True)
     flex(BATCH)  # bitsandbytes moves scales, compressed-tensors unpacks
     assert torch.equal(flex.get_module_parameter(WEIGHT), full)
     # bitsandbytes' 8 bits quantise the inputs of the layer, too.

@@ -4,11 +4,11 @@ import json
 
 import pytest
 from torch.testing import assert_close
-from training import SITE, mix, train
 
 import models
 import scripts
 from flex_model import FlexModel, HookFunction
+from training import SITE, mix, train
 
 pytest.importorskip("accelerate")
 SCRIPT = scripts.ROOT / "tests" / "integrations" / "training.py"

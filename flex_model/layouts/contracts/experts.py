@@ -25,16 +25,27 @@ _BLOCKS = (
     "torchtitan.models.common.moe.MoE",
     "torchtitan.models.moe.moe.MoE",
 )
+# What `flex.experts` makes of experts, or selects: all that it passes on has rows of tokens.
+_PARTS = "flex_model.integrations.expert_units.RowByRow"
 # With these settings of Megatron's a full expert drops rows, and which ones depends on the others.
 _CAPACITIES = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
 
 
 def num_inputs(module: nn.Module) -> int:
     """Return how many inputs of a module have the rows of its result; 0: it has no contract."""
-    if transformers_private.is_experts(module):
+    names = _names(module)
+    if transformers_private.is_experts(module) or _PARTS in names:
         return 3
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
     return 0 if names.isdisjoint(_BLOCKS) else 1
+
+
+def is_opaque(module: nn.Module) -> bool:
+    """Whether nothing is followed inside: it communicates, and completes each row on all ranks."""
+    return transformers_private.is_expert_parallel(module) or _PARTS in _names(module)
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
 
 
 def refusal(module: nn.Module) -> str:
@@ -55,7 +66,7 @@ def follow_experts(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     place = given.pop() if len(given) == 1 else None
     is_kept = (proofs.axis == "dp" or is_opaque) and place == REPLICATED
     if proofs.axis == "dp" and isinstance(place, Shard):
-        is_kept = place.dim < len(proofs.shapes[value][0]) - 1
+        is_kept = place.dim < max(1, len(proofs.shapes[value][0]) - 1)
     text = f"experts with {why_not}, so that rows depend on each other" if why_not else "experts"
     proofs.note_step(value, text, tuple(one for one in inputs if isinstance(one, int)))
     proofs.set_placement(value, place if followed is None and is_kept and not why_not else followed)
