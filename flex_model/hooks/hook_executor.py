@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.gather import mean_over_dp
 from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks import cuda_graphs
 from flex_model.hooks.call_check import check_call
@@ -160,8 +161,11 @@ class HookExecutor:
             if dtensor.reaches(grad, mesh, call.describe(), "dp"):
                 return grad  # FSDP2: already averaged
             plain = dtensor.to_local(grad)
-        check_call(self._communicator, call, plain, "tensor")
-        mean = self._communicator.all_reduce_sum(("dp",), plain) / mesh.dp_size
+
+        def check(tensor: Tensor) -> None:
+            check_call(self._communicator, call, tensor, "tensor")
+
+        mean = mean_over_dp(plain, self._communicator, check)
         return dtensor.like(mean, grad) if dtensor.is_dtensor(grad) else mean
 
     def _collect(self, call: HookCall, leaf: Tensor) -> None:
