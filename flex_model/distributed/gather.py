@@ -43,6 +43,7 @@ from flex_model.distributed.placement import (
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.transport import Gathered, on_cpu
 from flex_model.errors import HookError, agreed
+from flex_model.integrations.profiler import ranged
 from flex_model.integrations.torch_private import FakeTensor, current_graph_task
 
 if TYPE_CHECKING:
@@ -489,6 +490,7 @@ def mean_over_dp(
     return _MeanOverDp.apply(tensor, communicator, check_consistency)
 
 
+@ranged("gather")
 def gather(shard: Tensor, context: GatherContext) -> Tensor:
     """Return the full tensor on every rank, in the graph. Collective along the axes of the
     layout.
@@ -498,6 +500,7 @@ def gather(shard: Tensor, context: GatherContext) -> Tensor:
     return _Gather.apply(shard, context)
 
 
+@ranged("scatter")
 def scatter(full: Tensor, context: GatherContext) -> Tensor:
     """Return this rank's shard of a full tensor that all ranks hold, in the graph. Local; its
     backward is collective.
@@ -509,6 +512,7 @@ def scatter(full: Tensor, context: GatherContext) -> Tensor:
     return _Scatter.apply(full, context)
 
 
+@ranged("gather")
 def gather_to_first(shard: Tensor, context: GatherContext) -> Tensor:
     """Return the full tensor on rank 0, an empty one elsewhere, in the graph. Collective."""
     return _GatherToFirst.apply(shard, context)

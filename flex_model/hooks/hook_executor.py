@@ -31,7 +31,7 @@ from flex_model.hooks.layout_finder import LayoutFinder
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import Observer, UserFunction
-from flex_model.integrations import dtensor
+from flex_model.integrations import dtensor, profiler
 from flex_model.layouts import resolve
 from flex_model.layouts.follow import Pair
 from flex_model.records.records import Records
@@ -93,7 +93,8 @@ class HookExecutor:
         """Run a forward or forward-pre hook on one tensor of a tree; return the tree that the model
         continues with.
         """
-        ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
+        observers = profiler.with_ranges(self.observers, profiler.begin_span)
+        ends = [begin("hook", call) for begin in observers] if observers else ()
         try:
             call.registration.check_movable(leaf)
             cuda_graphs.check(call, leaf, self._communicator.is_local)
@@ -126,7 +127,8 @@ class HookExecutor:
         mean loss over data-parallel ranks and micro-batches; a parameter's is averaged over dp, and
         the backward continues with the average.
         """
-        ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
+        observers = profiler.with_ranges(self.observers, profiler.begin_span)
+        ends = [begin("hook", call) for begin in observers] if observers else ()
         try:
             call.registration.check_movable(grad)
             scale, communicator = self.gradient_scale, self._communicator
