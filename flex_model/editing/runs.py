@@ -163,15 +163,29 @@ class Runs:
         fails, ``on_rank_0`` raises later, on all ranks.
         """
         self.run(inputs, name, *groups)
-        if not self._is_rank_0 or self._error is not None:
-            return 0.0
-        try:
+        return self.metric_of(metric, name)
+
+    def metric_of(self, metric: Metric, name: str) -> float:
+        """Return the metric of a record of the last run, as ``measure`` does. Local."""
+
+        def compute() -> float:
             record = self.record(name)
             assert record is not None
             return float(metric(record))
+
+        return self.attempt(compute) or 0.0
+
+    def attempt(self, compute: Callable[[], Any]) -> Any:
+        """Compute on rank 0, and return the result; None elsewhere, and after an error, which
+        ``on_rank_0`` raises later, on all ranks. Local.
+        """
+        if not self.is_rank_0 or self._error is not None:
+            return None
+        try:
+            return compute()
         except Exception as error:
             self._error = error
-            return 0.0
+            return None
 
     def record(self, name: str) -> Tensor | None:
         """Return the record of the last run; None on ranks without records."""
@@ -186,8 +200,33 @@ class Runs:
                 return records[0] if records else None
         return None
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks. Collective."""
+        return exchange_json(self._flex._communicator, value, "an experiment")
+
     @property
-    def _is_rank_0(self) -> bool:
+    def dp_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self._flex._communicator.mesh.dp_size
+
+    @property
+    def rows_dim(self) -> int:
+        """The dim of the inputs that holds rows.
+
+        Raises:
+            ValueError: it is not one, or the runs are steps of a pipeline.
+        """
+        dim = None if "schedule" in vars(self._flex) else self._flex._core.tracking.batch_dim
+        if not isinstance(dim, int):
+            raise ValueError(
+                "batch: rows are repeated, which needs a model that runs as a whole, with one "
+                "FlexModel(batch_dim=) for all inputs; leave out batch="
+            )
+        return dim
+
+    @property
+    def is_rank_0(self) -> bool:
+        """Whether this rank computes metrics."""
         return self._flex._communicator.mesh.group_rank == 0
 
     def check_metric(self) -> None:
@@ -200,17 +239,10 @@ class Runs:
 
     def on_rank_0(self, compute: Callable[[], Any], kind: type[Exception] = HookError) -> Any:
         """Compute on rank 0; return the result, or raise its error, on every rank. Collective."""
-        result = None
-        if self._is_rank_0 and self._error is None:
-            try:
-                result = compute()
-            except Exception as error:
-                self._error = error
-        text = None
+        result, text = self.attempt(compute), None
         if self._error is not None:
             text = str(self._error) if kind is not HookError else repr(self._error)
-        per_rank = exchange_json(self._flex._communicator, [text, result], "patching: the metric")
-        text, result = per_rank[0]
+        text, result = self.exchange([text, result])[0]
         if text is not None:
             what = f"the metric failed on rank 0: {text}" if kind is HookError else text
             raise agreed(kind(what)) from self._error

@@ -110,6 +110,24 @@ def into(folder, is_store):
         patching(flex=flex)
 
 
+def transposed(**settings):
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8).double()
+
+        def forward(self, x):
+            return self.layer(x).transpose(0, 1)
+
+    patching(flex=FlexModel(Transposed()), site="layer", batch=2, **settings)
+
+
+@in_a_folder
+def resumed(folder, other):
+    patching(resume=folder / "map.json")
+    patching(resume=folder / other, positions=[0])
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -221,6 +239,29 @@ ROWS = [
         "wrap the model with a dict as output_ptr",
         lambda: into(is_store=True),
         lambda: into(is_store=False),
+    ),
+    Row(
+        "batch: the output {} should have {} rows at dim {}; name the output",
+        transposed,
+        lambda: transposed(output=editing.Site("", where={"dims": {"rows": 1, "positions": 0}})),
+    ),
+    Row(
+        "pad the batch, or leave out batch=",
+        lambda: patching(X[:0], X[:0], batch=2),
+        lambda: patching(batch=2),
+    ),
+    Row(
+        "one FlexModel(batch_dim=) for all inputs; leave out batch=",
+        lambda: patching(flex=layers(batch_dim={"input": 0}), batch=2),
+        lambda: (
+            patching(flex=layers(batch_dim=0), batch=2),
+            patching(flex=layers(batch_dim={"input": 0})),
+        ),
+    ),
+    Row(
+        "give another file, or remove it",
+        lambda: resumed("map.json"),
+        lambda: resumed("other.json"),
     ),
     Row(
         "choose modules that are called once",
