@@ -22,6 +22,12 @@ from flex_model.editing.experiments import (
     path_patching,
 )
 from flex_model.editing.expert_load import ExpertLoad, expert_load
+from flex_model.editing.gradient_experiments import (
+    EdgeScores,
+    JacobianLens,
+    integrated_gradients,
+    jacobian_lens,
+)
 from flex_model.editing.lens import Lens, logit_lens, tuned_lens
 from flex_model.editing.patching import Capture, capture, patch
 from flex_model.editing.runs import Site
@@ -31,8 +37,10 @@ from flex_model.selection.selectors import SelectionArguments
 
 __all__ = [
     "Capture",
+    "EdgeScores",
     "Edit",
     "ExpertLoad",
+    "JacobianLens",
     "Lens",
     "PatchingMap",
     "Routing",
@@ -44,6 +52,8 @@ __all__ = [
     "chain",
     "clamp",
     "expert_load",
+    "integrated_gradients",
+    "jacobian_lens",
     "logit_lens",
     "mean",
     "noise",

@@ -23,6 +23,7 @@ from flex_model.editing.patch_batches import Copies, Table, digest
 from flex_model.editing.patching import Capture, patch
 from flex_model.editing.region import Region
 from flex_model.editing.runs import (
+    NO_GRADIENT,
     Inputs,
     Metric,
     Runs,
@@ -31,6 +32,7 @@ from flex_model.editing.runs import (
     as_site,
     as_sites,
     check_metric,
+    check_takes_gradients,
 )
 from flex_model.model import FlexModel
 from flex_model.selection.selectors import Selector, is_int
@@ -124,7 +126,8 @@ def activation_patching(
     watched = as_site(output)
     with Runs(flex, groups) as runs:
         runs.watch(watched, "output")
-        copies = Copies.of(runs, clean, places, min(batch, len(patches)) or 1)
+        number = min(batch, len(patches))
+        copies = Copies.of(runs, clean, places, number) if number > 1 else Copies(1)
         captures = [runs.capture(site, "clean") for site in places]
         for i, site in enumerate(places):
             runs.register(site, Edit("patch", partial(_apply_current, current, i)), f"site {i}")
@@ -275,11 +278,8 @@ def attribution_patching(
         )
     if not is_pipeline and (metric is None or target is not None):
         raise ValueError("attribution_patching: give metric=; target= is for pipelines")
-    if not is_pipeline and not flex._core.executor.edits_on_all:
-        raise ValueError(
-            "attribution_patching: with edit_on='rank0' the metric would be on rank 0 only; wrap "
-            "the model with edit_on='all'"
-        )
+    if not is_pipeline:
+        check_takes_gradients(flex, "attribution_patching")
     loss: list[Tensor] = []
     with Runs(flex, groups) as runs, runs.restored_gradients(), torch.enable_grad():
         for i, site in enumerate(places):
@@ -295,11 +295,7 @@ def attribution_patching(
             runs.run(corrupted, "sites", "gradients", target=target)
         else:
             runs.run(corrupted, "sites", "gradients", "metric")
-            if not isinstance(loss[-1], Tensor) or loss[-1].numel() != 1:
-                raise ValueError("attribution_patching: the metric must be a tensor of one number")
-            if not loss[-1].requires_grad:
-                raise ValueError(_NO_GRADIENT.format("the metric"))
-            loss[-1].backward()
+            runs.backward(loss[-1], "attribution_patching")
 
         def estimate() -> list[list[float]]:
             return [
@@ -312,18 +308,12 @@ def attribution_patching(
     return PatchingMap(table, None, None, places, tuple(range(table.shape[1])))
 
 
-_NO_GRADIENT = (
-    "attribution_patching: no gradient reaches {}; let parameters before it require one "
-    "(flex.wrapped_module_requires_grad()), and leave torch.no_grad() outside"
-)
-
-
 def _first_order(
     site: Site, clean: Tensor | None, corrupted: Tensor | None, gradient: Tensor | None
 ) -> list[float]:
     """Return the estimated change of the metric by position."""
     if clean is None or corrupted is None or gradient is None:
-        raise ValueError(_NO_GRADIENT.format(f"{site.module!r}"))
+        raise ValueError(NO_GRADIENT.format("attribution_patching", f"{site.module!r}"))
     product = (clean - corrupted).double() * gradient.double()
     region = Region(**site.where)
     dim = region.dim("positions", product.shape)

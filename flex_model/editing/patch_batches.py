@@ -45,8 +45,6 @@ class Copies:
         Raises:
             ValueError: rows can't be repeated here; on every rank.
         """
-        if number == 1:
-            return Copies(1)
         dim = runs.rows_dim
         if any(site.where.get("rows") is not None for site in sites):
             raise ValueError("batch: rows are repeated, so leave rows= out of the sites' where=")
@@ -78,6 +76,11 @@ class Copies:
         """Return the rows of a copy in the whole batch, in which ranks follow each other."""
         starts = ((rank * self.number + copy) * self.num_rows for rank in range(self.num_ranks))
         return [start + row for start in starts for row in range(self.num_rows)]
+
+    @property
+    def all_rows(self) -> Tensor:
+        """The rows of each copy: ``(copies, rows)``."""
+        return torch.tensor([self.rows(copy) for copy in range(self.number)])
 
     def where(self, site: Site, position: Selector, copy: int) -> SelectionArguments:
         """Return what a patch selects: a position of the site, in a copy."""

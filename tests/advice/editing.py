@@ -128,6 +128,24 @@ def resumed(folder, other):
     patching(resume=folder / other, positions=[0])
 
 
+def edge(receiver):
+    class Stream(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.layer, self.wide, self.norm = (
+                nn.Linear(8, width).double() for width in (8, 8, 9, 8)
+            )
+            self.last = nn.Linear(9, 8).double()
+
+        def forward(self, x):
+            x = self.embed(x)
+            x = x + self.layer(x)
+            return self.last(self.wide(x)) + self.norm(x)
+
+    arguments = (["layer"], [editing.Site(receiver, "input")], total)
+    editing.integrated_gradients(FlexModel(Stream()), X, -X, *arguments, embedding="embed")
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -251,7 +269,7 @@ ROWS = [
         lambda: patching(batch=2),
     ),
     Row(
-        "one FlexModel(batch_dim=) for all inputs; leave out batch=",
+        "needs one FlexModel(batch_dim=) for all inputs; leave out batch=",
         lambda: patching(flex=layers(batch_dim={"input": 0}), batch=2),
         lambda: (
             patching(flex=layers(batch_dim=0), batch=2),
@@ -262,6 +280,11 @@ ROWS = [
         "give another file, or remove it",
         lambda: resumed("map.json"),
         lambda: resumed("other.json"),
+    ),
+    Row(
+        "choose sites of one stream",
+        lambda: edge("last"),
+        lambda: edge("norm"),
     ),
     Row(
         "choose modules that are called once",

@@ -277,7 +277,7 @@ def experiments(harness):
         assert_close(batched.values, patched.values, **TOLERANCE)
         assert_close([batched.clean, batched.corrupted], found["ends"], **TOLERANCE)
     else:
-        with pytest.raises(ValueError, match=r"leave out batch="):
+        with pytest.raises(RuntimeError, match=r"batch= is for a model that runs as a whole"):
             editing.activation_patching(flex, clean, corrupted, sites, metric, batch=2)
     for receivers in (["model.norm"], [editing.Site("model.layers.1.mlp", "input")]):
         found[f"path to {receivers}"] = editing.path_patching(
