@@ -163,6 +163,7 @@ class ModuleRunner:
         cut.check(core.module, "run_from")
         skip = Skip(core.module, module_name, value)
         with self.active(groups, complement):
+            skip.check_arguments(kwargs)
             skip.check_hooks(core.table.active_hooks.registrations)
             with skip.installed():
                 output = core.module(*args, **kwargs, **{VALUE: value})

@@ -6,7 +6,7 @@ that is given is an error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flex_model import _C
 from flex_model.hooks.registration import Registration
 from flex_model.integrations import cut
-from flex_model.integrations.absent_tensor import Absent
+from flex_model.integrations.absent_tensor import Absent, names_in
 from flex_model.names import clean, find_module
 
 #: The argument by which the root module's outermost hook gets the value: as its inputs, along dp in
@@ -55,7 +55,7 @@ class Skip:
                 f"run_from: the value must be what {name!r} returns, a tensor or a tree of "
                 f"tensors, got {type(value).__name__}"
             )
-        self.is_reached = False
+        self._has_begun = self.is_reached = False
 
     def check_hooks(self, registrations: Sequence[Registration]) -> None:
         """ValueError for active hooks that would not be called, or not on values."""
@@ -89,6 +89,17 @@ class Skip:
                 elif "forward" in vars(module):
                     del module.forward
 
+    def check_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        """ValueError where transformers collects something from every layer."""
+        configs = (getattr(module, "config", None) for module in self._root.modules())
+        config = next(filter(None, configs), None)
+        for flag in ("output_attentions", "output_hidden_states", "output_router_logits"):
+            if kwargs.get(flag, getattr(config, flag, False)):
+                raise ValueError(
+                    f"run_from: {flag} collects from every layer, also from those that are "
+                    f"skipped; pass {flag}=False, and hook what is needed"
+                )
+
     def _forward_of(self, name: str, is_target: bool) -> Callable[..., Any]:
         def absent(tensor: Tensor) -> Tensor:
             what = f"the output of {name!r}, which run_from skips"
@@ -100,6 +111,11 @@ class Skip:
                     f"run_from: {name!r} is called after {self.name!r}, whose value was given for "
                     "its first call, so it can't be skipped; call flex(...)"
                 )
+            if self._has_begun and not names_in((args, kwargs)):
+                raise RuntimeError(
+                    f"run_from: {name!r} is not passed what the module before it returns, and may "
+                    "need what that does otherwise; call flex(...)"
+                )
             for argument in (*args, *kwargs.values()):
                 if not _changes_nothing(argument):
                     raise ValueError(
@@ -107,7 +123,7 @@ class Skip:
                         f"{type(argument).__name__}, which it may change (a cache: pass "
                         "use_cache=False)"
                     )
-            self.is_reached = is_target
+            self._has_begun, self.is_reached = True, is_target
             value = self._value
             for i, leaf in enumerate(_C.flatten(value)[0]):
                 value = _C.replace_leaf(value, i, leaf.clone() if is_target else absent(leaf))

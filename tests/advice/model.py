@@ -214,8 +214,14 @@ class Layers(nn.Module):
 
     def forward(self, x, cache=None):
         for layer in self.layers:
-            x = x + layer(x) if self.kind == "residual" else layer(x)
+            y = x + layer(x) if self.kind == "residual" else layer(x)
+            x = x if self.kind == "in place" else y
         return self.layers[0](x) if self.kind == "again" else x
+
+
+class Reports(Layers):
+    def forward(self, x, output_attentions=True):
+        return super().forward(x)
 
 
 class PassesCache(Layers):
@@ -506,6 +512,16 @@ ROWS = [
         "what the model returns depends on {}, not only on",
         lambda: run_from("layers.1", Layers("residual")),
         lambda: run(HookFunction("layers.1"), model=Layers("residual")),
+    ),
+    Row(
+        "may need what that does otherwise; call flex(...)",
+        lambda: run_from("layers.1", Layers("in place")),
+        lambda: run(HookFunction("layers.1"), model=Layers("in place")),
+    ),
+    Row(
+        "=False, and hook what is needed",
+        lambda: run_from("layers.1", Reports(), output_attentions=True),
+        lambda: run_from("layers.1", Reports(), output_attentions=False),
     ),
     Row(
         "before it are not computed; choose other hooks with groups=",

@@ -82,6 +82,9 @@ class Deep(nn.Module):
 
     def forward(self, x):
         first = x
+        if self.bypass == "in place":
+            for layer in self.layers:
+                layer(x)
         for i, layer in enumerate(self.layers):
             x = x + layer(x) if self.bypass == "residual" else layer(x).tanh()
             first = x if i == 0 else first
@@ -135,6 +138,7 @@ def test_the_gradient_of_the_value_and_hooks_on_it():
         ("residual", RuntimeError, "depends on the output of 'layers.0', .* 'layers.1'"),
         ("skip", RuntimeError, "depends on the output of 'layers.0'"),
         ("read", RuntimeError, "does not have .*the output of 'layers.0', which run_from skips"),
+        ("in place", RuntimeError, "'layers.1' is not passed what the module before it returns"),
         ("again", RuntimeError, "'layers.0' is called after 'layers.2'"),
     ],
 )
@@ -153,10 +157,9 @@ def test_what_is_refused():
     with FlexModel(model, {}) as flex, torch.no_grad():
         with pytest.raises(ValueError, match=r"passed a DynamicCache.*use_cache=False"):
             flex.run_from("model.layers.1", value, TOKENS)
-        with pytest.raises(RuntimeError, match=r"depends on the output of 'model.layers.0'"):
-            flex.run_from(
-                "model.layers.1", value, TOKENS, use_cache=False, output_hidden_states=True
-            )
+        for flag in ("output_hidden_states", "output_attentions"):
+            with pytest.raises(ValueError, match=rf"{flag} collects from every layer"):
+                flex.run_from("model.layers.1", value, TOKENS, use_cache=False, **{flag: True})
         with pytest.raises(ValueError, match=r"'model.layers.1.mlp' is inside a module of a list"):
             flex.run_from("model.layers.1.mlp", value, TOKENS, use_cache=False)
         with pytest.raises(ValueError, match=r"must be what 'model.layers.1' returns"):
