@@ -23,7 +23,6 @@ from flex_model.editing.experiments import (
 )
 from flex_model.editing.expert_load import ExpertLoad, expert_load
 from flex_model.editing.gradient_experiments import (
-    EdgeScores,
     JacobianLens,
     integrated_gradients,
     jacobian_lens,
@@ -37,7 +36,6 @@ from flex_model.selection.selectors import SelectionArguments
 
 __all__ = [
     "Capture",
-    "EdgeScores",
     "Edit",
     "ExpertLoad",
     "JacobianLens",

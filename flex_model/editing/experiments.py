@@ -19,7 +19,7 @@ from torch import Tensor
 from flex_model import pytree
 from flex_model.diagnostics import progress_bar
 from flex_model.editing.edit import Edit, Scope, chain
-from flex_model.editing.patch_batches import Copies, Table, digest
+from flex_model.editing.patch_batches import Copies, Table, described
 from flex_model.editing.patching import Capture, patch
 from flex_model.editing.region import Region
 from flex_model.editing.runs import (
@@ -132,7 +132,7 @@ def activation_patching(
         for i, site in enumerate(places):
             runs.register(site, Edit("patch", partial(_apply_current, current, i)), f"site {i}")
         key = {
-            "inputs": runs.exchange([digest(clean), digest(corrupted)]),
+            "inputs": runs.exchange([described(clean), described(corrupted)]),
             "sites": [repr(site) for site in (*places, watched)],
             "positions": [repr(position) for position in chosen],
         }

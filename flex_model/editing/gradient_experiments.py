@@ -31,21 +31,6 @@ from flex_model.names import find_module
 from flex_model.selection.selectors import Selector
 
 
-@dataclass(frozen=True)
-class EdgeScores:
-    """The estimated change of the metric by edge.
-
-    Attributes:
-        values: ``(senders, receivers)``, float64, on the CPU, the same on every rank; 0 where the
-            receiver reads before the sender writes.
-        senders, receivers: The labels of its dims.
-    """
-
-    values: Tensor
-    senders: tuple[Site, ...]
-    receivers: tuple[Site, ...]
-
-
 def integrated_gradients(
     flex: FlexModel,
     clean: Inputs,
@@ -58,7 +43,7 @@ def integrated_gradients(
     steps: int = 5,
     output: Site | str = "",
     groups: Iterable[str] = (),
-) -> EdgeScores:
+) -> Tensor:
     """Score edges of the residual stream: the change of the metric, to first order, when a receiver
     reads the clean output of a sender in the corrupted run. Gradients are averaged over inputs
     between both (EAP-IG: Hanna et al. 2024, "Have faith in faithfulness").
@@ -71,7 +56,7 @@ def integrated_gradients(
         found = integrated_gradients(flex, clean, corrupted, heads,
                                      [*readers, Site("model.norm", "input")], logit_difference,
                                      embedding="model.embed_tokens")
-        found.values[:, -1]  # the direct effect of each head on the logits
+        found[:, -1]  # the direct effect of each head on the logits
 
     Runs three forwards and one backward; the last forward has ``steps`` copies of the rows. The
     ``.grad`` of parameters is restored when it returns.
@@ -84,6 +69,10 @@ def integrated_gradients(
         steps: The points at which gradients are taken, at ``1 / steps, 2 / steps ... 1``.
         clean, corrupted, output, groups: As in `activation_patching`.
         metric: As in `attribution_patching`.
+
+    Returns:
+        The estimated change of the metric, ``(senders, receivers)``, float64, on the CPU, the same
+        on every rank; 0 where the receiver reads before the sender writes.
 
     Collective over the ranks of the model.
 
@@ -163,7 +152,7 @@ def integrated_gradients(
             for i, one in enumerate(from_sites):
                 if _place(one) == place:
                     values[i, j] = product[Region(**one.where).index(product)].sum()
-    return EdgeScores(values, from_sites, to_sites)
+    return values
 
 
 _Place = tuple[str, str, int]
@@ -251,6 +240,11 @@ def jacobian_lens(
             width = full.shape[-1]
             units = torch.arange(first, min(first + batch, width), device=full.device)
             part = full[region.index(full)][rows[: len(units)]]  # (copies, rows, positions, units)
+            if not part.numel():
+                raise ValueError(
+                    f"jacobian_lens: none of the {full.shape[1]} positions is among {positions}; "
+                    "give positions="
+                )
             loss.append(part.sum((1, 2)).gather(1, units[:, None]).sum())
 
         def keep(layer: int, grad: Tensor, scope: Scope) -> None:

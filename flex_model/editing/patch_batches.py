@@ -4,7 +4,6 @@ its own; and the file by which an interrupted map of patches is resumed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from flex_model import pytree
 from flex_model.editing.region import Region
 from flex_model.editing.runs import Inputs, Runs, Site, as_arguments
 from flex_model.errors import agreed
+from flex_model.layouts.replicas import hash_of
 from flex_model.records.store.files import write_whole
 from flex_model.selection.selectors import SelectionArguments, Selector
 
@@ -140,11 +140,7 @@ class Table:
         write_whole(self._path, [text.encode()])
 
 
-def digest(inputs: Inputs) -> str:
-    """Return a digest of the tensors in inputs."""
-    found = hashlib.sha256()
-    for leaf in pytree.flatten(as_arguments(inputs))[0]:
-        found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-        data = leaf.detach().cpu().contiguous().reshape(-1)
-        found.update(data.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+def described(inputs: Inputs) -> list[str]:
+    """Return the dtype, the shape and a hash of each tensor in inputs."""
+    leaves = pytree.flatten(as_arguments(inputs))[0]
+    return [f"{leaf.dtype} {tuple(leaf.shape)} {hash_of(leaf)}" for leaf in leaves]

@@ -282,6 +282,11 @@ ROWS = [
         lambda: resumed("other.json"),
     ),
     Row(
+        "positions is among {}; give positions=",
+        lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2"),
+        lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2", positions=[1, 2]),
+    ),
+    Row(
         "choose sites of one stream",
         lambda: edge("last"),
         lambda: edge("norm"),

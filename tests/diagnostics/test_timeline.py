@@ -253,7 +253,9 @@ def test_ranges_in_a_trace_of_torchs_profiler(name):
         flex.register_full_backward_hook(HookFunction("fc2"))
         for _ in range(3):  # the function settles
             flex(models.random(4, 6)).sum().backward()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+        ) as trace:
             flex(models.random(4, 6)).sum().backward()
         flex(models.random(4, 6))
     counts = {event.key: event.count for event in trace.key_averages()}

@@ -99,7 +99,7 @@ def scores_of(flex, mine=lambda rows: rows):
         metric,
         embedding="model.embed_tokens",
         steps=STEPS,
-    ).values
+    )
 
 
 def lens_of(flex, mine=lambda rows: rows, **settings):
@@ -230,7 +230,7 @@ def test_the_induction_heads_of_the_example_come_first(name):
             [*readers, editing.Site("model.norm", "input")],
             answers,
             embedding="model.embed_tokens",
-        ).values
+        )
     with torch.no_grad():
         patterns = torch.cat(induction_model()(clean, output_attentions=True).attentions, 1)
     after, before = (
