@@ -474,6 +474,46 @@ class FlexModel(nn.Module):
         self._check_open()
         self._runner.run_until(module_name, args, kwargs, groups, complement)
 
+    def run_from(
+        self,
+        module_name: str,
+        value: Any,
+        *args: Any,
+        groups: str | Iterable[str] = "all",
+        complement: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the forward from the output of a module on, and return what the model returns. The
+        modules before it in its list (``model.layers``), and itself, are not computed.
+
+        Example::
+
+            flex.run_until("model.layers.5", tokens)  # with a hook there
+            value = flex.output_ptr["model.layers.5"][0]
+            logits = flex.run_from("model.layers.5", value, tokens, use_cache=False).logits
+
+        What is outside of the list (embeddings, masks, rotary positions) runs as ever, on
+        ``args``. Hooks on the module's output see ``value``.
+
+        Args:
+            value: What the module returns on this rank, a tensor or the tree that it returns: along
+                dp this rank's rows, along tp what all ranks hold. Gradients reach it.
+            groups, complement: As of ``flex(...)``.
+
+        Collective as ``flex(...)``.
+
+        Raises:
+            ValueError: an unknown name, a module inside one of the list, an active hook on a
+                skipped module, a skipped module that is passed a cache, or a model whose forward
+                can't run in part (FSDP1, DeepSpeed ZeRO-3, ``torch.compile``).
+            RuntimeError: what the model returns, or a value that its code reads, depends on what a
+                skipped module returns; a skipped module is called again after this one; or a
+                pipeline, whose stages run by their schedule.
+        """
+        self._check_open()
+        self._runner.check_runs_whole_model("run_from")
+        return self._runner.run_from(module_name, value, args, kwargs, groups, complement)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

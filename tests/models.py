@@ -206,9 +206,7 @@ class CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        return SumOverRanks.apply(grad, ctx.group), None  # in a graph of its own, too
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -216,13 +214,14 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
+        ctx.group = group
         x = x.contiguous().clone()
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return CopyToRanks.apply(grad, ctx.group), None
 
 
 register_function(CopyToRanks, gradient="whole")

@@ -6,6 +6,9 @@ mean over ranks, which DDP and FSDP average to afterwards: there scatter's backw
 and gather's multiplies by it. With an edit on rank 0 only, gather's backward is a scatter from rank
 0, and scatter's a gather to it.
 
+All of them are linear, so their backward is differentiable itself (``create_graph=True``): it is
+made of the same functions, except for an edit on rank 0.
+
 Source: the conjugate pairs f and g of Megatron-LM (Shoeybi et al. 2019, section 3), here in their
 "replicated" form.
 """
@@ -20,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from flex_model import _C
 from flex_model._C import GatherPlan
@@ -41,6 +43,7 @@ from flex_model.distributed.placement import (
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.transport import Gathered, on_cpu
 from flex_model.errors import HookError, agreed
+from flex_model.integrations.profiler import ranged
 from flex_model.integrations.torch_private import FakeTensor, current_graph_task
 
 if TYPE_CHECKING:
@@ -248,6 +251,7 @@ class GatherContext:
         record: The record, after the gather.
         hook: The hook, for messages.
         reached_in: Of an edit on rank 0: the backward pass that reached what the function returned.
+        why_once: Returns why a gradient of the gradient would be wrong; empty where it is right.
     """
 
     spec: TensorSpec
@@ -258,6 +262,7 @@ class GatherContext:
     record: Tensor | None = None
     hook: str = ""
     reached_in: int = -1
+    why_once: Callable[[], str] = str
     _gradient: TensorSpec | None = None
 
     @property
@@ -301,6 +306,29 @@ class GatherContext:
                 self.spec.note_gradient(tp)
             self._gradient = self.spec.of_gradient(tp)
         return self._gradient
+
+    def has_graph_of_gradient(self) -> bool:
+        """Return whether the running backward makes a graph of its own (``create_graph=True``).
+
+        Raises:
+            HookError: it does, and second derivatives are not right here. On every rank.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        why = self.why_once()
+        if why:
+            raise agreed(
+                HookError(f"{self.hook}: a backward with create_graph=True is refused: {why}")
+            )
+        return True
+
+    def of_gradient(self, spec: TensorSpec) -> GatherContext:
+        """Return the context of the gather or scatter of the gradient, which has this ``spec``. The
+        gradient of a gradient is placed as the tensor is.
+        """
+        context = GatherContext(spec, self.check_consistency, hook=self.hook)
+        context._gradient = self.spec
+        return context
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -347,10 +375,11 @@ class _Gather(Function):
 
     @staticmethod
     @_transferring
-    @once_differentiable
     def backward(ctx, grad):
-        scale = ctx.context.spec.grad_scale
-        shard = ctx.context.gradient().slice(plain(grad))
+        context, grad = ctx.context, plain(grad)
+        in_graph = context.has_graph_of_gradient()
+        scale, way = context.spec.grad_scale, context.gradient()
+        shard = scatter(grad, context.of_gradient(way)) if in_graph else way.slice(grad)
         return (shard * scale if scale > 1 else shard), None
 
 
@@ -362,28 +391,15 @@ class _Scatter(Function):
 
     @staticmethod
     @_transferring
-    @once_differentiable
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
+        in_graph = context.has_graph_of_gradient()
         way = context.gradient(grad)
         if way.is_whole:
             return grad, None
         context.check_consistency(grad)
-        full = way.all_gather(grad)
+        full = gather(grad, context.of_gradient(way)) if in_graph else way.all_gather(grad)
         return (full / way.grad_scale if way.grad_scale > 1 else full), None
-
-
-def _once_on_every_rank(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """As ``once_differentiable``, which does nothing for gradients that don't require grad: those
-    of all ranks but the first don't, so these ranks would continue where the first one raises.
-    """
-    once = once_differentiable(backward)
-
-    @functools.wraps(backward)
-    def backward_once(ctx: Any, grad: Tensor) -> Any:
-        return once(ctx, grad.detach().requires_grad_() if torch.is_grad_enabled() else grad)
-
-    return backward_once
 
 
 class _GatherToFirst(Function):
@@ -396,9 +412,9 @@ class _GatherToFirst(Function):
 
     @staticmethod
     @_transferring
-    @_once_on_every_rank
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
+        context.has_graph_of_gradient()
         context.check_is_reached()
         context.check_consistency(ctx.like)
         way = context.gradient()
@@ -419,9 +435,9 @@ class _ScatterFromFirst(Function):
 
     @staticmethod
     @_transferring
-    @once_differentiable
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
+        context.has_graph_of_gradient()
         for one in ctx.contexts:
             one.reach()
         way = context.gradient(grad)
@@ -449,13 +465,32 @@ class _MeanGradientOverDp(Function):
 
     @staticmethod
     @_transferring
-    @once_differentiable
     def backward(ctx, grad):
-        communicator, grad = ctx.context.spec.communicator, plain(grad)
-        ctx.context.check_consistency(grad)
-        return communicator.all_reduce_sum(("dp",), grad) / communicator.mesh.dp_size, None
+        context = ctx.context
+        mean = mean_over_dp(plain(grad), context.spec.communicator, context.check_consistency)
+        return mean, None
 
 
+class _MeanOverDp(Function):
+    @staticmethod
+    def forward(ctx, tensor, communicator, check_consistency):
+        ctx.arguments = communicator, check_consistency
+        check_consistency(tensor)
+        return communicator.all_reduce_sum(("dp",), tensor) / communicator.mesh.dp_size
+
+    @staticmethod
+    def backward(ctx, grad):
+        return mean_over_dp(grad, *ctx.arguments), None, None
+
+
+def mean_over_dp(
+    tensor: Tensor, communicator: Communicator, check_consistency: CheckConsistency
+) -> Tensor:
+    """Return the mean over dp, in the graph; its gradient is the mean of the ranks' gradients."""
+    return _MeanOverDp.apply(tensor, communicator, check_consistency)
+
+
+@ranged("gather")
 def gather(shard: Tensor, context: GatherContext) -> Tensor:
     """Return the full tensor on every rank, in the graph. Collective along the axes of the
     layout.
@@ -465,6 +500,7 @@ def gather(shard: Tensor, context: GatherContext) -> Tensor:
     return _Gather.apply(shard, context)
 
 
+@ranged("scatter")
 def scatter(full: Tensor, context: GatherContext) -> Tensor:
     """Return this rank's shard of a full tensor that all ranks hold, in the graph. Local; its
     backward is collective.
@@ -476,6 +512,7 @@ def scatter(full: Tensor, context: GatherContext) -> Tensor:
     return _Scatter.apply(full, context)
 
 
+@ranged("gather")
 def gather_to_first(shard: Tensor, context: GatherContext) -> Tensor:
     """Return the full tensor on rank 0, an empty one elsewhere, in the graph. Collective."""
     return _GatherToFirst.apply(shard, context)

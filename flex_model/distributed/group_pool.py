@@ -30,6 +30,7 @@ from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.transport import TransferError, Transport
 from flex_model.errors import HookError, HookMismatchError, agreed, see
+from flex_model.integrations import profiler
 from flex_model.integrations.torch_private import current_transform, is_batched
 
 _LOOK_S = 0.1  # until a wait first looks in the store for a peer's error
@@ -260,9 +261,10 @@ class GroupPool:
         to = self.transport(axes)
         to.group.prepare_wait(self, self.where, self.timeout_s)
         ends: Sequence[Callable[[], None]] = ()
-        if self.observers:
+        observers = profiler.with_ranges(self.observers, profiler.begin_transfer)
+        if observers:
             name = transfer if isinstance(transfer, str) else transfer.__name__
-            ends = [begin(name, axes, num_bytes) for begin in self.observers]
+            ends = [begin(name, axes, num_bytes) for begin in observers]
         try:
             for other in self._by_device:
                 self._guarded(other, other.check)

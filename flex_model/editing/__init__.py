@@ -22,6 +22,11 @@ from flex_model.editing.experiments import (
     path_patching,
 )
 from flex_model.editing.expert_load import ExpertLoad, expert_load
+from flex_model.editing.gradient_experiments import (
+    JacobianLens,
+    integrated_gradients,
+    jacobian_lens,
+)
 from flex_model.editing.lens import Lens, logit_lens, tuned_lens
 from flex_model.editing.patching import Capture, capture, patch
 from flex_model.editing.runs import Site
@@ -35,6 +40,7 @@ __all__ = [
     "Edit",
     "ExpertLoad",
     "Experts",
+    "JacobianLens",
     "Lens",
     "PatchingMap",
     "Routing",
@@ -46,6 +52,8 @@ __all__ = [
     "chain",
     "clamp",
     "expert_load",
+    "integrated_gradients",
+    "jacobian_lens",
     "logit_lens",
     "mean",
     "noise",

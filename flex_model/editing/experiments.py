@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from flex_model import pytree
-from flex_model.diagnostics.progress_bar import progress
-from flex_model.editing.edit import Edit, Scope
+from flex_model.diagnostics import progress_bar
+from flex_model.editing.edit import Edit, Scope, chain
+from flex_model.editing.patch_batches import Copies, Table, described
 from flex_model.editing.patching import Capture, patch
 from flex_model.editing.region import Region
 from flex_model.editing.runs import (
+    NO_GRADIENT,
     Inputs,
     Metric,
     Runs,
@@ -30,9 +32,10 @@ from flex_model.editing.runs import (
     as_site,
     as_sites,
     check_metric,
+    check_takes_gradients,
 )
 from flex_model.model import FlexModel
-from flex_model.selection.selectors import Selector
+from flex_model.selection.selectors import Selector, is_int
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ def activation_patching(
     *,
     output: Site | str = "",
     positions: Sequence[Selector] | None = None,
+    batch: int = 1,
+    resume: str | Path | None = None,
+    progress: bool = False,
     groups: Iterable[str] = (),
 ) -> PatchingMap:
     """Run the corrupted inputs with one activation patched in from the clean run, for each site
@@ -82,8 +88,8 @@ def activation_patching(
         found = activation_patching(flex, clean, corrupted, layers, logit_difference)
         found.recovered    # (layers, positions)
 
-    Runs ``2 + sites * positions`` forwards, without gradients. Each rank that runs edits keeps the
-    clean activations of all sites.
+    Runs ``2 + ceil(sites * positions / batch)`` forwards, without gradients. Each rank that runs
+    edits keeps the clean activations of all sites.
 
     Args:
         clean, corrupted: A tensor, a sequence of positional or a mapping of keyword arguments, with
@@ -95,6 +101,12 @@ def activation_patching(
             the last module ("lm_head").
         positions: The positions to patch, one after the other; each may be a slice or "every".
             Default: each index of dim 1 of the first input.
+        batch: The number of patches in one forward: the rows of all inputs that have as many as the
+            first one are repeated so often, and each copy is patched elsewhere. The captured
+            activations are as many times larger.
+        resume: A file: rank 0 writes each forward's values to it, and a later call with the same
+            inputs, sites and positions continues. It doesn't notice other weights.
+        progress: Show a bar on rank 0's terminal.
         groups: Groups of further hooks that are active in all runs.
 
     Collective over the ranks of the model.
@@ -107,25 +119,48 @@ def activation_patching(
     places = as_sites(sites, "sites")
     check_metric(metric)
     chosen = _positions(positions, clean, corrupted)
+    if not is_int(batch) or batch < 1:
+        raise ValueError(f"batch must be a positive number of patches, got {batch!r}")
+    patches = [(i, position) for i in range(len(places)) for position in chosen]
     current: list[Edit] = [patch(Capture())] * len(places)
+    watched = as_site(output)
     with Runs(flex, groups) as runs:
-        runs.watch(as_site(output), "output")
+        runs.watch(watched, "output")
+        number = min(batch, len(patches))
+        copies = Copies.of(runs, clean, places, number) if number > 1 else Copies(1)
         captures = [runs.capture(site, "clean") for site in places]
         for i, site in enumerate(places):
             runs.register(site, Edit("patch", partial(_apply_current, current, i)), f"site {i}")
-        values = [
-            runs.measure(clean, metric, "output", "clean"),
-            runs.measure(corrupted, metric, "output"),
+        key = {
+            "inputs": runs.exchange([described(clean), described(corrupted)]),
+            "sites": [repr(site) for site in (*places, watched)],
+            "positions": [repr(position) for position in chosen],
+        }
+        table = Table(runs, resume, key)
+
+        def of_copy(copy: int) -> Metric:
+            return lambda record: metric(copies.take(record, watched, copy))
+
+        clean, corrupted = copies.inputs(clean), copies.inputs(corrupted)
+        ends = [
+            runs.measure(clean, of_copy(0), "output", "clean"),
+            runs.measure(corrupted, of_copy(0), "output"),
         ]
         runs.check_metric()
-        patched = [(i, position) for i in range(len(places)) for position in chosen]
-        for i, position in progress(patched, "patched runs", is_shown=False):
-            where: Any = {**places[i].where, "positions": position}
-            current[i] = patch(captures[i], **where)
-            values.append(runs.measure(corrupted, metric, "output", f"site {i}"))
-        first, second, *rest = runs.broadcast(values)
-    table = torch.tensor(rest, dtype=torch.float64).reshape(len(places), len(chosen))
-    return PatchingMap(table, first, second, places, chosen)
+        starts = range(len(table.values), len(patches), copies.number)
+        for start in progress_bar.progress(starts, "patched runs", progress and runs.is_rank_0):
+            carried: dict[int, list[Edit]] = {}
+            for copy, (i, position) in enumerate(patches[start : start + copies.number]):
+                where = copies.where(places[i], position, copy)
+                carried.setdefault(i, []).append(patch(captures[i], **where))
+            for i, edits in carried.items():
+                current[i] = chain(*edits)
+            runs.run(corrupted, "output", *(f"site {i}" for i in carried))
+            num_patches = min(copies.number, len(patches) - start)
+            table.add([runs.metric_of(of_copy(copy), "output") for copy in range(num_patches)])
+        first, second, *rest = runs.broadcast([*ends, *table.values])
+    values = torch.tensor(rest, dtype=torch.float64).reshape(len(places), len(chosen))
+    return PatchingMap(values, first, second, places, chosen)
 
 
 def _apply_current(edits: list[Edit], i: int, full: Tensor, scope: Scope) -> Tensor:
@@ -243,11 +278,8 @@ def attribution_patching(
         )
     if not is_pipeline and (metric is None or target is not None):
         raise ValueError("attribution_patching: give metric=; target= is for pipelines")
-    if not is_pipeline and not flex._core.executor.edits_on_all:
-        raise ValueError(
-            "attribution_patching: with edit_on='rank0' the metric would be on rank 0 only; wrap "
-            "the model with edit_on='all'"
-        )
+    if not is_pipeline:
+        check_takes_gradients(flex, "attribution_patching")
     loss: list[Tensor] = []
     with Runs(flex, groups) as runs, runs.restored_gradients(), torch.enable_grad():
         for i, site in enumerate(places):
@@ -263,11 +295,7 @@ def attribution_patching(
             runs.run(corrupted, "sites", "gradients", target=target)
         else:
             runs.run(corrupted, "sites", "gradients", "metric")
-            if not isinstance(loss[-1], Tensor) or loss[-1].numel() != 1:
-                raise ValueError("attribution_patching: the metric must be a tensor of one number")
-            if not loss[-1].requires_grad:
-                raise ValueError(_NO_GRADIENT.format("the metric"))
-            loss[-1].backward()
+            runs.backward(loss[-1], "attribution_patching")
 
         def estimate() -> list[list[float]]:
             return [
@@ -280,18 +308,12 @@ def attribution_patching(
     return PatchingMap(table, None, None, places, tuple(range(table.shape[1])))
 
 
-_NO_GRADIENT = (
-    "attribution_patching: no gradient reaches {}; let parameters before it require one "
-    "(flex.wrapped_module_requires_grad()), and leave torch.no_grad() outside"
-)
-
-
 def _first_order(
     site: Site, clean: Tensor | None, corrupted: Tensor | None, gradient: Tensor | None
 ) -> list[float]:
     """Return the estimated change of the metric by position."""
     if clean is None or corrupted is None or gradient is None:
-        raise ValueError(_NO_GRADIENT.format(f"{site.module!r}"))
+        raise ValueError(NO_GRADIENT.format("attribution_patching", f"{site.module!r}"))
     product = (clean - corrupted).double() * gradient.double()
     region = Region(**site.where)
     dim = region.dim("positions", product.shape)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.editing.edit import Edit
@@ -92,6 +92,22 @@ def check_metric(metric: object) -> None:
         raise TypeError(f"metric must be a function of the output, got {metric!r}")
 
 
+def check_takes_gradients(flex: FlexModel, what: str) -> None:
+    """Raise an error for a FlexModel in which a metric has no gradient on every rank."""
+    flex._runner.check_runs_whole_model(what)
+    if not flex._core.executor.edits_on_all:
+        raise ValueError(
+            f"{what}: with edit_on='rank0' the metric would be on rank 0 only; wrap the model with "
+            "edit_on='all'"
+        )
+
+
+NO_GRADIENT = (
+    "{}: no gradient reaches {}; let parameters before it require one "
+    "(flex.wrapped_module_requires_grad()), and leave torch.no_grad() outside"
+)
+
+
 class Runs:
     """A context in which an experiment registers hooks in groups, and runs the model with some."""
 
@@ -121,7 +137,12 @@ class Runs:
             self._records.pop(name, None)
 
     def register(
-        self, site: Site, edit: Edit | None, group: str, name: str | None = None, kind: str = ""
+        self,
+        site: Site,
+        edit: Edit | None,
+        group: str,
+        name: str | None = None,
+        is_gradient: bool = False,
     ) -> None:
         name = f"{_PREFIX}:{name or f'#{len(self._sites)}'}:{group}"
         settings: dict[str, Any] = {
@@ -135,7 +156,10 @@ class Runs:
             if edit is None
             else edit.at(site.module, **settings)
         )
-        kind = kind or ("forward" if site.side == "output" else "forward_pre")
+        kinds = ("forward", "forward_pre")
+        if is_gradient:
+            kinds = ("full_backward_pre", "full_backward")
+        kind = kinds[site.side == "input"]
         handle = getattr(self._flex, f"register_{kind}_hook")(hook)
         self._stack.callback(handle.remove)
         self._flex.update_hook_groups([hook], f"{_PREFIX}.{group}")
@@ -148,10 +172,7 @@ class Runs:
 
     def watch(self, site: Site, name: str, group: str = "", is_gradient: bool = False) -> None:
         """Register a read-only hook that records the site under ``name``."""
-        kind = ""
-        if is_gradient:
-            kind = "full_backward_pre" if site.side == "output" else "full_backward"
-        self.register(site, None, group or name, name, kind)
+        self.register(site, None, group or name, name, is_gradient)
 
     def run(self, inputs: Inputs, *groups: str, **further: Any) -> None:
         args, kwargs = as_arguments(inputs)
@@ -163,15 +184,37 @@ class Runs:
         fails, ``on_rank_0`` raises later, on all ranks.
         """
         self.run(inputs, name, *groups)
-        if not self._is_rank_0 or self._error is not None:
-            return 0.0
-        try:
+        return self.metric_of(metric, name)
+
+    def metric_of(self, metric: Metric, name: str) -> float:
+        """Return the metric of a record of the last run, as ``measure`` does. Local."""
+
+        def compute() -> float:
             record = self.record(name)
             assert record is not None
             return float(metric(record))
+
+        return self.attempt(compute) or 0.0
+
+    def attempt(self, compute: Callable[[], Any]) -> Any:
+        """Compute on rank 0, and return the result; None elsewhere, and after an error, which
+        ``on_rank_0`` raises later, on all ranks. Local.
+        """
+        if not self.is_rank_0 or self._error is not None:
+            return None
+        try:
+            return compute()
         except Exception as error:
             self._error = error
-            return 0.0
+            return None
+
+    def backward(self, loss: object, what: str) -> None:
+        """Run the backward of a metric."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(f"{what}: the metric must be a tensor of one number")
+        if not loss.requires_grad:
+            raise ValueError(NO_GRADIENT.format(what, "the metric"))
+        loss.backward()
 
     def record(self, name: str) -> Tensor | None:
         """Return the record of the last run; None on ranks without records."""
@@ -186,8 +229,35 @@ class Runs:
                 return records[0] if records else None
         return None
 
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks. Collective."""
+        return exchange_json(self._flex._communicator, value, "an experiment")
+
     @property
-    def _is_rank_0(self) -> bool:
+    def dp_size(self) -> int:
+        """The number of data-parallel ranks."""
+        return self._flex._communicator.mesh.dp_size
+
+    @property
+    def rows_dim(self) -> int:
+        """The dim of the inputs that holds rows.
+
+        Raises:
+            ValueError: it is not one.
+            RuntimeError: the runs are steps of a pipeline.
+        """
+        self._flex._runner.check_runs_whole_model("batch=")
+        dim = self._flex._core.tracking.batch_dim
+        if not isinstance(dim, int):
+            raise ValueError(
+                "batch: rows are repeated, which needs one FlexModel(batch_dim=) for all inputs; "
+                "leave out batch="
+            )
+        return dim
+
+    @property
+    def is_rank_0(self) -> bool:
+        """Whether this rank computes metrics."""
         return self._flex._communicator.mesh.group_rank == 0
 
     def check_metric(self) -> None:
@@ -200,17 +270,10 @@ class Runs:
 
     def on_rank_0(self, compute: Callable[[], Any], kind: type[Exception] = HookError) -> Any:
         """Compute on rank 0; return the result, or raise its error, on every rank. Collective."""
-        result = None
-        if self._is_rank_0 and self._error is None:
-            try:
-                result = compute()
-            except Exception as error:
-                self._error = error
-        text = None
+        result, text = self.attempt(compute), None
         if self._error is not None:
             text = str(self._error) if kind is not HookError else repr(self._error)
-        per_rank = exchange_json(self._flex._communicator, [text, result], "patching: the metric")
-        text, result = per_rank[0]
+        text, result = self.exchange([text, result])[0]
         if text is not None:
             what = f"the metric failed on rank 0: {text}" if kind is HookError else text
             raise agreed(kind(what)) from self._error
@@ -225,7 +288,11 @@ class Runs:
         for parameter in parameters:
             parameter.grad = None
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                for module in flex.module.modules():
+                    if isinstance(module, nn.parallel.DistributedDataParallel):
+                        stack.enter_context(module.no_sync())  # they are dropped, and may be None
+                yield
         finally:
             for parameter, gradient in before:
                 parameter.grad = gradient

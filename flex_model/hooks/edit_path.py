@@ -174,7 +174,13 @@ class _ShardedPath(ABC):
         # As in earlier calls; not known of the first one.
         is_read = call.registration.writes is False
         context = GatherContext(
-            spec, check_gradient, of_replicas, num_records, is_read, hook=call.describe()
+            spec,
+            check_gradient,
+            of_replicas,
+            num_records,
+            is_read,
+            hook=call.describe(),
+            why_once=self._why_once,
         )
         part = leaf if spec.pick is None else spec.pick.take(leaf)
         if records.keeps_parts and call.records:
@@ -183,6 +189,10 @@ class _ShardedPath(ABC):
         if call.records and not records.keeps_parts:
             self._record(call, part, full, context)
         return EditInput(call, original, leaf, part, full, spec.pick, context, own)
+
+    def _why_once(self) -> str:
+        """Return why gradients of gradients would be wrong; empty if they are right. Local."""
+        return self._layouts.why_once()
 
     @abstractmethod
     def _keeps_record(self, leaf: Tensor) -> bool:
@@ -265,6 +275,9 @@ class OnRank0Path(_ShardedPath):
     ) -> None:
         super().__init__(communicator, records, layouts, function)
         self._sent_to_all = sent_to_all
+
+    def _why_once(self) -> str:
+        return "the function runs on rank 0 only; use FlexModel(edit_on='all')"
 
     def _keeps_record(self, leaf: Tensor) -> bool:
         return not self._records.on_all_ranks and not self._records.keeps_parts and leaf.is_cpu

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.gather import mean_over_dp
 from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks import cuda_graphs
 from flex_model.hooks.call_check import check_call
@@ -30,7 +31,7 @@ from flex_model.hooks.layout_finder import LayoutFinder
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import Observer, UserFunction
-from flex_model.integrations import dtensor
+from flex_model.integrations import dtensor, profiler
 from flex_model.layouts import resolve
 from flex_model.layouts.follow import Pair
 from flex_model.records.records import Records
@@ -92,7 +93,8 @@ class HookExecutor:
         """Run a forward or forward-pre hook on one tensor of a tree; return the tree that the model
         continues with.
         """
-        ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
+        observers = profiler.with_ranges(self.observers, profiler.begin_span)
+        ends = [begin("hook", call) for begin in observers] if observers else ()
         try:
             call.registration.check_movable(leaf)
             cuda_graphs.check(call, leaf, self._communicator.is_local)
@@ -125,7 +127,8 @@ class HookExecutor:
         mean loss over data-parallel ranks and micro-batches; a parameter's is averaged over dp, and
         the backward continues with the average.
         """
-        ends = [begin("hook", call) for begin in self.observers] if self.observers else ()
+        observers = profiler.with_ranges(self.observers, profiler.begin_span)
+        ends = [begin("hook", call) for begin in observers] if observers else ()
         try:
             call.registration.check_movable(grad)
             scale, communicator = self.gradient_scale, self._communicator
@@ -160,8 +163,11 @@ class HookExecutor:
             if dtensor.reaches(grad, mesh, call.describe(), "dp"):
                 return grad  # FSDP2: already averaged
             plain = dtensor.to_local(grad)
-        check_call(self._communicator, call, plain, "tensor")
-        mean = self._communicator.all_reduce_sum(("dp",), plain) / mesh.dp_size
+
+        def check(tensor: Tensor) -> None:
+            check_call(self._communicator, call, tensor, "tensor")
+
+        mean = mean_over_dp(plain, self._communicator, check)
         return dtensor.like(mean, grad) if dtensor.is_dtensor(grad) else mean
 
     def _collect(self, call: HookCall, leaf: Tensor) -> None:

@@ -307,6 +307,8 @@ class LayoutFinder:
         Raises:
             ValueError: it is not known along an axis. On every rank.
         """
+        if call.registration.is_backward:  # the tensor is a gradient itself
+            return self._of_second_gradient(call, layout)
         sized = resolve.gradient_by_sizes(layout, call.registration.expected_shape)
         inferred = [axis for axis, own in zip(AXES, call.stated) if own is None]
         proven = dict(zip(AXES, self._tracking.prove_gradient(call.evidence) if inferred else ()))
@@ -321,6 +323,24 @@ class LayoutFinder:
             table = self._communicator.exchange(values.fingerprint(grad)).tolist()
             is_equal = values.Fingerprints.of(self._mesh, table).equal_along("tp")
         return self._of_replicas(call, "tp", proven["tp"], grad, is_equal)
+
+    def _of_second_gradient(self, call: HookCall, layout: ShardLayout) -> Placement:
+        """Return how the ranks along tp hold the gradient of a gradient: as the activation."""
+        tp = self._tracking.prove(call.evidence)[1]
+        is_known = self._size("tp") == 1 or not isinstance(layout.tp, Replicate)
+        if is_known or isinstance(tp, Replicate):
+            return Replicate()
+        raise agreed(
+            ValueError(
+                f"{call.describe()}: a second derivative reaches this edit of a gradient, and that "
+                "the ranks along tp hold the same activation there is not proven; edit the "
+                "activation instead"
+            )
+        )
+
+    def why_once(self) -> str:
+        """Return why gradients of the model's gradients would be wrong; empty if they are right."""
+        return self._tracking.why_once()
 
     def _size(self, axis: str) -> int:
         mesh = self._mesh

@@ -19,7 +19,7 @@ from flex_model.errors import agreed
 from flex_model.hooks.evidence import Evidence, Forward, Part
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import ActiveHooks
-from flex_model.integrations import compiled
+from flex_model.integrations import compiled, mesh_sources
 from flex_model.layouts import follow, replicas
 from flex_model.layouts.cache import Conditions, ForwardLayouts, LayoutCache, Place
 from flex_model.layouts.exchange import exchange_chunks
@@ -448,6 +448,10 @@ class Tracking:
                 evidence.follower.proofs.gradient_obstacles(evidence.current),
             )
         return evidence.gradient
+
+    def why_once(self) -> str:
+        """Return why gradients of the model's gradients would be wrong; empty if they are right."""
+        return mesh_sources.why_once(self._root)
 
     def prove_parameter_gradient(self, registration: Registration) -> Pair:
         """Return the placements of a parameter's gradient on which the last forwards agree: which

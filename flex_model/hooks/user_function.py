@@ -18,7 +18,7 @@ from flex_model.errors import HookError
 from flex_model.hooks.function import name_of
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.random_state import DrawWatch, RandomCalls, RandomState, seed_of_state
-from flex_model.integrations import dtensor
+from flex_model.integrations import dtensor, profiler
 from flex_model.integrations.torch_private import FakeTensor
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class UserFunction:
         before: list[Before] = [(one._version, one.shape, one.dtype, one.device) for one in fulls]
         references = _num_references(fulls) if torch.is_grad_enabled() else ()
         outer, random = communicator.edit_of, None
-        ends = [begin("edit", call) for begin in self._observers] if self._observers else ()
+        observers = profiler.with_ranges(self._observers, profiler.begin_span)
+        ends = [begin("edit", call) for begin in observers] if observers else ()
         try:
             communicator.set_edit(registration.description)
             if parameters:

@@ -1,4 +1,6 @@
-"""Early exit from a forward (``run_until``): which models allow it, and the clean-up after it."""
+"""Forwards in part (``run_until``, ``run_from``): which models allow it, and the clean-up after an
+early exit.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ NO_HOOK = (
 )
 
 
-def not_reached(module_name: str | None) -> str:
+def not_reached(module_name: str | None, method: str = "run_until") -> str:
     what = "a hooked module" if module_name is None else f"{module_name!r}"
     return (
-        f"run_until: the forward ended, and {what} was not called; give the name of a "
+        f"{method}: the forward ended, and {what} was not called; give the name of a "
         "module that this forward calls, or call flex(...)"
     )
 
 
-def check(root: nn.Module) -> None:
-    """Raise ValueError for a model whose forward must run to its end."""
+def check(root: nn.Module, method: str = "run_until") -> None:
+    """Raise ValueError for a model whose forward must run as a whole."""
     reason = ""
     if compiled.is_compiled(root):
         reason = "it is compiled, and hooks inside compiled code are not called"
@@ -34,7 +36,7 @@ def check(root: nn.Module) -> None:
         reason = "DeepSpeed ZeRO-3 frees what it gathered after each forward"
     if reason:
         raise ValueError(
-            f"run_until: this model's forward can't be left early: {reason}; call flex(...)"
+            f"{method}: this model's forward can't run in part: {reason}; call flex(...)"
         )
 
 

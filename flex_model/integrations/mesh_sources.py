@@ -86,6 +86,26 @@ def axes_of_dims(
     return axes if fits and num_tp <= 1 else None
 
 
+def why_once(root: nn.Module) -> str:
+    """Return why the second derivatives of a sharded model would be wrong: its framework's own
+    collectives have none, or lose them without an error. Empty if they are not known to be.
+    """
+    found = ""
+    for module in root.modules():
+        if fsdp.is_fsdp1(module) or fsdp.is_fsdp2(module):
+            return "FSDP frees its weights after the first backward" + _WITHOUT
+        if transformers_private.device_mesh(module) is not None:
+            found = "transformers"
+        elif any(is_dtensor(parameter) for parameter in module.parameters(recurse=False)):
+            found = found or "DTensor"
+    for package in ("megatron.core", "fairscale"):
+        found = package if any(_layers(root, f"{package}.")) else found
+    return f"the collectives of {found} have no second derivative{_WITHOUT}" if found else ""
+
+
+_WITHOUT = "; use DDP, or one process, for it"
+
+
 def _dtensor_meshes(root: nn.Module, unknown: list[str]) -> Iterator[Source]:
     """Yield a source for each mesh of DTensor parameters; append unreadable ones to ``unknown``."""
     managed: dict[int, Any] = {}  # by parameter: the mesh that was passed to FSDP2

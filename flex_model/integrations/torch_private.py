@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
 from torch.autograd import forward_ad
+from torch.autograd import profiler as _profiler
 from torch.nn.utils import stateless
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device, _pytree
@@ -99,6 +100,14 @@ def backward_of(namespace: str, name: str) -> str:
     backward of an operation. Under another name it has no contract.
     """
     return f"{CUSTOM_BACKWARD}{namespace}_{name}_default"
+
+
+# ---- The profiler. Without it: no ranges of hooks in a trace -------------------------------------
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler runs, or ``emit_nvtx``."""
+    return _profiler._is_profiler_enabled
 
 
 # ---- The compiler. Modules that are not imported before they are used ---------------------------

@@ -27,6 +27,7 @@ from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import context_parallel, transformers_private
 from flex_model.integrations.compiled import HookGuards, between_graphs, outside_graphs
+from flex_model.integrations.torch_private import is_profiling
 from flex_model.parameters.trainable import Replicas
 from flex_model.records.records import Records, Resolve
 from flex_model.records.store.activation_store import ActivationStore
@@ -215,8 +216,8 @@ class Runs:
             context_parallel.check_run()
         self._table.clear_records(new)
         run.hooks_seen.update(new)
-        # Observers see only the hooks that Python runs, not those that the dispatcher runs.
-        self._table.set_in_run(not self._observers)
+        # Observers, and profilers, see only the hooks that Python runs, not the dispatcher.
+        self._table.set_in_run(not self._observers and not is_profiling())
         if run.save_ctx is None:  # that of the FlexModel, with which functions have settled
             self._table.settle_edits(run.is_recomputed)
         if not communicator.is_local:

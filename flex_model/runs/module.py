@@ -21,6 +21,7 @@ from flex_model.layouts.statements import Statement
 from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.records.store.session import Session, config_hash
 from flex_model.runs.settings import Groups, Settings, refuse_of_steps
+from flex_model.runs.skipping import VALUE, Skip
 from flex_model.runs.until import Site, Until
 
 
@@ -146,6 +147,28 @@ class ModuleRunner:
             cut.clean_up(core.module)
             if not until.is_reached:
                 raise RuntimeError(cut.not_reached(module_name))
+
+    def run_from(
+        self,
+        module_name: str,
+        value: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        groups: Groups,
+        complement: bool,
+    ) -> Any:
+        """Run the forward from the output of this module on."""
+        core = self.core
+        core.table.choice(groups, complement)
+        cut.check(core.module, "run_from")
+        skip = Skip(core.module, module_name, value)
+        with self.active(groups, complement):
+            skip.check_arguments(kwargs)
+            skip.check_hooks(core.table.active_hooks.registrations)
+            with skip.installed():
+                output = core.module(*args, **kwargs, **{VALUE: value})
+        skip.check_output(output)
+        return output
 
     def _sites_until(self, module_name: str | None) -> list[Site]:
         if module_name is not None:

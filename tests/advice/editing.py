@@ -110,6 +110,42 @@ def into(folder, is_store):
         patching(flex=flex)
 
 
+def transposed(**settings):
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8).double()
+
+        def forward(self, x):
+            return self.layer(x).transpose(0, 1)
+
+    patching(flex=FlexModel(Transposed()), site="layer", batch=2, **settings)
+
+
+@in_a_folder
+def resumed(folder, other):
+    patching(resume=folder / "map.json")
+    patching(resume=folder / other, positions=[0])
+
+
+def edge(receiver):
+    class Stream(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.layer, self.wide, self.norm = (
+                nn.Linear(8, width).double() for width in (8, 8, 9, 8)
+            )
+            self.last = nn.Linear(9, 8).double()
+
+        def forward(self, x):
+            x = self.embed(x)
+            x = x + self.layer(x)
+            return self.last(self.wide(x)) + self.norm(x)
+
+    arguments = (["layer"], [editing.Site(receiver, "input")], total)
+    editing.integrated_gradients(FlexModel(Stream()), X, -X, *arguments, embedding="embed")
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -221,6 +257,39 @@ ROWS = [
         "wrap the model with a dict as output_ptr",
         lambda: into(is_store=True),
         lambda: into(is_store=False),
+    ),
+    Row(
+        "batch: the output {} should have {} rows at dim {}; name the output",
+        transposed,
+        lambda: transposed(output=editing.Site("", where={"dims": {"rows": 1, "positions": 0}})),
+    ),
+    Row(
+        "pad the batch, or leave out batch=",
+        lambda: patching(X[:0], X[:0], batch=2),
+        lambda: patching(batch=2),
+    ),
+    Row(
+        "needs one FlexModel(batch_dim=) for all inputs; leave out batch=",
+        lambda: patching(flex=layers(batch_dim={"input": 0}), batch=2),
+        lambda: (
+            patching(flex=layers(batch_dim=0), batch=2),
+            patching(flex=layers(batch_dim={"input": 0})),
+        ),
+    ),
+    Row(
+        "give another file, or remove it",
+        lambda: resumed("map.json"),
+        lambda: resumed("other.json"),
+    ),
+    Row(
+        "positions is among {}; give positions=",
+        lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2"),
+        lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2", positions=[1, 2]),
+    ),
+    Row(
+        "choose sites of one stream",
+        lambda: edge("last"),
+        lambda: edge("norm"),
     ),
     Row(
         "choose modules that are called once",

@@ -211,6 +211,41 @@ def until(name, *functions, compiled=False):
     flex.run_until(name, BATCH)
 
 
+class Layers(nn.Module):
+    """Layers in a list, around which the input goes or not, the first of which may come again."""
+
+    def __init__(self, kind=""):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6)) for _ in range(3)).double()
+        self.kind = kind
+
+    def forward(self, x, cache=None):
+        for layer in self.layers:
+            y = x + layer(x) if self.kind == "residual" else layer(x)
+            x = x if self.kind == "in place" else y
+        return self.layers[0](x) if self.kind == "again" else x
+
+
+class Reports(Layers):
+    def forward(self, x, output_attentions=True):
+        return super().forward(x)
+
+
+class PassesCache(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers[0].forward = lambda x, cache: x
+
+    def forward(self, x, cache=None):
+        return self.layers[1](self.layers[0](x, cache))
+
+
+def run_from(name, model=None, hook="layers.2", **inputs):
+    flex = FlexModel(model or Layers(), {})
+    flex.register_forward_hook(HookFunction(hook))
+    flex.run_from(name, BATCH, BATCH, **inputs)
+
+
 def unused_hook(follow):
     flex = wrapped()
     flex.module.unused = nn.Identity()
@@ -479,7 +514,42 @@ ROWS = [
         lambda: until("unused"),
         lambda: (until("fc1"), run()),
     ),
-    Row("forward can't be left early", lambda: until("fc1", compiled=True), lambda: run()),
+    Row("forward can't run in part", lambda: until("fc1", compiled=True), lambda: run()),
+    Row(
+        "so it can't be skipped; call flex(...)",
+        lambda: run_from("layers.1", Layers("again")),
+        lambda: run(HookFunction("layers.1"), model=Layers("again")),
+    ),
+    Row(
+        "what the model returns depends on {}, not only on",
+        lambda: run_from("layers.1", Layers("residual")),
+        lambda: run(HookFunction("layers.1"), model=Layers("residual")),
+    ),
+    Row(
+        "may need what that does otherwise; call flex(...)",
+        lambda: run_from("layers.1", Layers("in place")),
+        lambda: run(HookFunction("layers.1"), model=Layers("in place")),
+    ),
+    Row(
+        "=False, and hook what is needed",
+        lambda: run_from("layers.1", Reports(), output_attentions=True),
+        lambda: run_from("layers.1", Reports(), output_attentions=False),
+    ),
+    Row(
+        "before it are not computed; choose other hooks with groups=",
+        lambda: run_from("layers.1", hook="layers.0"),
+        lambda: run_from("layers.1"),
+    ),
+    Row(
+        "give the output of a module of the list itself, such as",
+        lambda: run_from("model.layers.1.mlp", models.llama(), hook="lm_head"),
+        lambda: run_from("layers.0"),
+    ),
+    Row(
+        "which it may change (a cache: pass use_cache=False)",
+        lambda: run_from("layers.1", PassesCache(), hook="layers.1", cache=[]),
+        lambda: run_from("layers.1", PassesCache(), hook="layers.1"),
+    ),
     Row("is on the meta device", lambda: read_meta(False), lambda: read_meta(True)),
     Row(
         "read it with flex.module.get_buffer(...)",

@@ -217,7 +217,27 @@ def loss_of_what_is_kept(edit_on="rank0", is_detached=False):
     flex.restore()
 
 
+def second_derivative(name, **settings):
+    way = models.TWO_RANKS[name]
+    with FlexModel(way.shard(models.mlp()), **way.sizes, **settings) as flex:
+        flex.register_forward_hook(HookFunction("fc1", None, double))
+        loss = flex(way.my_rows(BATCH)).square().sum()
+        weight = flex.module.get_parameter("module.inp.weight" if name == "ddp" else "inp.weight")
+        (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+        torch.autograd.grad(gradient.sum(), weight)
+
+
 TWO_RANKS = [
+    Row(
+        "the function runs on rank 0 only; use FlexModel(edit_on='all')",
+        lambda: second_derivative("tp", edit_on="rank0"),
+        lambda: second_derivative("tp", edit_on="all"),
+    ),
+    Row(
+        "; use DDP, or one process, for it",
+        lambda: second_derivative("dtensor"),
+        lambda: second_derivative("ddp"),
+    ),
     Row(
         "; keep full.detach() for a loss of rank 0, or use",
         loss_of_what_is_kept,

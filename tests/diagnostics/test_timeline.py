@@ -239,3 +239,31 @@ def test_a_pipeline_has_one_timeline_of_all_its_ranks():
     for rank, site in enumerate(("layers.1.fc1", "layers.6.fc1")):
         assert [span.site for span in spans_of(timeline, rank, "edit")] == [site] * 4
     assert all(row["headers"] for row in timeline.summary())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "one"])
+def test_ranges_in_a_trace_of_torchs_profiler(name):
+    """By hook; a function that the dispatcher calls by itself elsewhere is among them."""
+    parallelism = models.TWO_RANKS["tp"] if name == "tp" else models.Parallelism("one")
+    group = None if name == "tp" else pipelines.alone_group()
+    sharded = parallelism.shard(models.mlp())
+    with FlexModel(sharded, {}, process_group=group, **parallelism.sizes) as flex:
+        flex.register_forward_hook(HookFunction("fc1", editing_function=mixing))
+        flex.register_full_backward_hook(HookFunction("fc2"))
+        for _ in range(3):  # the function settles
+            flex(models.random(4, 6)).sum().backward()
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
+        ) as trace:
+            flex(models.random(4, 6)).sum().backward()
+        flex(models.random(4, 6))
+    counts = {event.key: event.count for event in trace.key_averages()}
+    ranges = {key: n for key, n in counts.items() if key.startswith("flex_model ")}
+    site = "forward hook on 'fc1'"
+    kinds = ["hook", "function", *(["gather", "scatter"] if name == "tp" else [])]
+    assert {f"flex_model {kind} {site}" for kind in kinds} <= ranges.keys()
+    assert [
+        n for key, n in ranges.items() if key.startswith("flex_model hook") and "fc2" in key
+    ] == [1]
+    assert any("transfer all_gather" in key for key in ranges) == (name == "tp")

@@ -270,6 +270,15 @@ def experiments(harness):
     )
     found["activation"] = patched.values
     found["ends"] = [patched.clean, patched.corrupted]
+    if harness.sharding != "pp":
+        batched = editing.activation_patching(
+            flex, clean, corrupted, sites, metric, positions=[0, 3, "every"], batch=5
+        )
+        assert_close(batched.values, patched.values, **TOLERANCE)
+        assert_close([batched.clean, batched.corrupted], found["ends"], **TOLERANCE)
+    else:
+        with pytest.raises(RuntimeError, match=r"batch= is for a model that runs as a whole"):
+            editing.activation_patching(flex, clean, corrupted, sites, metric, batch=2)
     for receivers in (["model.norm"], [editing.Site("model.layers.1.mlp", "input")]):
         found[f"path to {receivers}"] = editing.path_patching(
             flex, clean, corrupted, head, receivers, heads, metric, output="lm_head"

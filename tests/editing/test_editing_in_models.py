@@ -147,6 +147,63 @@ def test_activation_and_attribution_patching(flex):
     )
 
 
+def test_batches_of_patches_and_an_interrupted_map(flex, tmp_path):
+    """Rows of one forward carry patches of other sites, positions, heads and units."""
+    file, calls, failing = tmp_path / "map.json", [], []
+    heads = [
+        editing.Site("model.layers.1.self_attn.o_proj", "input", {"heads": i, "num_heads": 4})
+        for i in range(4)
+    ]
+    units = editing.Site("model.layers.0.mlp", "output", {"units": [3, 5]})
+    sites = ["model.layers.0", *heads, units, "model.layers.1"]
+    flex.module.register_forward_hook(lambda *_: calls.append(1))
+    expected = editing.activation_patching(flex, TOKENS, [OTHER], sites, metric)
+    assert len(calls) == 2 + 7 * 5
+
+    def may_fail(logits):
+        if failing and len(calls) > 4:
+            raise KeyboardInterrupt
+        return metric(logits)
+
+    def run(**settings):
+        calls.clear()
+        return editing.activation_patching(
+            flex, {"input_ids": TOKENS}, [OTHER], sites, may_fail, resume=file, **settings
+        )
+
+    failing.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        run(batch=8)
+    failing.clear()
+    found = run(batch=6)
+    assert len(calls) == 2 + 4  # 16 of 35 patches were kept
+    assert_close(found.values, expected.values)
+    assert_close([found.clean, found.corrupted], [expected.clean, expected.corrupted])
+    assert_close(run().values, expected.values, rtol=0, atol=1e-12)
+    assert len(calls) == 2
+    with pytest.raises(ValueError, match="values of another experiment, with other positions"):
+        run(positions=[1])
+    rows = editing.Site("model.layers.0", where={"rows": 0})
+    with pytest.raises(ValueError, match="leave rows= out"):
+        editing.activation_patching(flex, TOKENS, OTHER, [rows], metric, batch=2)
+    editing.activation_patching(flex, TOKENS, OTHER, [rows], metric)
+
+
+def test_a_map_takes_a_tenth_of_the_forwards():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)))
+    clean, corrupted = models.random(2, 64, 4), models.random(2, 64, 4, seed=5)
+    calls = []
+    model.double().register_forward_hook(lambda *_: calls.append(1))
+    flex, sites = FlexModel(model, {}), [str(i) for i in range(12)]
+    weights = models.random(2, 64, 4, seed=6)
+    sums = lambda out: (out * weights).sum()  # noqa: E731
+    expected = editing.activation_patching(flex, clean, corrupted, sites, sums)
+    num_single = len(calls)
+    found = editing.activation_patching(flex, clean, corrupted, sites, sums, batch=32)
+    assert num_single == 2 + 12 * 64 and 10 * (len(calls) - num_single) < num_single
+    assert_close(found.values, expected.values)
+
+
 def test_path_patching(flex):
     model = flex.module
     first, second = (f"model.layers.{i}.self_attn.o_proj" for i in range(2))

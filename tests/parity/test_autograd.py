@@ -10,8 +10,9 @@ from torch.testing import assert_close
 
 import models
 import pipelines
-from cells import mean_loss
+from cells import mean_loss, mixing_features, mixing_rows
 from flex_model import FlexModel, HookFunction, Select
+from flex_model.errors import HookError
 
 BATCH = models.random(4, 6)
 PARALLELISMS = ("tp", "dp")
@@ -140,18 +141,119 @@ def test_the_gradient_of_the_input():
     assert_close(got, expected)
 
 
+def mixing(module, full, save_ctx, modules):
+    return mixing_rows(module, mixing_features(module, full, None, None), None, None).tanh()
+
+
+def second_derivatives(model, x, dp=1):
+    """The Hessian times a vector, of the parameters; and the gradients of a gradient penalty. The
+    gradient of a rank's mean over rows is dp times that of the whole batch's.
+    """
+    parameters = [*model.parameters()]
+    directions = [parameter.detach().cos() for parameter in parameters]
+    x = x.clone().requires_grad_()
+    loss = model(x).square().mean()
+    first = torch.autograd.grad(loss, [x, *parameters], create_graph=True)
+    products = torch.autograd.grad(first[1:], parameters, directions, retain_graph=True)
+    (100 / dp * first[0].square().sum()).backward()
+    return products
+
+
+def check_second_derivatives(flex, parallelism, model):
+    """Compare with ``model`` on the whole batch."""
+    expected = second_derivatives(model, BATCH)
+    products = second_derivatives(flex, parallelism.my_rows(BATCH), parallelism.dp)
+    gradients = parallelism.full_gradients(model, flex.module)
+    for (name, parameter), product, own in zip(model.named_parameters(), expected, products):
+        assert_close(parallelism.full(model, name, own, average=True), product)
+        if parameter.grad is None:  # of the last bias, which no gradient depends on
+            continue
+        assert parameter.grad.abs().max() > 1e-5
+        assert_close(gradients[name], parameter.grad)
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
-@pytest.mark.parametrize("name", PARALLELISMS)
-def test_a_second_derivative_through_an_edit_is_an_error_on_every_rank(name, edit_on):
+@pytest.mark.parametrize("site", ["inp", "fc1", "fc2"])
+@pytest.mark.parametrize("name", ["tp", "dp", "ddp"])
+def test_second_derivatives_through_an_edit_that_mixes_shards(name, site):
+    parallelism, model = models.TWO_RANKS[name], models.mlp()
+    with FlexModel(parallelism.shard(model), **parallelism.sizes) as flex:
+        flex.register_forward_hook(HookFunction(site, editing_function=mixing))
+        hook = lambda module, args, output: mixing(module, output, None, None)  # noqa: E731
+        model.get_submodule(site).register_forward_hook(hook)
+        check_second_derivatives(flex, parallelism, model)
+
+
+class Scaled(nn.Module):
+    """Multiplies rows by what all of them share: the output of ``site``, the same on all ranks."""
+
+    columns = rows = ()
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", models.random(4, 6))
+        self.inp, self.site = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.inp(x).tanh() * self.site(self.table).sum(0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["dp", "ddp"])
+def test_second_derivatives_through_an_edit_of_what_all_rows_share(name):
+    parallelism, model = models.TWO_RANKS[name], models.seeded(Scaled).double()
+    with FlexModel(parallelism.shard(model), **parallelism.sizes) as flex:
+        flex.register_forward_hook(HookFunction("site", editing_function=mixing))
+        model.site.register_forward_hook(lambda module, args, y: mixing(module, y, None, None))
+        check_second_derivatives(flex, parallelism, model)
+
+
+def hook_gradient(model, site, edit):
+    def hook(module, args, output):
+        output.register_hook(lambda grad: edit(module, grad, None, None))
+
+    model.get_submodule(site).register_forward_hook(hook)
+
+
+def test_second_derivatives_through_an_edit_of_a_gradient_on_one_process():
+    """The identity at the module's edge, and what edits the gradient there."""
+    one, model = models.Parallelism("one"), models.mlp()
+    with FlexModel(one.shard(model), records := {}) as flex:
+        flex.register_full_backward_pre_hook(HookFunction("fc1", editing_function=mixing))
+        flex.register_full_backward_hook(HookFunction("fc2"))
+        hook_gradient(model, "fc1", mixing)
+        check_second_derivatives(flex, one, model)
+    assert not records["fc2"][0].requires_grad
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "dp", "ddp"])
+def test_second_derivatives_through_an_edit_of_a_gradient(name):
+    parallelism, model = models.TWO_RANKS[name], models.mlp()
+    with FlexModel(parallelism.shard(model), **parallelism.sizes) as flex:
+        flex.register_full_backward_pre_hook(HookFunction("fc1", editing_function=mixing))
+        hook_gradient(model, "fc1", mixing)
+        check_second_derivatives(flex, parallelism, model)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "edit_on", "why"),
+    [
+        ("tp", "rank0", "runs on rank 0 only"),
+        ("dp", "rank0", "runs on rank 0 only"),
+        ("dtensor", "all", "DTensor have no second derivative"),
+        ("fsdp2", "all", "FSDP frees"),
+    ],
+)
+def test_second_derivatives_that_would_be_wrong_are_refused_on_every_rank(name, edit_on, why):
     parallelism = models.TWO_RANKS[name]
     flex = FlexModel(parallelism.shard(models.mlp()), edit_on=edit_on, **parallelism.sizes)
-    edit = lambda module, full, save_ctx, modules: full.softmax(-1)  # noqa: E731
-    flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
+    flex.register_forward_hook(HookFunction("fc1", editing_function=mixing))
     x = parallelism.my_rows(BATCH).clone().requires_grad_()
-    (first,) = torch.autograd.grad(mean_loss(flex(x)), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.square().sum().backward()
+    with pytest.raises(HookError, match=f"'fc1'.*create_graph=True is refused.*{why}"):
+        torch.autograd.grad(mean_loss(flex(x)), x, create_graph=True)
+    mean_loss(flex(x)).backward()
 
 
 @pytest.mark.ranks(2)

@@ -139,7 +139,7 @@ def test_hugging_face():
 
 def test_a_compiled_model_is_refused():
     compiled = torch.compile(models.mlp(), backend="eager")
-    with FlexModel(compiled, {}) as flex, pytest.raises(ValueError, match="can't be left early"):
+    with FlexModel(compiled, {}) as flex, pytest.raises(ValueError, match="can't run in part"):
         flex.run_until("fc1", BATCH)
 
 

@@ -16,14 +16,14 @@ from torch.utils import _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flex_model import pytree
-from flex_model.pipelining.own_tensor import OwnTensor
-from flex_model.pipelining.pass_through import PassThrough
-from flex_model.pipelining.splitting.absent_tensor import (
+from flex_model.integrations.absent_tensor import (
     AbsentError,
     Placeholder,
     names_in,
     without_values,
 )
+from flex_model.pipelining.own_tensor import OwnTensor
+from flex_model.pipelining.pass_through import PassThrough
 from flex_model.pipelining.splitting.clones import clone_tree
 from flex_model.pipelining.splitting.recording import BlockList, Recording
 

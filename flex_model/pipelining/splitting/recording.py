@@ -15,8 +15,8 @@ from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree
 
 from flex_model.errors import nearest
+from flex_model.integrations.absent_tensor import Absent, names_in, present, without_values
 from flex_model.integrations.keyword_arguments import takes_keyword
-from flex_model.pipelining.splitting.absent_tensor import Absent, names_in, present, without_values
 from flex_model.pipelining.splitting.clones import clone_tree
 from flex_model.pipelining.splitting.observe import tensors_in
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint
 from torch.utils import _pytree
 
-from flex_model.pipelining.splitting.absent_tensor import AbsentError
+from flex_model.integrations.absent_tensor import AbsentError
 from flex_model.pipelining.splitting.assembly import Parts, build, find_parts
 from flex_model.pipelining.splitting.clones import users_hooks
 from flex_model.pipelining.splitting.observe import find_difference, quietly, tensors_in

@@ -1,4 +1,6 @@
-"""Tensors without values: they stand in a pipeline stage for those that it does not have."""
+"""Tensors without values: they stand for those that a pipeline stage, or a run that skips modules,
+does not have.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _SIZES_ONLY = re.compile(r"new_.*|.*_like")  # `zeros_like(x)` needs no value of
 
 
 class AbsentError(RuntimeError):
-    """A stage needs values that it does not have.
+    """Something needs values that are not here.
 
     Attributes:
         names: What they are, or depend on.

@@ -1,0 +1,146 @@
+"""Batches of patched runs: the inputs' rows are repeated, and each copy of them carries a patch of
+its own; and the file by which an interrupted map of patches is resumed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model import pytree
+from flex_model.editing.region import Region
+from flex_model.editing.runs import Inputs, Runs, Site, as_arguments
+from flex_model.errors import agreed
+from flex_model.layouts.replicas import hash_of
+from flex_model.records.store.files import write_whole
+from flex_model.selection.selectors import SelectionArguments, Selector
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of the rows of a batch, in one batch.
+
+    Attributes:
+        number: How many there are.
+        num_rows: The rows of a copy on each data-parallel rank.
+        num_ranks: The number of these ranks.
+        dim: The dim of the inputs that holds rows.
+    """
+
+    number: int
+    num_rows: int = 0
+    num_ranks: int = 1
+    dim: int = 0
+
+    @staticmethod
+    def of(runs: Runs, inputs: Inputs, sites: Sequence[Site], number: int) -> Copies:
+        """Plan the copies of these inputs. Collective.
+
+        Raises:
+            ValueError: rows can't be repeated here; on every rank.
+        """
+        dim = runs.rows_dim
+        if any(site.where.get("rows") is not None for site in sites):
+            raise ValueError("batch: rows are repeated, so leave rows= out of the sites' where=")
+        tensors = pytree.flatten(as_arguments(inputs))[0]
+        found = runs.exchange(tensors[0].shape[dim] if tensors and tensors[0].dim() > dim else 0)
+        if len(set(found)) > 1 or not found[0]:
+            raise agreed(
+                ValueError(
+                    f"batch: the ranks' first input has {found} rows at dim {dim}; rows are "
+                    "repeated where all ranks have the same number: pad the batch, or leave out "
+                    "batch="
+                )
+            )
+        return Copies(number, found[0], runs.dp_size, dim)
+
+    def inputs(self, inputs: Inputs) -> Inputs:
+        """Return the inputs with their rows repeated: of the tensors that have as many."""
+        if self.number == 1:
+            return inputs
+        leaves, spec = pytree.flatten((inputs,))
+        return pytree.unflatten([self._repeated(leaf) for leaf in leaves], spec)[0]
+
+    def _repeated(self, leaf: Tensor) -> Tensor:
+        if leaf.dim() <= self.dim or leaf.shape[self.dim] != self.num_rows:
+            return leaf
+        return torch.cat([leaf] * self.number, self.dim)
+
+    def rows(self, copy: int) -> list[int]:
+        """Return the rows of a copy in the whole batch, in which ranks follow each other."""
+        starts = ((rank * self.number + copy) * self.num_rows for rank in range(self.num_ranks))
+        return [start + row for start in starts for row in range(self.num_rows)]
+
+    @property
+    def all_rows(self) -> Tensor:
+        """The rows of each copy: ``(copies, rows)``."""
+        return torch.tensor([self.rows(copy) for copy in range(self.number)])
+
+    def where(self, site: Site, position: Selector, copy: int) -> SelectionArguments:
+        """Return what a patch selects: a position of the site, in a copy."""
+        where: SelectionArguments = {**site.where, "positions": position}
+        return where if self.number == 1 else {**where, "rows": self.rows(copy)}
+
+    def take(self, output: Tensor, site: Site, copy: int) -> Tensor:
+        """Return the rows of a copy of the full output."""
+        if self.number == 1:
+            return output
+        dim = Region(**site.where).dim("rows", output.shape)
+        expected = self.number * self.num_rows * self.num_ranks
+        if output.shape[dim] != expected:
+            raise ValueError(
+                f"batch: the output {tuple(output.shape)} should have {expected} rows at dim {dim};"
+                " name the output and its dim of rows: output=Site(..., where={'dims': "
+                "{'rows': ...}})"
+            )
+        return output.index_select(dim, torch.tensor(self.rows(copy)))
+
+
+class Table:
+    """The values of patched runs so far, kept in a file by rank 0.
+
+    Args:
+        path: The file; None: they are not kept.
+        key: Describes the experiment.
+    """
+
+    def __init__(self, runs: Runs, path: str | Path | None, key: dict[str, Any]) -> None:
+        self._runs, self._key = runs, key
+        self._path = None if path is None else Path(path)
+        self.values: list[float] = [] if path is None else runs.on_rank_0(self._read, ValueError)
+
+    def _read(self) -> list[float]:
+        assert self._path is not None
+        if not self._path.exists():
+            return []
+        kept = json.loads(self._path.read_text())
+        differ = [name for name, value in self._key.items() if kept["of"].get(name) != value]
+        if differ:
+            raise ValueError(
+                f"resume: {self._path} has the values of another experiment, with other "
+                f"{' and '.join(differ)}; give another file, or remove it"
+            )
+        return kept["values"]
+
+    def add(self, values: list[float]) -> None:
+        """Add values; on rank 0, which has them, write the file. A failure is raised later."""
+        self.values += values
+        if self._path is not None:
+            self._runs.attempt(self._write)
+
+    def _write(self) -> None:
+        assert self._path is not None
+        text = json.dumps({"of": self._key, "values": self.values})
+        write_whole(self._path, [text.encode()])
+
+
+def described(inputs: Inputs) -> list[str]:
+    """Return the dtype, the shape and a hash of each tensor in inputs."""
+    leaves = pytree.flatten(as_arguments(inputs))[0]
+    return [f"{leaf.dtype} {tuple(leaf.shape)} {hash_of(leaf)}" for leaf in leaves]

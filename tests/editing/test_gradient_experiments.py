@@ -1,0 +1,242 @@
+"""Edge scores by integrated gradients, and the Jacobian lens: beside plain torch, and sharded."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.testing import assert_close
+
+import models
+import pipelines
+from flex_model import FlexModel, editing
+
+pytest.importorskip("transformers")
+TOKENS = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(0))
+OTHER = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(1))
+HEADS = [
+    editing.Site(f"model.layers.{i}.self_attn.o_proj", "input", {"heads": h, "num_heads": 4})
+    for i in range(2)
+    for h in range(4)
+]
+MLP = [editing.Site(f"model.layers.{i}.mlp") for i in range(2)]
+READERS = [
+    *(editing.Site(f"model.layers.{i}.input_layernorm", "input") for i in range(2)),
+    editing.Site("model.layers.1.post_attention_layernorm", "input", {"positions": [2, 5]}),
+    editing.Site("model.norm", "input"),
+]
+STEPS = 3
+
+
+def metric(logits):
+    return (logits[:, -1, 3] - logits[:, 2, 5]).square().mean()
+
+
+def hooked(model, sites, tokens, embeddings=None):
+    """The tensors at sites, with their gradients kept; and the embeddings."""
+    seen = {}
+
+    def keep(name, tensor):
+        tensor = tensor * 1  # as a reader has it, beside the others
+        if tensor.requires_grad:
+            tensor.retain_grad()
+        seen[name] = tensor
+        return tensor
+
+    handles = []
+    for name, side in {(site.module, site.side) for site in sites}:
+        module = model.get_submodule(name)
+        handles.append(
+            module.register_forward_pre_hook(lambda m, a, n=name: (keep(n, a[0]), *a[1:]))
+            if side == "input"
+            else module.register_forward_hook(lambda m, a, out, n=name: keep(n, out))
+        )
+
+    def embed(module, args, output):
+        seen["embeddings"] = output if embeddings is None else embeddings.requires_grad_()
+        return seen["embeddings"]
+
+    handles.append(model.model.embed_tokens.register_forward_hook(embed))
+    metric(model(tokens).logits).backward()
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def by_hand(model):
+    """One forward and one backward for each step; one edge after another."""
+    clean, corrupted = (hooked(model, [*HEADS, *MLP], tokens) for tokens in (TOKENS, OTHER))
+    scores = torch.zeros(len(HEADS) + 2, len(READERS), dtype=torch.float64)
+    start, end = corrupted["embeddings"].detach(), clean["embeddings"].detach()
+    for step in range(1, STEPS + 1):
+        seen = hooked(model, READERS, OTHER, start + (end - start) * step / STEPS)
+        for j, reader in enumerate(READERS):
+            grad = seen[reader.module].grad.clone()
+            if "positions" in reader.where:
+                grad[:, [0, 1, 3, 4]] = 0
+            layer = (0, 1, 1, 2)[j]
+            for i, site in enumerate([*HEADS, *MLP]):
+                change = (clean[site.module] - corrupted[site.module]).detach()
+                own = i // 4 if i < 8 else i - 8
+                is_before = own < layer or (own == 1 and j == 2 and i < 8)
+                if i < 8:
+                    weight = model.get_submodule(site.module).weight
+                    head = slice(8 * (i % 4), 8 * (i % 4) + 8)
+                    change = change[..., head] @ weight[:, head].T
+                scores[i, j] += is_before * (change * grad).sum().item() / STEPS
+    return scores
+
+
+def scores_of(flex, mine=lambda rows: rows):
+    sites = [*HEADS, *MLP]
+    return editing.integrated_gradients(
+        flex,
+        mine(TOKENS),
+        [mine(OTHER)],
+        sites,
+        READERS,
+        metric,
+        embedding="model.embed_tokens",
+        steps=STEPS,
+    )
+
+
+def lens_of(flex, mine=lambda rows: rows, **settings):
+    layers = {0: "model.embed_tokens", 3: "model.layers.0"}
+    batches = [mine(TOKENS), {"input_ids": mine(OTHER)}]
+    settings = {"positions": slice(1, -1), "batch": 5, **settings}
+    return editing.jacobian_lens(flex, batches, layers, "model.layers.1", **settings)
+
+
+def sharded(name, model):
+    """The FlexModel of a sharded Llama, and this rank's rows."""
+    if name == "tp":
+        model = models.tensor_parallel_llama(model, models.mesh(1, 2)["tp"])
+        return FlexModel(model, {}, tensor_parallel_size=2), lambda rows: rows
+    if name == "ddp":
+        model = models.TWO_RANKS[name].shard(model)
+    else:
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=models.mesh(2, 1)["dp"])
+    return FlexModel(model, {}, data_parallel_size=2), models.TWO_RANKS[name].my_rows
+
+
+def test_edges_are_those_of_one_pass_after_another():
+    model = models.llama().double()
+    with FlexModel(copy.deepcopy(model), {}) as flex:
+        flex.module.lm_head.weight.grad = before = torch.ones(64, 32).double()
+        found = scores_of(flex)
+        assert flex.module.lm_head.weight.grad is before and not flex.hook_functions
+        flex.wrapped_module_requires_grad(False)
+        assert_close(scores_of(flex), found)
+    expected = by_hand(model)
+    assert (expected != 0).sum() > 20 and expected.abs().max() > 1e-5
+    assert_close(found, expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "ddp", "fsdp2"])
+def test_sharded(name):
+    model = models.llama().double()
+    alone = FlexModel(copy.deepcopy(model), {}, process_group=pipelines.alone_group())
+    expected, lens = scores_of(alone), lens_of(alone)
+    flex, mine = sharded(name, model)
+    for _ in range(2):
+        assert_close(scores_of(flex, mine), expected)
+    found = lens_of(flex, mine)
+    assert found.num_prompts == lens.num_prompts == 4
+    assert_close(found.J, lens.J)
+    metric(flex(mine(TOKENS)).logits).backward()  # training goes on
+
+
+def test_the_lens_is_the_mean_jacobian(tmp_path):
+    model = models.llama().double()
+    with FlexModel(model, {}) as flex:
+        found = lens_of(flex)
+    expected = {layer: torch.zeros(32, 32).double() for layer in (0, 3)}
+    for tokens in [*TOKENS, *OTHER]:
+        for layer, name in ((0, "model.embed_tokens"), (3, "model.layers.0")):
+
+            def of(value, name=name, tokens=tokens):
+                seen = []
+                put = model.get_submodule(name).register_forward_hook(lambda *_: value)
+                read = model.model.layers[1].register_forward_hook(lambda m, a, y: seen.append(y))
+                model(tokens[None])
+                put.remove(), read.remove()
+                return seen[0][0, 1:-1].sum(0)
+
+            values = []
+            hook = model.get_submodule(name).register_forward_hook(
+                lambda m, a, y, values=values: values.append(y)
+            )
+            model(tokens[None])
+            hook.remove()
+            jacobian = torch.autograd.functional.jacobian(of, values[0].detach())
+            expected[layer] += jacobian[:, 0, 1:-1].mean(1) / 4
+    assert_close(found.J, {layer: one.float() for layer, one in expected.items()})
+    found.save(tmp_path / "lens.pt")
+    content = torch.load(tmp_path / "lens.pt", weights_only=True)
+    assert content["source_layers"] == [0, 3] and content["d_model"] == 32
+    assert content["n_prompts"] == 4 and content["J"][3].shape == (32, 32)
+
+
+def induction_model(**options):
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(__file__).parents[2] / "examples" / "induction_model"
+    options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def induction_flex(name):
+    from transformers.distributed import DistributedConfig
+
+    if name == "tp":
+        return FlexModel(induction_model(distributed_config=DistributedConfig(tp_size=2)), {})
+    if name == "ddp":
+        return FlexModel(models.TWO_RANKS["ddp"].shard(induction_model()), {})
+    return FlexModel(induction_model(), {}, process_group=pipelines.alone_group())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["one", "tp", "ddp"])
+def test_the_induction_heads_of_the_example_come_first(name):
+    """Text that comes twice, against text whose second part is another one. The heads that attend
+    from a token to what came after it before write to the logits; they read what the head that
+    attends to the token before wrote.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first, second = torch.randint(240, (2, 4, 24), generator=generator)
+    clean, corrupted = torch.cat([first, first], 1), torch.cat([second, first], 1)
+    heads = [
+        editing.Site(f"model.layers.{i}.self_attn.o_proj", "input", {"heads": h, "num_heads": 4})
+        for i in range(4)
+        for h in range(4)
+    ]
+    readers = [editing.Site(f"model.layers.{i}.input_layernorm", "input") for i in range(4)]
+
+    def answers(logits):
+        guesses = logits[:, 24:-1].log_softmax(-1)
+        return guesses.gather(-1, first[:, 1:, None]).mean()
+
+    mine = models.TWO_RANKS["ddp"].my_rows if name == "ddp" else lambda rows: rows
+    with induction_flex(name) as flex:
+        found = editing.integrated_gradients(
+            flex,
+            mine(clean),
+            mine(corrupted),
+            heads,
+            [*readers, editing.Site("model.norm", "input")],
+            answers,
+            embedding="model.embed_tokens",
+        )
+    with torch.no_grad():
+        patterns = torch.cat(induction_model()(clean, output_attentions=True).attentions, 1)
+    after, before = (
+        patterns.diagonal(offset, dim1=-2, dim2=-1)[..., -24:].mean((0, 2)) for offset in (-23, -1)
+    )
+    known = set((after > 0.5).nonzero().flatten().tolist())
+    assert known == {8, 9, 10, 11} and before.argmax() == 4
+    assert set(found[:, -1].topk(len(known)).indices.tolist()) == known
+    assert found[:, 2].argmax() == before.argmax()

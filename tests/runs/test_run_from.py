@@ -1,0 +1,199 @@
+"""run_from: the rest of a forward gives what the whole one gives; what needs more is an error."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
+from torch.testing import assert_close
+from transformers.pytorch_utils import Conv1D
+
+import models
+import pipelines
+from flex_model import FlexModel, HookFunction
+
+TOKENS = torch.arange(10).reshape(2, 5) % 7
+
+
+def t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=3, num_heads=2, dropout_rate=0
+    )
+    return T5ForConditionalGeneration(config).eval()
+
+
+def mix(module, full, save_ctx, modules):
+    return full + full.flip(-1)
+
+
+def returned(model, name, *args, **inputs):
+    """What a module returns."""
+    seen = []
+    hook = model.get_submodule(name).register_forward_hook(lambda m, a, out: seen.append(out))
+    with torch.no_grad():
+        model(*args, **inputs)
+    hook.remove()
+    return seen[0]
+
+
+CASES = {
+    "llama": (lambda: models.llama(layers=3), "model.layers.1", "model.layers.2.mlp.up_proj", {}),
+    "gpt2": (lambda: models.gpt2(layers=3), "transformer.h.1", "transformer.h.2.mlp.c_fc", {}),
+    "t5": (t5, "decoder.block.1", "decoder.block.2", {"decoder_input_ids": TOKENS}),
+    "t5 encoder": (t5, "encoder", "decoder.block.0", {"decoder_input_ids": TOKENS}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models_of_transformers(case):
+    make, name, late, more = CASES[case]
+    model = make().eval()
+    inputs = {"input_ids": TOKENS, "use_cache": False, **more}
+    value = returned(model, name, **inputs)
+    first = model.get_submodule(name.replace(".1", ".0"))
+    calls = []
+    first.register_forward_hook(lambda *_: calls.append(1))
+    skipped = next(module for module in first.modules() if isinstance(module, nn.Linear | Conv1D))
+    skipped.register_forward_hook(lambda *_: calls.append(1))
+    with FlexModel(model, records := {}) as flex, torch.no_grad():
+        flex.register_forward_hook(HookFunction(late, editing_function=mix))
+        whole = flex(**inputs)
+        expected = records[late][0].clone()
+        calls.clear()
+        got = flex.run_from(name, value, **inputs)
+        assert len(calls) == 1  # the module, whose forward is another one
+        assert_close(records[late][0], expected, rtol=0, atol=0)
+        assert_close(got.logits, whole.logits, rtol=0, atol=0)
+        again = flex(**inputs)
+    assert len(calls) > 2
+    assert_close(again.logits, whole.logits, rtol=0, atol=0)
+
+
+class Deep(nn.Module):
+    """Layers in a list, one of which is shared, and ways around them."""
+
+    def __init__(self, bypass=""):
+        super().__init__()
+        self.layers = nn.ModuleList(models.seeded(nn.Linear, 6, 6, seed=i) for i in range(4))
+        self.bypass = bypass
+        self.double()
+
+    def forward(self, x):
+        first = x
+        if self.bypass == "in place":
+            for layer in self.layers:
+                layer(x)
+        for i, layer in enumerate(self.layers):
+            x = x + layer(x) if self.bypass == "residual" else layer(x).tanh()
+            first = x if i == 0 else first
+        if self.bypass == "read" and first.sum() > 0:
+            return x
+        if self.bypass == "again":
+            x = self.layers[0](x)
+        return x + first if self.bypass == "skip" else x
+
+
+class DeepMLP(nn.Module):
+    """Whole layers, of which the first are skipped, and split ones after them."""
+
+    columns, rows = ("later",), ("last",)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(models.seeded(nn.Linear, 6, 6, seed=i) for i in range(3))
+        self.later, self.last = models.seeded(nn.Linear, 6, 8), models.seeded(nn.Linear, 8, 6)
+        self.double()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return self.last(self.later(x))
+
+
+BATCH = models.random(4, 6)
+
+
+def test_the_gradient_of_the_value_and_hooks_on_it():
+    model = Deep()
+    value = returned(model, "layers.1", BATCH).requires_grad_()
+    hidden = value * 2
+    for layer in model.layers[2:]:
+        hidden = layer(hidden.tanh())
+    (expected,) = torch.autograd.grad(hidden.tanh().square().sum(), value)
+    with FlexModel(model, records := {}) as flex:
+        double = lambda module, full, save_ctx, modules: full.mul_(2)  # noqa: E731
+        flex.register_forward_hook(HookFunction("layers.1", editing_function=double))
+        output = flex.run_from("layers.1", value, BATCH)
+        (got,) = torch.autograd.grad(output.square().sum(), value)
+    assert_close(output, hidden.tanh())
+    assert_close(got, expected)
+    assert_close(records["layers.1"][0], value)
+
+
+@pytest.mark.parametrize(
+    ("bypass", "error", "message"),
+    [
+        ("residual", RuntimeError, "depends on the output of 'layers.0', .* 'layers.1'"),
+        ("skip", RuntimeError, "depends on the output of 'layers.0'"),
+        ("read", RuntimeError, "does not have .*the output of 'layers.0', which run_from skips"),
+        ("in place", RuntimeError, "'layers.1' is not passed what the module before it returns"),
+        ("again", RuntimeError, "'layers.0' is called after 'layers.2'"),
+    ],
+)
+def test_what_needs_more_than_the_value_is_an_error(bypass, error, message):
+    model = Deep(bypass)
+    expected = model(BATCH)
+    with FlexModel(model) as flex:
+        with pytest.raises(error, match=message):
+            flex.run_from("layers.2", BATCH, BATCH)
+        assert_close(flex(BATCH), expected)
+
+
+def test_what_is_refused():
+    model = models.llama(layers=3)
+    value = returned(model, "model.layers.1", TOKENS)
+    with FlexModel(model, {}) as flex, torch.no_grad():
+        with pytest.raises(ValueError, match=r"passed a DynamicCache.*use_cache=False"):
+            flex.run_from("model.layers.1", value, TOKENS)
+        for flag in ("output_hidden_states", "output_attentions"):
+            with pytest.raises(ValueError, match=rf"{flag} collects from every layer"):
+                flex.run_from("model.layers.1", value, TOKENS, use_cache=False, **{flag: True})
+        with pytest.raises(ValueError, match=r"'model.layers.1.mlp' is inside a module of a list"):
+            flex.run_from("model.layers.1.mlp", value, TOKENS, use_cache=False)
+        with pytest.raises(ValueError, match=r"must be what 'model.layers.1' returns"):
+            flex.run_from("model.layers.1", 3, TOKENS, use_cache=False)
+        flex.register_forward_hook(HookFunction("model.layers.0.mlp"))
+        with pytest.raises(ValueError, match=r"hook on 'model.layers.0.mlp' is active"):
+            flex.run_from("model.layers.1", value, TOKENS, use_cache=False)
+        flex.run_from("model.layers.1", value, TOKENS, use_cache=False, groups=())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "dp", "ddp", "fsdp2"])
+def test_sharded(name):
+    parallelism = models.TWO_RANKS[name]
+    model = DeepMLP()
+    model.later.register_forward_hook(lambda m, a, out: mix(m, out, None, None))
+    expected = model(BATCH)
+    value = returned(model, "layers.1", BATCH)
+    with FlexModel(parallelism.shard(DeepMLP()), **parallelism.sizes) as flex, torch.no_grad():
+        flex.register_forward_hook(HookFunction("later", editing_function=mix))
+        mine = parallelism.my_rows(value)
+        for _ in range(2):
+            got = flex.run_from("layers.1", mine, parallelism.my_rows(BATCH))
+            assert_close(got, parallelism.my_rows(expected))
+        assert_close(flex(parallelism.my_rows(BATCH)), parallelism.my_rows(expected))
+        if name == "tp":
+            other = value + torch.distributed.get_rank()
+            with pytest.raises(ValueError, match=r"'value_of_run_from'.*different values"):
+                flex.run_from("layers.1", other, BATCH)
+
+
+@pytest.mark.ranks(2)
+def test_a_pipeline_is_refused():
+    schedule = pipelines.make_schedule(Schedule1F1B, pipelines.make_mlp(), 4)
+    flex = FlexModel(schedule, {})
+    with pytest.raises(RuntimeError, match="run_from is for a model that runs as a whole"):
+        flex.run_from("layers.0", BATCH, BATCH)
