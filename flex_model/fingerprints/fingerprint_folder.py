@@ -139,7 +139,9 @@ def _file_of(folder: Path, number: int) -> Path:
 
 
 def as_json(inputs: Any) -> tuple[Any, list[Tensor]]:
-    """Return what JSON holds of a tree, and its tensors; None if it has anything else."""
+    """Return what JSON holds of a tree, and its tensors; None of None, and if it has more."""
+    if inputs is None:
+        return None, []
     leaves, spec = tree_flatten(inputs)
     plain = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
     try:

@@ -66,7 +66,7 @@ def positions(shape: Shape, device: torch.device) -> Tensor:
     if numel <= NUM_SAMPLES:
         return torch.arange(numel, device=device)
     generator = torch.Generator().manual_seed(hash(shape) % 2**63)  # of ints: the same everywhere
-    # One in each of equal intervals: none is drawn twice, and no region is left out.
+    # One in each of equal intervals, so that no region is left out.
     places = torch.arange(NUM_SAMPLES, dtype=torch.float64)
     places += torch.rand(NUM_SAMPLES, generator=generator, dtype=torch.float64)
     return (places * (numel / NUM_SAMPLES)).long().clamp_(max=numel - 1).to(device)
