@@ -121,9 +121,9 @@ def compare(
         b: Another one; or a FlexModel, which is run with A's inputs (collective over its ranks).
         names: Where names differ, patterns of A's names and B's, such as
             ``{"model.layers.*.mlp": "decoder.layers.*.mlp"}``: ``*`` is one part of a name, and
-            what is below a module follows it. The longest one that matches counts. Of parts of a
-            fused output: ``{"layers.*.q": ("layers.*.qkv", lambda qkv: qkv[..., :512])}``, a
-            function that makes A's tensor of B's, which B must have kept (``tensors=True``).
+            what is below a module follows it, ``""`` is the model. The longest one counts. Of a
+            part of a fused output: ``{"layers.*.q": ("layers.*.qkv", lambda qkv: qkv[..., :512])}``
+            has a function that makes A's tensor of B's, which B must have kept (``tensors=True``).
         own: Run B's modules on A's recorded inputs (``tensors=True``), instead of B's own: then
             ``ulps`` is a module's own error, also behind others. For a live B.
 
@@ -214,6 +214,11 @@ def compared(a: RecordedRun, b: RecordedRun, names: Names | None = None) -> Comp
             other = replace(made, read_full=partial(_same, part), layout=other.layout)
         pairs.append((site, other))
     unmatched += [f"in B only: {_shown(site)}" for key, site in by_key.items() if key not in used]
+    if not pairs:
+        raise ValueError(
+            f"compare: no site of A is in B; give names=, patterns such as {{'layers.*': "
+            f"'blocks.*'}}. Of A: {unmatched[:2]}"
+        )
     for run, letter in ((a, "A"), (b, "B")):
         unmatched += [f"refused in {letter}: {site}: {why}" for site, why in run.refused.items()]
     return Comparison(
@@ -235,7 +240,8 @@ def partner_of(name: str, names: Names | None) -> tuple[str, Callable[[Tensor], 
     """
     names = names or {}
     for ours in sorted(names, key=lambda one: (-one.count("."), one.count("*"))):
-        matched = re.fullmatch(re.escape(ours).replace(r"\*", r"([^.]+)") + r"(\..*)?", name)
+        whole = name if ours or not name else f".{name}"  # all is below the model
+        matched = re.fullmatch(re.escape(ours).replace(r"\*", r"([^.]+)") + r"(\..*)?", whole)
         if matched is None:
             continue
         value = names[ours]
@@ -245,5 +251,5 @@ def partner_of(name: str, names: Names | None) -> tuple[str, Callable[[Tensor], 
             raise ValueError(f"compare: names {ours!r} and {other!r} differ in their number of *")
         for part in parts:
             other = other.replace("*", part, 1)
-        return (other + below, None) if below else (other, make)
+        return ((other + below).lstrip("."), None) if below else (other, make)
     return name, None

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from flex_model.distributed import values
 from flex_model.fingerprints.summary import ROUTING, Summary, positions
 
 #: How much larger than those of its inputs a module's relative differences may be. A matrix keeps
@@ -95,15 +95,15 @@ def judged(
         begins = a.kind in ("forward_pre", "full_backward_pre")
         frames = backward if is_backward else forward
         caller = _caller(a.name, names)
-        place = caller if begins or a.kind == "tensor" else a.name
-        if a.kind == ROUTING:
-            place = caller
-        source = frames.get(place) or frames.get(_caller(place, names), _Source())
+        place = caller if begins or a.kind in ("tensor", ROUTING) else a.name
+        is_begun = a.kind != "forward" or (a.name, a.call) in begun
+        source = frames.get(place, _Source())
+        if place not in frames or not is_begun:  # what it was called with was not compared
+            source = source.joined(frames.get(_caller(place, names), _Source()))
         if is_backward:
             for name in (place, a.name):
                 source = source.joined(forward.get(name, _Source()))
         own = _Source(0.0, max([*a.shape, math.prod(a.shape[:-1]) if is_backward else 1]))
-        is_begun = a.kind != "forward" or (a.name, a.call) in begun
         module = place if is_begun else caller
         difference = _difference(a, b, source, module, is_of_one_dtype)
         yield difference
@@ -162,7 +162,7 @@ def _difference(
     if a.read_full is not None and b.read_full is not None:
         ours, theirs = b.read_full().reshape(-1), a.read_full().reshape(-1)
         index = torch.arange(len(ours))
-    apart = _apart(ours, theirs)
+    apart = values.apart(ours, theirs)
     if not _is_inexact(a.dtype):
         is_equal = not apart.any() and torch.equal(a.moments, b.moments)
         return replace(found, ulps=0.0 if is_equal else math.inf)
@@ -172,7 +172,7 @@ def _difference(
     sizes += [apart.square().mean().sqrt().item() if apart.numel() else 0.0]
     size = max(sizes) if a.moments[3] == b.moments[3] else math.inf
     unit = a.moments[1].item() * torch.finfo(dtype).eps
-    ulps = size / unit if unit else size and math.inf
+    ulps = size / unit if unit and math.isfinite(size + unit) else size and math.inf
     found = replace(found, ulps=ulps, bound=_bound(dtype, source.width))
     if not found.differs:
         return found
@@ -212,14 +212,6 @@ def _bound(dtype: torch.dtype, width: int) -> float:
 
 def _is_inexact(*dtypes: torch.dtype) -> bool:
     return all(dtype.is_floating_point or dtype.is_complex for dtype in dtypes)
-
-
-def _apart(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Return the magnitudes of differences; equal infinities and NaN are none."""
-    wide = torch.complex128 if theirs.is_complex() or ours.is_complex() else torch.float64
-    ours, theirs = ours.to(wide), theirs.to(wide)
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    return (ours - theirs).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf)
 
 
 def _rank(place: Sequence[int], splits: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from flex_model.distributed.placement import Shape
 
 NUM_SAMPLES = 2048
+_MIXER = 0x85EBCA6B  # odd, without a pattern
 _BLOCK = 8192  # elements that are summed in a tensor's own precision
 
 #: The kind of a site beside those of hooks: the experts that a gate chooses.
@@ -65,11 +66,11 @@ def positions(shape: Shape, device: torch.device) -> Tensor:
     numel = math.prod(shape)
     if numel <= NUM_SAMPLES:
         return torch.arange(numel, device=device)
-    generator = torch.Generator().manual_seed(hash(shape) % 2**63)  # of ints: the same everywhere
-    # One in each of equal intervals, so that no region is left out.
-    places = torch.arange(NUM_SAMPLES, dtype=torch.float64)
-    places += torch.rand(NUM_SAMPLES, generator=generator, dtype=torch.float64)
-    return (places * (numel / NUM_SAMPLES)).long().clamp_(max=numel - 1).to(device)
+    # One in each of equal intervals, so that no region is left out; where in it, is hashed.
+    places = torch.arange(NUM_SAMPLES)
+    mixed = places * _MIXER % 2**32
+    mixed = (mixed ^ mixed >> 15) * _MIXER % 2**32
+    return ((places + (mixed ^ mixed >> 13) / 2**32) * (numel / NUM_SAMPLES)).long().to(device)
 
 
 def summarised(

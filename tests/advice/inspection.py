@@ -157,6 +157,13 @@ def compared(folder, own=False, live=False, inputs=(), box=None):
         flex_model.compare(folder, flex if live else folder, own=own)
 
 
+@in_a_folder
+def renamed(folder, names=None):
+    for name, model in (("a", models.mlp()), ("b", nn.Sequential(models.mlp()))):
+        FlexModel(model).fingerprint(folder / name, BATCH)
+    assert flex_model.compare(folder / "a", folder / "b", names).is_equal
+
+
 class Boxed(nn.Module):
     def forward(self, box):
         return getattr(box, "rows", box) * 2
@@ -181,6 +188,11 @@ ROWS = [
         "fingerprint: a run of this FlexModel is under way; call it afterwards",
         lambda: recorded(inside=True),
         lambda: recorded(),
+    ),
+    Row(
+        "no site of A is in B; give names=",
+        lambda: renamed({"": "other"}),
+        lambda: renamed({"": "0"}),
     ),
     Row(
         "own=True feeds A's inputs to B's modules; give B as a FlexModel",

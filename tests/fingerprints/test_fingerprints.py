@@ -184,6 +184,8 @@ def test_parts_of_a_fused_projection_are_compared_by_names(tmp_path):
     assert renamed("layers.3.mlp.fc1", patterns) == ("decoder.3.ffn.fc1", None)
     assert renamed("layers.3.attn", patterns) == ("decoder.3.attn", None)
     assert renamed("embed", patterns) == ("embed", None)
+    assert renamed("fc1", {"": "module"}) == ("module.fc1", None)
+    assert renamed("module.fc1", {"module": ""}) == ("fc1", None)
     with pytest.raises(ValueError, match=r"differ in their number of \*"):
         renamed("layers.3", {"layers.*": "decoder"})
 
@@ -193,6 +195,15 @@ def test_other_inputs_shapes_and_dtypes_are_told(tmp_path):
     for name, x, kind in (("b", X + 1, "forward_pre"), ("c", X[:2], "shape")):
         first = flex_model.compare(a, fingerprint(tmp_path / name, models.mlp(), x)).first
         assert (first.name, first.kind) == ("", kind)
+    broken = models.mlp()
+    broken.fc1.weight.data[2, 1] = torch.nan
+    b = fingerprint(tmp_path / "f", broken, X)
+    for runs in ((a, b), (b, a)):
+        first = flex_model.compare(*runs).first
+        assert (first.name, first.ulps) == ("fc1", torch.inf)
+    assert flex_model.compare(b, b).first is None
+    with pytest.raises(ValueError, match="no site of A is in B; give names="):
+        flex_model.compare(a, fingerprint(tmp_path / "g", nn.Tanh(), X), {"": "other"})
     # Of a run in another dtype, values are compared, in units of the coarser one.
     single = fingerprint(tmp_path / "d", models.mlp().float(), X.float())
     assert flex_model.compare(a, single).first is None
@@ -205,11 +216,13 @@ def test_other_inputs_shapes_and_dtypes_are_told(tmp_path):
 
 
 def test_positions_depend_on_the_shape_alone():
-    chosen = positions((64, 1000), torch.device("cpu"))
-    assert len(chosen) == NUM_SAMPLES and chosen[-1] < 64000
-    assert (chosen.diff() >= 0).all()
-    assert torch.equal(chosen, positions.__wrapped__((64, 1000), torch.device("cpu")))
-    assert not torch.equal(chosen, positions((1000, 64), torch.device("cpu")))
+    for shape in ((64, 1000), (4, 512, 1024), (3, 777, 96)):
+        chosen = positions(shape, torch.device("cpu"))
+        assert len(chosen) == NUM_SAMPLES and (chosen.diff() >= 0).all()
+        for size in shape[1:]:  # as good as random ones
+            counts = (chosen % size).bincount(minlength=size)
+            expected = 1 - (1 - 1 / size) ** NUM_SAMPLES
+            assert (counts > 0).float().mean() > expected - 0.05
 
 
 def test_inputs_that_a_file_cannot_hold_are_given_again(tmp_path):
