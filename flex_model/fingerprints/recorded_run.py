@@ -62,6 +62,11 @@ def record_run(
         raise TypeError(f"fingerprint: loss must be a function of the output or None, got {loss!r}")
     if core.runs.is_inside:
         raise RuntimeError("fingerprint: a run of this FlexModel is under way; call it afterwards")
+    if core.of_parameters is not core.communicator:
+        raise ValueError(
+            "fingerprint: with dp_batch='local' each data-parallel rank has a run of its own, and "
+            "the folder is of one; use a FlexModel of this model without dp_batch"
+        )
     writers: list[RunWriter] = []
     on_rank_0(core, "fingerprint", lambda: writers.append(RunWriter(Path(folder))))
     full_inputs = verify.full_inputs(core, *inputs)

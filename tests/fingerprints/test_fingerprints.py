@@ -60,6 +60,14 @@ def test_a_sharded_run_has_the_fingerprint_of_the_unsharded_one(name, tensors, t
         assert {one.kind for one in saved.rows} >= {"forward_pre", "full_backward", "tensor"}
 
 
+@pytest.mark.ranks(2)
+def test_runs_of_single_ranks_are_refused(tmp_path):
+    way = models.TWO_RANKS["ddp"]
+    flex = FlexModel(way.shard(models.mlp()), dp_batch="local", **way.sizes)
+    with pytest.raises(ValueError, match="without dp_batch"):
+        flex.fingerprint(tmp_path, way.my_rows(X))
+
+
 def test_gradients_are_compared_in_the_order_of_the_backward(tmp_path):
     class Halved(nn.Module):
         def forward(self, x):
@@ -97,11 +105,12 @@ def test_the_most_different_values_are_listed_with_their_positions(pair):
 
 def test_the_page_shows_the_first_difference(pair, tmp_path):
     page = tmp_path / "page.html"
-    flex_model.compare(*pair).show(page)
+    found = flex_model.compare(*pair)
+    found.show(page)
     with browser.opened() as opened:
         opened.open(page)
         assert opened.evaluate("document.querySelector('h2').textContent") == "fc2"
-        assert opened.evaluate("document.querySelectorAll('.site').length") == 35
+        assert opened.evaluate("document.querySelectorAll('.site').length") == len(found.rows)
         rows = "[...document.querySelectorAll('td')].map(e => e.textContent)"
         assert opened.evaluate(rows)[0].endswith(", 3]")
         opened.evaluate("document.querySelectorAll('.site')[0].click()")
