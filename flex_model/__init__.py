@@ -11,6 +11,7 @@ load()
 from flex_model import pytree
 from flex_model.compat.dummy_module import DummyModule
 from flex_model.errors import HookError, HookMismatchError, HookNotCalledWarning, TraceError
+from flex_model.fingerprints import Comparison, Difference, compare
 from flex_model.hooks.function import HookFunction
 from flex_model.model import FlexModel
 from flex_model.records.store import ActivationStore
@@ -20,6 +21,8 @@ __version__ = "1.0.0"
 
 __all__ = [
     "ActivationStore",
+    "Comparison",
+    "Difference",
     "DummyModule",
     "FlexModel",
     "HookError",
@@ -29,6 +32,7 @@ __all__ = [
     "Select",
     "TraceError",
     "build_info",
+    "compare",
     "pytree",
 ]
 

@@ -1,4 +1,4 @@
-"""The command line: ``python -m flex_model demo | inspect | doctor | harvest``."""
+"""The command line: ``python -m flex_model demo | inspect | doctor | harvest | compare``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from flex_model.diagnostics.local_ranks import RankError
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.mesh import check_sizes
 from flex_model.distributed.placement import Shape
+from flex_model.fingerprints import compare
 from flex_model.inspection import offline
 from flex_model.inspection.dry_run import DryRun
 from flex_model.sequential.harvest import add_harvest
@@ -40,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_doctor(commands)
     add_harvest(commands)
+    _add_compare(commands)
     return parser
 
 
@@ -66,7 +68,7 @@ def _demo(options: argparse.Namespace) -> int:
         open(options.html, "w").close()  # fails here if it can't be written, not in a rank
     steps = progress([(1, None), (options.ranks, options.html)], "demo", is_shown=True)
     one, several = [demo.on_ranks(*step) for step in steps]
-    comparison = demo.Comparison(one, several, options.ranks)
+    comparison = demo.DemoComparison(one, several, options.ranks)
     print(json.dumps(comparison.json(), indent=2) if options.json else comparison)
     if options.html is not None:
         print(f"the model map is in {options.html}", file=sys.stderr)
@@ -165,3 +167,26 @@ def _doctor(options: argparse.Namespace) -> int:
     report = doctor.examine(show_progress=True)
     print(report.json() if options.json else report)
     return 0 if report.is_well else 1
+
+
+def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="print where two recorded runs first differ",
+        description="Compares two folders of flex.fingerprint, site by site, in units of rounding, "
+        "and names the first module that differs by more than its inputs explain. The exit status "
+        "is 0 if there is none.",
+        epilog="example: python -m flex_model compare before after --html page.html",
+    )
+    parser.add_argument("a", metavar="A", help="the folder of the run that is taken as right")
+    parser.add_argument("b", metavar="B", help="the folder of the other run")
+    parser.add_argument("--html", metavar="FILE", help="also write it as a page")
+    parser.set_defaults(run=_compare)
+
+
+def _compare(options: argparse.Namespace) -> int:
+    comparison = compare(options.a, options.b)
+    print(comparison)
+    if options.html is not None:
+        comparison.show(options.html)
+    return 0 if comparison.first is None else 1

@@ -216,7 +216,7 @@ def _explore(rank: int, num_ranks: int, html: str | None) -> tuple[Any, ...]:
 
 
 @dataclass
-class Comparison:
+class DemoComparison:
     """The comparison of one process with several ranks; prints as text."""
 
     one: Findings

@@ -21,6 +21,7 @@ from flex_model.compat.parallel_state import ParallelState
 from flex_model.diagnostics.timeline import Timeline, recorded
 from flex_model.distributed.communicator import Communicator
 from flex_model.errors import nearest
+from flex_model.fingerprints import Comparison, comparison, recorded_run
 from flex_model.hooks.function import KINDS, EditingFunction, HookFunction
 from flex_model.hooks.groups import Members, matches, pattern_text
 from flex_model.hooks.groups import check_name as check_group_name
@@ -1061,9 +1062,51 @@ class FlexModel(nn.Module):
         else:
             visualize.html.write(picture, html)
 
+    def fingerprint(
+        self,
+        folder: str | os.PathLike[str],
+        *args: Any,
+        loss: Callable[[Any], Tensor] | None = None,
+        tensors: bool = False,
+        routing: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Record one run in a folder, to be compared with another one by ``flex_model.compare``:
+        of each module's first input and output, in the order of execution, shape, dtype, mean, root
+        of the mean square, largest magnitude, and 2,048 values at positions that depend on the full
+        shape alone; and which experts tokens go to. The same on any sharding.
+
+        Example::
+
+            flex.fingerprint("run_a", tokens)
+            flex.fingerprint("run_a", tokens, loss=lambda out: out.logits.square().mean())
+
+        No registered hook runs, and gradients stay as they were. Sites that can't be hooked are in
+        the folder with the reason. A run that was interrupted leaves a folder that ``compare``
+        refuses; a fingerprint in a folder replaces the one before. Inputs are kept in full.
+
+        Args:
+            args, kwargs: This rank's inputs, as for a forward.
+            loss: From the model's output to a scalar, the mean over rows: the gradients of inputs,
+                outputs and parameters are recorded, too.
+            tensors: Keep full tensors, too: ``compare`` is exact, and can tell own errors.
+            routing: Record the experts that gates choose. Without, for gates that don't choose by
+                one top k.
+
+        Collective over the ranks of the model; rank 0 writes.
+
+        Raises:
+            ValueError: the folder has other files or can't be written; inputs that are neither the
+                same on all ranks nor rows of one batch. On every rank.
+            RuntimeError: called during a run.
+        """
+        self._check_open()
+        self._runner.check_runs_whole_model("fingerprint")
+        recorded_run.record_run(self._core, folder, (args, kwargs), loss, tensors, routing)
+
     def verify(
         self,
-        reference: nn.Module | Callable[[], nn.Module] | None,
+        reference: nn.Module | Callable[[], nn.Module] | str | os.PathLike[str] | None,
         *args: Any,
         loss: Callable[[Any], Tensor] | None = None,
         edits: bool = False,
@@ -1071,8 +1114,10 @@ class FlexModel(nn.Module):
         atol: float = 0.0,
         raise_on_difference: bool = False,
         reference_timeout: float = 1800.0,
+        names: comparison.Names | None = None,
+        own: bool = False,
         **kwargs: Any,
-    ) -> VerifyReport:
+    ) -> VerifyReport | Comparison:
         """Compare this model with the unsharded one at every hooked site, or without hooks at the
         outputs of all modules. Prints as a table that names the first site that differs.
 
@@ -1089,6 +1134,8 @@ class FlexModel(nn.Module):
             reference: The unsharded model, with the same weights and in the same mode (``eval()``,
                 or without dropout), or a function that makes it. Only rank 0's is used: pass None
                 on the others. With ``dp_batch="local"`` rank 0 is the first of each run's ranks.
+                Or the folder of a ``fingerprint``, on every rank: the result is a
+                ``flex_model.Comparison``; without inputs the model is run with the folder's.
             args, kwargs: This rank's inputs, as for a forward. Rank 0 gathers the rows of all
                 data-parallel ranks for the reference.
             loss: From the model's output to a scalar, the mean over rows: backward hooks' sites
@@ -1099,6 +1146,7 @@ class FlexModel(nn.Module):
                 trainable modules; what it keeps elsewhere stays. Hooks of parameters are left out.
             rtol: By default the two-thirds power of the dtype's ``eps``: 2e-5 for float32.
             reference_timeout: Seconds that the other ranks wait for the reference.
+            names, own: With a folder: as of ``flex_model.compare``.
 
         Collective over the ranks of the model.
 
@@ -1110,9 +1158,21 @@ class FlexModel(nn.Module):
         """
         self._check_open()
         self._runner.check_runs_whole_model("verify")
-        report = inspection.verify.verify(
-            self._core, reference, args, kwargs, loss, rtol, atol, reference_timeout, edits
-        )
+        report: VerifyReport | Comparison
+        if isinstance(reference, (str, os.PathLike)):
+            if edits or rtol is not None or atol:
+                raise ValueError(
+                    "verify: edits, rtol and atol are for a live reference, not for a folder"
+                )
+            report = comparison.compare_live(
+                self._core, reference, (args, kwargs), loss, names, own
+            )
+        else:
+            if names is not None or own:
+                raise ValueError("verify: names and own are for the folder of a fingerprint")
+            report = inspection.verify.verify(
+                self._core, reference, args, kwargs, loss, rtol, atol, reference_timeout, edits
+            )
         if raise_on_difference and not report.is_equal:
             raise AssertionError(f"verify: the sharded model differs\n{report}")
         return report

@@ -66,11 +66,20 @@ def difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     """The largest absolute difference of elements, and the largest of ``theirs``. NaN is one
     number, infinities of one sign are equal. Tensors of one shape, with elements. Local.
     """
-    wide = torch.complex128 if theirs.is_complex() or ours.is_complex() else torch.float64
-    apart = (ours.to(wide) - theirs.to(wide)).abs()
+    largest = apart(ours, theirs).max().item()
+    return largest, theirs.to(_wide(theirs)).abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+
+
+def apart(ours: Tensor, theirs: Tensor) -> Tensor:
+    """The absolute differences of elements, as in ``difference``. Local."""
+    wide = _wide(ours, theirs)
     same = (ours.isnan() & theirs.isnan()) | (ours == theirs)
-    largest = apart.masked_fill(same, 0.0).nan_to_num(nan=torch.inf).max().item()
-    return largest, theirs.to(wide).abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+    found = (ours.to(wide) - theirs.to(wide)).abs()
+    return found.masked_fill(same, 0.0).nan_to_num(nan=torch.inf)
+
+
+def _wide(*tensors: Tensor) -> torch.dtype:
+    return torch.complex128 if any(t.is_complex() for t in tensors) else torch.float64
 
 
 def tolerance(*tensors: Tensor) -> float:

@@ -356,15 +356,15 @@ def _twin(hook: HookFunction, number: int) -> HookFunction:
     return twin
 
 
-class _Core(HookCore):
+class SecondCore(HookCore):
     """A second HookCore besides the user's, on the same model or on the reference.
 
     Args:
         reads_only: Whether its hooks only read, and it continues where a layout can't be resolved.
 
     Attributes:
-        unresolved: By index, `NOT_RESOLVED` or `REFUTED`, where that is so; the same on every
-            rank.
+        unresolved: By index, the errors of registrations whose layout could not be resolved; the
+            same on every rank.
     """
 
     def __init__(
@@ -379,7 +379,7 @@ class _Core(HookCore):
         batch_dim: BatchDim,
     ) -> None:
         self.found: Found = {}
-        self.unresolved: dict[int, int] = {}
+        self.unresolved: dict[int, Exception] = {}
         super().__init__(
             module,
             mesh,
@@ -432,23 +432,27 @@ class _Core(HookCore):
         """
         if is_agreed(error) and not isinstance(error, ValueError):
             raise error
-        is_refuted = isinstance(error, ReplicasDifferError)
-        self.unresolved[registration.index] = REFUTED if is_refuted else NOT_RESOLVED
+        self.unresolved[registration.index] = error
 
 
-def _second_core(
-    user: HookCore, module: nn.Module, mesh: Mesh, timeout_s: float, edits: bool
-) -> _Core:
+def second_core(
+    user: HookCore,
+    module: nn.Module,
+    mesh: Mesh,
+    timeout_s: float,
+    edits: bool,
+    edit_on: str = "all",
+) -> SecondCore:
     """Return a read-only core, or one that edits as the user's does, with its ``save_ctx`` and
     copies of its trainable modules. What the user states of the wrapped model holds there.
     """
-    save_ctx, modules, edit_on = Namespace(), nn.ModuleDict(), "all"
+    save_ctx, modules = Namespace(), nn.ModuleDict()
     if edits:
         save_ctx, modules = user.save_ctx, copy.deepcopy(user.modules)
         modules.zero_grad()
         edit_on = "all" if user.executor.edits_on_all else "rank0"
     batch_dim = user.tracking.batch_dim
-    second = _Core(module, mesh, save_ctx, modules, edit_on, timeout_s, not edits, batch_dim)
+    second = SecondCore(module, mesh, save_ctx, modules, edit_on, timeout_s, not edits, batch_dim)
     for statement in user.tracking.statements if module is user.module else ():
         second.tracking.state(statement)
     return second
@@ -501,12 +505,12 @@ def run_reference(
         )
     parameter = next(module.parameters(), None)
     with _restored_state(core, edits):
-        second = _second_core(core, module, Mesh(), 1.0, edits)
+        second = second_core(core, module, Mesh(), 1.0, edits)
         if parameter is not None:
             second.modules.to(parameter.device)
         try:
             has_site = [second.watch(site, i) for i, site in enumerate(sites)]
-            _run(second, _detached(inputs, parameter), loss)
+            run_once(second, detached(inputs, parameter), loss)
             second.take_gradients(sites)
         finally:
             second.close()
@@ -525,19 +529,27 @@ def run_sharded(
     the results of sites whose layouts were not resolved. Collective.
     """
     with core.table.nothing_chosen(), _restored_state(core, edits):
-        second = _second_core(core, core.module, core.mesh, core.communicator.timeout_s, edits)
+        second = second_core(core, core.module, core.mesh, core.communicator.timeout_s, edits)
         try:
             for i in reached:
                 second.watch(sites[i], i)
-            _run(second, _detached(inputs, None), loss)
+            run_once(second, detached(inputs, None), loss)
             second.take_gradients(sites)
         finally:
             second.close()
-    return second.found, {reached[i]: result for i, result in second.unresolved.items()}
+    results = {
+        reached[i]: REFUTED if isinstance(error, ReplicasDifferError) else NOT_RESOLVED
+        for i, error in second.unresolved.items()
+    }
+    return second.found, results
 
 
-def _run(core: HookCore, inputs: Any, loss: Loss | None) -> None:
-    """Run a forward, and a backward if there is a loss; restore the parameters' gradients."""
+def run_once(
+    core: HookCore, inputs: Any, loss: Loss | None, after: Callable[[], None] | None = None
+) -> None:
+    """Run a forward, and a backward if there is a loss, and ``after`` it; restore the parameters'
+    gradients.
+    """
     args, kwargs = inputs
     gradients = contextlib.nullcontext() if loss is not None else torch.no_grad()
     with gradients, core.runs.active(EVERYTHING):
@@ -554,16 +566,18 @@ def _run(core: HookCore, inputs: Any, loss: Loss | None) -> None:
     try:
         value: Any = loss(output)
         value.backward()
+        if after is not None:
+            after()
     finally:
         for parameter, grad in before:
             parameter.grad = grad
 
 
-def _detached(inputs: Any, like: Tensor | None) -> Any:
+def detached(inputs: Any, like: Tensor | None) -> Any:
     """Return the inputs on the device of ``like``, detached from the caller's tensors."""
 
-    def detached(tensor: Tensor) -> Tensor:
+    def twin_of(tensor: Tensor) -> Tensor:
         twin = tensor.detach() if like is None else tensor.detach().to(like.device)
         return twin.requires_grad_(tensor.requires_grad)
 
-    return tree_map_only(Tensor, detached, inputs)
+    return tree_map_only(Tensor, twin_of, inputs)

@@ -21,14 +21,20 @@ def write(picture: ModelMap, file: str | os.PathLike[str]) -> None:
 
 
 def page(picture: ModelMap) -> str:
-    """Return the page. Names and reprs are users' text and can't inject HTML: they are embedded as
-    JSON with ``<``, ``>`` and ``&`` escaped, and the page only puts them into text nodes.
+    """Return the page."""
+    return filled("map.html", _data(picture))
+
+
+def filled(name: str, data: Any) -> str:
+    """Return a template with data in it. Names and reprs are users' text and can't inject HTML:
+    they are embedded as JSON with ``<``, ``>`` and ``&`` escaped, and the page only puts them into
+    text nodes.
     """
-    template = resources.files("flex_model.visualize").joinpath("map.html").read_text("utf-8")
-    data = json.dumps(_data(picture), separators=(",", ":"))
+    template = resources.files("flex_model.visualize").joinpath(name).read_text("utf-8")
+    shown = json.dumps(data, separators=(",", ":"))
     for character in "<>&":  # JSON has them in strings only, where they can be escaped
-        data = data.replace(character, f"\\u{ord(character):04x}")
-    return template.replace(_DATA, data)
+        shown = shown.replace(character, f"\\u{ord(character):04x}")
+    return template.replace(_DATA, shown)
 
 
 def _data(picture: ModelMap) -> dict[str, Any]:

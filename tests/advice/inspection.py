@@ -7,7 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from advice.row import BATCH, Row, wrapped
+import flex_model
+import models
+from advice.row import BATCH, Row, in_a_folder, wrapped
 from flex_model import FlexModel, HookFunction
 from flex_model.inspection import offline
 from flex_model.inspection.offline import inspect, run_on_shapes
@@ -125,7 +127,83 @@ def plot(values):
 
 HOLES = torch.tensor([[1.0, torch.nan]])
 
+
+def in_a_run(edit):
+    """A run whose editing function records one of the same FlexModel."""
+    flex = FlexModel(models.mlp())
+    flex.register_forward_hook(HookFunction("fc1", editing_function=lambda *_: edit(flex)))
+    flex(BATCH)
+
+
+@in_a_folder
+def recorded(folder, others=False, inside=False, finishes=True):
+    if others:
+        (folder / "mine.txt").write_text("")
+    flex = wrapped()
+    if inside:
+        in_a_run(lambda flex: flex.fingerprint(folder / "a", BATCH))
+    if finishes:
+        flex.fingerprint(folder, BATCH)
+    flex_model.compare(folder, folder)
+
+
+@in_a_folder
+def compared(folder, own=False, live=False, inputs=(), box=None):
+    flex = FlexModel(Boxed())
+    flex.fingerprint(folder, box or BATCH, tensors=True)
+    if inputs:
+        flex.verify(folder, *inputs)
+    else:
+        flex_model.compare(folder, flex if live else folder, own=own)
+
+
+@in_a_folder
+def renamed(folder, names=None):
+    for name, model in (("a", models.mlp()), ("b", nn.Sequential(models.mlp()))):
+        FlexModel(model).fingerprint(folder / name, BATCH)
+    assert flex_model.compare(folder / "a", folder / "b", names).is_equal
+
+
+class Boxed(nn.Module):
+    def forward(self, box):
+        return getattr(box, "rows", box) * 2
+
+
+class Box:
+    rows = BATCH
+
+
 ROWS = [
+    Row(
+        "has other files; give a folder of its own",
+        lambda: recorded(others=True),
+        lambda: recorded(),
+    ),
+    Row(
+        "interrupted; run flex.fingerprint({}, ...) again",
+        lambda: recorded(finishes=False),
+        lambda: recorded(),
+    ),
+    Row(
+        "fingerprint: a run of this FlexModel is under way; call it afterwards",
+        lambda: recorded(inside=True),
+        lambda: recorded(),
+    ),
+    Row(
+        "no site of A is in B; give names=",
+        lambda: renamed({"": "other"}),
+        lambda: renamed({"": "0"}),
+    ),
+    Row(
+        "own=True feeds A's inputs to B's modules; give B as a FlexModel",
+        lambda: compared(own=True),
+        lambda: compared(own=True, live=True),
+    ),
+    Row(
+        "give them: flex.verify(folder, *inputs)",
+        lambda: compared(live=True, box=Box()),
+        lambda: compared(inputs=[Box()], box=Box()),
+    ),
     Row(
         "hook_function.parameters has no",
         lambda: findings(adds_bias),

@@ -11,6 +11,7 @@ VERBS = (
 
 # Texts that have no row: where their advice is followed, or why not here.
 ELSEWHERE = {
+    "use a FlexModel of this model without dp_batch": "fingerprints/: refused runs",
     "give batches of that size, or make the stage without input_args": "pipelining/"
     "test_pipelining_models: GPT-2, traced",
     "checkpoint(..., use_reentrant=False)": "layouts/test_gradients: recomputed blocks",

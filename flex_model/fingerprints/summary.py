@@ -1,0 +1,99 @@
+"""What a fingerprint keeps of one full tensor: moments, and values at a few positions."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model.distributed.placement import Shape
+
+NUM_SAMPLES = 2048
+_MIXER = 0x85EBCA6B  # odd, without a pattern
+_BLOCK = 8192  # elements that are summed in a tensor's own precision
+
+#: The kind of a site beside those of hooks: the experts that a gate chooses.
+ROUTING = "routing"
+
+
+@dataclass(eq=False)
+class Summary:
+    """One tensor at one call of a site.
+
+    Attributes:
+        name: The module's; of a gradient of kind ``"tensor"``, the parameter's.
+        kind: As of hooks, or ``"routing"``.
+        call: Counted from 0 for each name and kind.
+        moments: Mean, root of the mean square, largest magnitude, and 1 if an element is not
+            finite; float64.
+        sample: The values at ``positions``; of a routing, all of them.
+        margins: Of a routing: by token, how far the last chosen expert is ahead of the next one, in
+            units of rounding at the scale of the scores.
+        read_full: Reads the tensor, where it is kept.
+        layout, splits: The layout in words; by axis, the dim and the sizes of the ranks' parts.
+    """
+
+    name: str
+    kind: str
+    call: int
+    dtype: torch.dtype
+    shape: Shape
+    moments: Tensor
+    sample: Tensor
+    margins: Tensor | None = None
+    read_full: Callable[[], Tensor] | None = None
+    layout: str = ""
+    splits: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What identifies it among those of a run."""
+        return self.name, self.kind, self.call
+
+
+@functools.lru_cache(maxsize=64)
+def positions(shape: Shape, device: torch.device) -> Tensor:
+    """Return the sorted flat positions of the values that are kept of a tensor of this full shape.
+
+    They depend on the shape alone, not on the site's name: so they are the same on every sharding,
+    and for sites that a map of names pairs.
+    """
+    numel = math.prod(shape)
+    if numel <= NUM_SAMPLES:
+        return torch.arange(numel, device=device)
+    # One in each of equal intervals, so that no region is left out; where in it, is hashed.
+    places = torch.arange(NUM_SAMPLES)
+    mixed = places * _MIXER % 2**32
+    mixed = (mixed ^ mixed >> 15) * _MIXER % 2**32
+    return ((places + (mixed ^ mixed >> 13) / 2**32) * (numel / NUM_SAMPLES)).long().to(device)
+
+
+def summarised(
+    full: Tensor, name: str, kind: str, call: int, margins: Tensor | None = None
+) -> Summary:
+    """Return the summary of a full tensor, whose tensors stay on its device: nothing waits."""
+    full, shape = full.detach(), tuple(full.shape)
+    flat = (torch.view_as_real(full) if full.is_complex() else full).reshape(-1)
+    sample = full if kind == ROUTING else full.reshape(-1)[positions(shape, full.device)]
+    return Summary(name, kind, call, full.dtype, shape, _moments(flat), sample, margins)
+
+
+def _moments(flat: Tensor) -> Tensor:
+    """Return the moments of `Summary`: sums of blocks in the tensor's own precision, then of these
+    in float64, so that no wide copy is made.
+    """
+    if not flat.numel():
+        return torch.zeros(4, dtype=torch.float64, device=flat.device)
+    wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    whole = len(wide) - len(wide) % _BLOCK
+    blocks = [part for part in (wide[:whole].view(-1, _BLOCK), wide[None, whole:]) if part.numel()]
+    total = torch.cat([block.sum(1).double() for block in blocks]).sum()
+    norms = [torch.linalg.vector_norm(block, dim=1).double() for block in blocks]
+    largest = torch.stack(wide.aminmax()).abs().max().double()
+    rms = torch.cat(norms).norm() / math.sqrt(len(wide))
+    return torch.stack([total / len(wide), rms, largest, (~largest.isfinite()).double()])

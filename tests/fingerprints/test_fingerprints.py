@@ -1,0 +1,273 @@
+"""Folders of fingerprints, and their comparison on one process."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import browser
+import flex_model
+import models
+from flex_model import FlexModel, cli
+from flex_model.fingerprints.fingerprint_folder import read_run
+from flex_model.fingerprints.summary import NUM_SAMPLES, positions
+
+X = models.random(4, 5, 6)
+
+
+def loss(output):
+    return output.square().mean()
+
+
+def fingerprint(folder, model, *inputs, **settings):
+    with FlexModel(model) as flex:
+        flex.fingerprint(folder, *inputs, **settings)
+    return folder
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two runs; the second one's fc2 has another bias."""
+    other = models.mlp()
+    other.fc2.bias.data[3] += 1e-3
+    return (
+        fingerprint(tmp_path / "a", models.mlp(), X, loss=loss),
+        fingerprint(tmp_path / "b", other, X, loss=loss),
+    )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "ddp", "fsdp2", "dtensor"])
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_sharded_run_has_the_fingerprint_of_the_unsharded_one(name, tensors, tmp_path):
+    way = models.TWO_RANKS[name]
+    if dist.get_rank() == 0:
+        alone = models.mlp().requires_grad_(True)
+        own = FlexModel(alone, process_group=dist.new_group([0], use_local_synchronization=True))
+        own.fingerprint(tmp_path / "a", X, loss=loss, tensors=tensors)
+        own.restore()
+    flex = FlexModel(way.shard(models.mlp()), **way.sizes)
+    flex.fingerprint(tmp_path / "b", way.my_rows(X), loss=loss, tensors=tensors)
+    found = flex.verify(tmp_path / "a", way.my_rows(X), loss=loss)
+    assert found.first is None and not found.differences and not found.unmatched, found
+    assert all(one.grad is None for one in flex.module.parameters())
+    if dist.get_rank() == 0:
+        saved = flex_model.compare(tmp_path / "a", tmp_path / "b")
+        assert saved == found and len(saved.rows) == 6 * 4 - 2 + 8  # X has no gradient
+        assert {one.kind for one in saved.rows} >= {"forward_pre", "full_backward", "tensor"}
+
+
+@pytest.mark.ranks(2)
+def test_runs_of_single_ranks_are_refused(tmp_path):
+    way = models.TWO_RANKS["ddp"]
+    flex = FlexModel(way.shard(models.mlp()), dp_batch="local", **way.sizes)
+    with pytest.raises(ValueError, match="without dp_batch"):
+        flex.fingerprint(tmp_path, way.my_rows(X))
+
+
+def test_gradients_are_compared_in_the_order_of_the_backward(tmp_path):
+    class Halved(nn.Module):
+        def forward(self, x):
+            return x / 2 + x.detach() / 2 if self.is_wrong else x * 1
+
+    right, wrong = models.mlp(), models.mlp()
+    right.act, wrong.act = Halved(), Halved()
+    right.act.is_wrong, wrong.act.is_wrong = False, True
+    runs = [
+        fingerprint(tmp_path / name, one, X, loss=loss)
+        for name, one in (("a", right), ("b", wrong))
+    ]
+    first = flex_model.compare(*runs).first
+    assert (first.name, first.kind, first.inherited) == ("act", "full_backward", 0)
+
+
+def test_two_runs_are_compared_by_the_command_line(pair, capsys, tmp_path):
+    a, b = map(str, pair)
+    assert cli.main(["compare", a, a]) == 0
+    assert "0 of" in capsys.readouterr().out
+    assert cli.main(["compare", a, b, "--html", str(tmp_path / "page.html")]) == 1
+    out = capsys.readouterr().out
+    assert "the first: forward of fc2, call 0, computed by fc2" in out
+    assert cli.main(["compare", a, str(tmp_path)]) == 1
+    assert "has no whole fingerprint" in capsys.readouterr().err
+
+
+def test_the_most_different_values_are_listed_with_their_positions(pair):
+    first = flex_model.compare(*pair).first
+    assert (first.name, first.kind, first.call) == ("fc2", "forward", 0)
+    for position, theirs, ours, *_ in first.positions:
+        assert position[-1] == 3
+        assert float(ours) - float(theirs) == pytest.approx(1e-3)
+
+
+def test_the_page_shows_the_first_difference(pair, tmp_path):
+    page = tmp_path / "page.html"
+    found = flex_model.compare(*pair)
+    found.show(page)
+    with browser.opened() as opened:
+        opened.open(page)
+        assert opened.evaluate("document.querySelector('h2').textContent") == "fc2"
+        assert opened.evaluate("document.querySelectorAll('.site').length") == len(found.rows)
+        rows = "[...document.querySelectorAll('td')].map(e => e.textContent)"
+        assert opened.evaluate(rows)[0].endswith(", 3]")
+        opened.evaluate("document.querySelectorAll('.site')[0].click()")
+        assert opened.evaluate("document.querySelector('h2').textContent") == "(the model)"
+
+
+def test_an_interrupted_run_is_no_run_and_a_new_one_replaces_the_last(tmp_path):
+    class Stops(nn.Module):
+        def forward(self, x):
+            raise KeyboardInterrupt
+
+    folder = fingerprint(tmp_path / "a", models.mlp(), X, tensors=True)
+    assert len(list((folder / "tensors").iterdir())) == len(read_run(folder).sites) == 12
+    model = models.mlp()
+    model.out = Stops()
+    with pytest.raises(KeyboardInterrupt):
+        fingerprint(folder, model, X, tensors=True)
+    with pytest.raises(ValueError, match="interrupted; run flex"):
+        read_run(folder)
+    fingerprint(folder, models.mlp(), X)
+    assert not list((folder / "tensors").iterdir())
+    assert flex_model.compare(folder, folder).is_equal
+    (folder / "mine.txt").write_text("")
+    with pytest.raises(ValueError, match="has other files"):
+        fingerprint(folder, models.mlp(), X)
+
+
+def test_a_damaged_file_is_an_error(pair):
+    file = pair[1] / "values.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="can't be read"):
+        flex_model.compare(*pair)
+
+
+class Fused(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.qkv = nn.Linear(6, 12, bias=False).double()
+        self.qkv.weight.data = torch.cat([part.weight.data for part in parts])
+        self.out = nn.Linear(12, 3).double()
+
+    def forward(self, x):
+        return self.out(self.qkv(x))
+
+
+class Apart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [models.seeded(nn.Linear, 6, 6, bias=False, seed=i).double() for i in range(2)]
+        )
+        self.head = nn.Linear(12, 3).double()
+
+    def forward(self, x):
+        return self.head(torch.cat([one(x) for one in self.layers], -1))
+
+
+def test_parts_of_a_fused_projection_are_compared_by_names(tmp_path):
+    model = Apart()
+    fused = Fused(model.layers)
+    fused.out.load_state_dict(model.head.state_dict())
+    fused.qkv.weight.data[7] *= 2
+    a = fingerprint(tmp_path / "a", model, X)
+    b = fingerprint(tmp_path / "b", fused, X, tensors=True)
+    names = {
+        "layers.0": ("qkv", lambda full: full[..., :6]),
+        "layers.1": ("qkv", lambda full: full[..., 6:]),
+        "head": "out",
+    }
+    found = flex_model.compare(a, b, names)
+    assert (found.first.name, found.first.kind) == ("layers.1", "forward")
+    assert not found.unmatched and len(found.rows) == 8
+    assert found.differences[0] is found.first
+    # Without full tensors there are no parts; that is said, not guessed.
+    fingerprint(b, fused, X)
+    found = flex_model.compare(a, b, names)
+    assert sum("without tensors=True" in one for one in found.unmatched) == 2
+    patterns = {"layers.*.mlp": "decoder.*.ffn", "layers.*": "decoder.*"}
+    renamed = flex_model.fingerprints.comparison.partner_of
+    assert renamed("layers.3.mlp.fc1", patterns) == ("decoder.3.ffn.fc1", None)
+    assert renamed("layers.3.attn", patterns) == ("decoder.3.attn", None)
+    assert renamed("embed", patterns) == ("embed", None)
+    assert renamed("fc1", {"": "module"}) == ("module.fc1", None)
+    assert renamed("module.fc1", {"module": ""}) == ("fc1", None)
+    with pytest.raises(ValueError, match=r"differ in their number of \*"):
+        renamed("layers.3", {"layers.*": "decoder"})
+
+
+def test_other_inputs_shapes_and_dtypes_are_told(tmp_path):
+    a = fingerprint(tmp_path / "a", models.mlp(), X)
+    for name, x, kind in (("b", X + 1, "forward_pre"), ("c", X[:2], "shape")):
+        first = flex_model.compare(a, fingerprint(tmp_path / name, models.mlp(), x)).first
+        assert (first.name, first.kind) == ("", kind)
+    broken = models.mlp()
+    broken.fc1.weight.data[2, 1] = torch.nan
+    b = fingerprint(tmp_path / "f", broken, X)
+    for runs in ((a, b), (b, a)):
+        first = flex_model.compare(*runs).first
+        assert (first.name, first.ulps) == ("fc1", torch.inf)
+    assert flex_model.compare(b, b).first is None
+    with pytest.raises(ValueError, match="no site of A is in B; give names="):
+        flex_model.compare(a, fingerprint(tmp_path / "g", nn.Tanh(), X), {"": "other"})
+    # Of a run in another dtype, values are compared, in units of the coarser one.
+    single = fingerprint(tmp_path / "d", models.mlp().float(), X.float())
+    assert flex_model.compare(a, single).first is None
+    model = models.mlp()
+    model.act = nn.Sequential()
+    model.act.forward = lambda x: x.tanh().float()
+    model.fc2.forward = lambda x: nn.functional.linear(x.double(), model.fc2.weight, model.fc2.bias)
+    first = flex_model.compare(a, fingerprint(tmp_path / "e", model, X)).first
+    assert (first.name, first.kind) == ("act", "dtype")
+
+
+def test_positions_depend_on_the_shape_alone():
+    for shape in ((64, 1000), (4, 512, 1024), (3, 777, 96)):
+        chosen = positions(shape, torch.device("cpu"))
+        assert len(chosen) == NUM_SAMPLES and (chosen.diff() >= 0).all()
+        for size in shape[1:]:  # as good as random ones
+            counts = (chosen % size).bincount(minlength=size)
+            expected = 1 - (1 - 1 / size) ** NUM_SAMPLES
+            assert (counts > 0).float().mean() > expected - 0.05
+
+
+def test_inputs_that_a_file_cannot_hold_are_given_again(tmp_path):
+    class Boxed(nn.Module):
+        def forward(self, box):
+            return box.rows * 2
+
+    class Box:
+        rows = X
+
+    class Other:
+        rows = X + 1
+
+    a = fingerprint(tmp_path / "a", Boxed(), Box())
+    with FlexModel(Boxed()) as flex:
+        with pytest.raises(ValueError, match=r"give them: flex.verify\(folder, \*inputs\)"):
+            flex_model.compare(a, flex)
+        assert flex.verify(a, Box()).is_equal
+        with pytest.raises(ValueError, match=r"record .* with tensors=True"):
+            flex_model.compare(a, flex, own=True)
+        with pytest.raises(AssertionError, match="differs"):
+            flex.verify(a, Other(), raise_on_difference=True)
+
+
+def test_few_bytes_are_kept_of_large_activations(tmp_path):
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
+    folder = fingerprint(tmp_path / "a", model, torch.randn(512, 1024))
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    recorded = json.loads((folder / "run.json").read_text())["num_bytes"]
+    inputs = 512 * 1024 * 4
+    assert recorded == 8 * inputs and (size - inputs) < 0.01 * recorded
+
+
+def test_a_copy_of_the_model_is_not_named(tmp_path):
+    model = models.block().float()
+    x = models.random(2, 7, 8).float()
+    a = fingerprint(tmp_path / "a", model, x, tensors=True)
+    with FlexModel(copy.deepcopy(model)) as flex:
+        assert flex_model.compare(a, flex, own=True).is_equal
