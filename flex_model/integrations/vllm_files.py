@@ -1,6 +1,6 @@
 """Reads what vLLM writes: hidden states of a request, and the experts that its tokens went to.
 
-vLLM is not needed. The formats are those of vLLM's main branch in 2026 (0.23): the files of
+vLLM is not needed. The formats are those of vLLM's commit 015a95c8: the files of
 ``ExampleHiddenStatesConnector``, and ``routed_experts`` of ``--enable-return-routed-experts``.
 """
 
