@@ -69,6 +69,20 @@ def test_experts(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_sparse_autoencoder_recovers_the_loss(tmp_path, num_processes):
+    pytest.importorskip("transformers")
+    output = run(tmp_path, "train_sae.py", "--epochs", "2", num_processes=num_processes)
+    clean, spliced, mean = map(
+        float, re.findall(r"loss (\S+), with the autoencoder (\S+), the mean (\S+)", output)[0]
+    )
+    assert mean > clean + 1 and spliced >= clean
+    assert (mean - spliced) / (mean - clean) > 0.9
+    assert float(re.findall(r"(\S+)% of the loss recovered", output)[0]) > 90
+    assert (tmp_path / "sae.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
 def test_steering_changes_the_text(tmp_path, num_processes):
     pytest.importorskip("transformers")
     if num_processes > 1:

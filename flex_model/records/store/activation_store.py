@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
 from torch import Tensor
 
-from flex_model.records.store.manifest import (
-    MANIFEST,
-    MANIFEST_ASIDE,
-    Index,
-    Manifest,
-    RecordLayout,
-    annotation_key,
-    index_name,
-    is_of_batches,
-    shard_name,
-)
+from flex_model.records.store.manifest import MANIFEST, MANIFEST_ASIDE, Manifest, is_of_batches
+from flex_model.records.store.reader import Reader, as_numpy
+from flex_model.records.store.statistics import Statistics, statistics_from
 
 if TYPE_CHECKING:
+    from flex_model.records.store.row_loader import RowLoader
     from flex_model.records.store.session import Session
 
 
@@ -55,6 +46,7 @@ class ActivationStore:
             bytes.
         max_bytes: The most that a rank holds for its writer; a run faster than the disk waits.
         seconds: A new file is also begun, at the end of a run, when this long has passed.
+        statistics: Whether to compute what ``statistics`` returns while records are written.
 
     Attributes:
         num_batches: The number of stored batches, as the ranks agreed on when the FlexModel was
@@ -74,6 +66,7 @@ class ActivationStore:
         shard_bytes: int = 256 * 2**20,
         max_bytes: int = 2**30,
         seconds: float = 30.0,
+        statistics: bool = True,
     ) -> None:
         if shard_bytes < 1 or max_bytes < 1 or seconds < 0:
             raise ValueError(
@@ -82,6 +75,7 @@ class ActivationStore:
             )
         self.folder = Path(folder)
         self.shard_bytes, self.max_bytes, self.seconds = shard_bytes, max_bytes, seconds
+        self.keeps_statistics = statistics
         self.key = json.loads(json.dumps(key))
         self._notes: dict[str, Any] = {}
         self._session: Session | None = None
@@ -245,10 +239,8 @@ class ActivationStore:
         """
         from datasets import IterableDataset
 
-        known = set(self.names) if names else set()
-        for name in names or ():
-            if name not in known:
-                raise self._no_record(name)
+        if names:
+            self._checked(names)
         return IterableDataset.from_generator(
             _rows,
             gen_kwargs={
@@ -256,6 +248,111 @@ class ActivationStore:
                 "names": None if names is None else tuple(names),
                 "batches": list(range(self.num_batches)),
             },
+        )
+
+    def to_datasets(
+        self, names: Sequence[str] | None = None, cache_dir: str | Path | None = None
+    ) -> Any:
+        """Return a Hugging Face ``datasets.Dataset`` with a row for each row of a batch (dim 0: a
+        sequence), memory-mapped from files that are written once.
+
+        Example::
+
+            store.to_datasets(["layers.3"]).save_to_disk("cached/")  # what SAELens reads
+
+        Columns are the records of each name, and the annotations that are tensors with as many
+        rows. dtypes that numpy lacks become float32.
+
+        Args:
+            names: Names of records; None: all.
+            cache_dir: Where the files are; None: the cache of ``datasets``.
+
+        Raises:
+            ImportError: ``datasets`` is not installed.
+            KeyError: as ``tensors``.
+            ValueError: records of a batch differ in their rows, or two batches in their columns.
+        """
+        from flex_model.records.store.hf_datasets import as_dataset
+
+        return as_dataset(self.folder, self._manifest, self._checked(names), cache_dir)
+
+    def statistics(self, name: str) -> Statistics:
+        """Return number, mean, variance and norm of the rows of one name, computed while they were
+        written. A row is the last dim of a record; padding counts.
+
+        Raises:
+            KeyError: as ``tensors``.
+            ValueError: none were computed: for integers, rows of several widths, or a store with
+                ``statistics=False``.
+        """
+        self._checked([name])
+        moments = self._reader.moments(name)
+        if moments is None:
+            raise ValueError(
+                f"{self.folder} has no statistics of {name!r}: its records differ in width or are "
+                "no real numbers, or some were written with ActivationStore(statistics=False)"
+            )
+        return statistics_from(moments)
+
+    def loader(
+        self,
+        names: str | Sequence[str] | None = None,
+        batch_rows: int = 4096,
+        *,
+        buffer_rows: int = 2**17,
+        seed: int | None = 0,
+        rank: int = 0,
+        world: int = 1,
+        epochs: int = 1,
+        mask: str | None = "attention_mask",
+        annotations: Sequence[str] | None = None,
+    ) -> RowLoader:
+        """Return shuffled rows of records for training, as a torch ``IterableDataset``.
+
+        Example::
+
+            loader = store.loader("layers.3.mlp", 4096, rank=rank, world=world)
+            for rows in DataLoader(loader, batch_size=None, num_workers=2):
+                train(rows.records["layers.3.mlp"])  # (4096 / world, width)
+
+        A row is the last dim of a record; rows of several names are aligned. Records are put in a
+        random order, and the rows of each ``buffer_rows`` in one of their own. The stream of global
+        batches is the same for any ``world`` and number of workers: each reader gets its share of
+        every batch. ``loader.load_state_dict(rows.state)`` continues after a batch, with another
+        ``world`` if need be. The rows after the last whole batch are not read.
+
+        Args:
+            names: Names of records; None: all.
+            batch_rows: Rows of a batch, on all readers together.
+            buffer_rows: Rows that are shuffled together; at least those of one record.
+            seed: Determines the order; None: as stored.
+            rank, world: This reader, and the number of readers.
+            epochs: How often all rows are read, each time in another order.
+            mask: An annotation that is 0 for rows to leave out, such as padding, where batches have
+                it; None: all rows are read.
+            annotations: Those to get beside the rows, which must have one value for each row, or
+                for each of a record's first dims; None: all that have.
+
+        Raises:
+            KeyError: as ``tensors``.
+            ValueError: the records of a batch are not aligned, or those of a name differ in width
+                or dtype; ``world`` does not divide ``batch_rows``; there is less than one batch.
+        """
+        from flex_model.records.store.row_loader import RowLoader
+
+        chosen = self._checked([names] if isinstance(names, str) else names)
+        return RowLoader(
+            self.folder,
+            self._manifest,
+            chosen,
+            batch_rows,
+            buffer_rows=buffer_rows,
+            seed=seed,
+            rank=rank,
+            world=world,
+            epochs=epochs,
+            mask=mask,
+            annotations=annotations,
         )
 
     def layout(self, name: str, batch: int = 0, call: int = 0) -> str:
@@ -271,6 +368,14 @@ class ActivationStore:
         self._check_batch(index)
         group = self._reader.index_of(index)
         return group.batches[index - group.first]["inputs"]
+
+    def _checked(self, names: Sequence[str] | None) -> list[str]:
+        """Return names of records, None for all. KeyError for one that no batch has."""
+        known = self.names
+        for name in names or ():
+            if name not in known:
+                raise self._no_record(name)
+        return known if names is None else list(names)
 
     def _no_record(self, name: str) -> KeyError:
         return KeyError(f"{self.folder} has no record {name!r}; it has {self.names}")
@@ -300,14 +405,6 @@ class RecordSequence(Sequence[Tensor]):
         return self._reader.call(batch, self._name, call)
 
 
-def as_numpy(tensor: Tensor) -> Any:
-    """Return an array of the same values."""
-    try:
-        return tensor.numpy()
-    except TypeError:
-        return tensor.to(torch.complex64 if tensor.is_complex() else torch.float32).numpy()
-
-
 def _rows(folder: str, names: Sequence[str] | None, batches: list[int]) -> Iterator[dict[str, Any]]:
     store = ActivationStore(folder)
     for batch in batches:
@@ -318,103 +415,3 @@ def _rows(folder: str, names: Sequence[str] | None, batches: list[int]) -> Itera
             arrays = [as_numpy(tensor) for tensor in calls]
             row[name] = arrays[0] if len(arrays) == 1 else arrays
         yield row
-
-
-_OPEN_GROUPS = 2  # files kept open: batches are mostly read in order
-
-
-class Reader:
-    """Reads the batches of one manifest of a folder, each when it is requested."""
-
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
-        self._opened: OrderedDict[int, tuple[Index, dict[int, Any]]] = OrderedDict()
-
-    def index_of(self, batch: int) -> Index:
-        """Return the index of a batch's group."""
-        return self._group(batch)[0]
-
-    def indices(self) -> list[Index]:
-        """Return the indices of all groups."""
-        return [self.index_of(first) for first, _, _ in self._manifest.groups]
-
-    def records(self, batch: int, names: Collection[str] | None = None) -> dict[str, list[Tensor]]:
-        """Return the records of these names (None: all), in the order of calls."""
-        index, files = self._group(batch)
-        return {
-            name: [self._tensor(index, files, key, layout) for key, layout in calls]
-            for name, calls in index.of_batch.get(batch, {}).items()
-            if names is None or name in names
-        }
-
-    def call(self, batch: int, name: str, call: int) -> Tensor:
-        """Return the record of one call."""
-        index, files = self._group(batch)
-        return self._tensor(index, files, *index.of_batch[batch][name][call])
-
-    def annotations(self, batch: int) -> dict[str, Any]:
-        index, files = self._group(batch)
-        found = dict(index.batches[batch - index.first]["notes"])
-        for other, name, layout in index.annotations:
-            if other == batch:
-                key = annotation_key(batch, name)
-                found[name] = self._tensor(index, files, key, index.layouts[layout])
-        return found
-
-    def _group(self, batch: int) -> tuple[Index, dict[int, Any]]:
-        place = self._manifest.group_of(batch)
-        if place not in self._opened:
-            first, last, digest = self._manifest.groups[place]
-            self._opened[place] = (Index.read(self._folder, first, last, digest), {})
-            while len(self._opened) > _OPEN_GROUPS:
-                self._opened.popitem(last=False)
-        self._opened.move_to_end(place)
-        return self._opened[place]
-
-    def _tensor(
-        self, index: Index, files: dict[int, Any], key: str, layout: RecordLayout
-    ) -> Tensor:
-        if layout.is_whole:
-            rank, shape = layout.shards[0]
-            # A file is mapped once: a caller's writes to its record must not change the mapping.
-            return self._shard(index, files, key, rank, shape, layout.dtype).clone()
-        full = torch.empty(layout.shape, dtype=layout.dtype)
-        shards = [
-            self._shard(index, files, key, rank, shape, layout.dtype)
-            for rank, shape in layout.shards
-        ]
-        for shard, start, shard_start, sizes in layout.boxes:
-            to = tuple(slice(a, a + n) for a, n in zip(start, sizes))
-            source = tuple(slice(a, a + n) for a, n in zip(shard_start, sizes))
-            full[to] = shards[shard][source]
-        return full
-
-    def _shard(
-        self,
-        index: Index,
-        files: dict[int, Any],
-        key: str,
-        rank: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> Tensor:
-        from safetensors import SafetensorError, safe_open
-
-        path = self._folder / shard_name(index.first, index.last, index.session, rank)
-        try:
-            if rank not in files:
-                files[rank] = safe_open(str(path), framework="pt")
-            tensor = files[rank].get_tensor(key)
-            if tensor.dtype != dtype:  # a dtype that safetensors has no name for
-                if tensor.dtype != torch.uint8 or tensor.dim() != 1:
-                    raise ValueError(f"{key!r} is of {tensor.dtype}, not {dtype}")
-                tensor = tensor.clone().view(dtype).reshape(shape)  # aligned for operations
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"{key!r} has shape {tuple(tensor.shape)}, not {shape}")
-        except (SafetensorError, ValueError, RuntimeError, OSError) as error:
-            raise ValueError(
-                f"ActivationStore: {path} is not the file that a store wrote with "
-                f"{index_name(index.first, index.last)} ({error}); delete {self._folder} and run "
-                "again"
-            ) from error
-        return tensor

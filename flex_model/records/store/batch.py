@@ -58,8 +58,23 @@ def as_parts(records: Mapping[str, Sequence[Any]]) -> dict[str, list[RecordShard
     }
 
 
-def index_of(group: Sequence[Batch], first: int, session: str) -> Index:
-    """Return the index of consecutive batches, from number ``first`` on."""
+def shards_of(group: Sequence[Batch]) -> dict[str, list[RecordShard]]:
+    """Return the shards of consecutive batches by the names of their records."""
+    found: dict[str, list[RecordShard]] = {}
+    for batch in group:
+        for name, calls in batch.records.items():
+            found.setdefault(name, []).extend(calls)
+    return found
+
+
+def index_of(
+    group: Sequence[Batch], first: int, session: str, statistics: Sequence[str] = ()
+) -> Index:
+    """Return the index of consecutive batches, from number ``first`` on.
+
+    Args:
+        statistics: The names of records whose moments are in the files.
+    """
     layouts: dict[RecordLayout, int] = {}
 
     def number_of(part: RecordShard) -> int:
@@ -72,7 +87,9 @@ def index_of(group: Sequence[Batch], first: int, session: str) -> Index:
             records += [(number, name, call, number_of(p)) for call, p in enumerate(calls)]
         annotations += [(number, name, number_of(p)) for name, p in batch.annotations.items()]
     last = first + len(group) - 1
-    return Index(first, last, session, batches, list(layouts), records, annotations)
+    return Index(
+        first, last, session, batches, list(layouts), records, annotations, tuple(statistics)
+    )
 
 
 def described(name: str, tensor: Tensor) -> list[Any]:

@@ -130,6 +130,7 @@ class Index:
         layouts: All layouts of its records, each once.
         records: ``(batch, name, call, index in ``layouts``)``.
         annotations: ``(batch, name, index in ``layouts``)``: tensors.
+        statistics: The names of records whose moments are in the files.
     """
 
     first: int
@@ -139,6 +140,7 @@ class Index:
     layouts: list[RecordLayout] = field(default_factory=list)
     records: list[tuple[int, str, int, int]] = field(default_factory=list)
     annotations: list[tuple[int, str, int]] = field(default_factory=list)
+    statistics: tuple[str, ...] = ()
 
     @cached_property
     def of_batch(self) -> dict[int, dict[str, list[tuple[str, RecordLayout]]]]:
@@ -180,6 +182,7 @@ class Index:
                 "spreads": layouts,
                 "records": self.records,
                 "annotations": self.annotations,
+                "statistics": self.statistics,
             }
         )
 
@@ -245,7 +248,8 @@ def _parsed(found: Any, first: int, last: int) -> Index:
     layouts = [_record_layout(fields) for fields in found["spreads"]]
     if not re.fullmatch("[0-9a-f]{8}", found["session"], re.ASCII):
         raise ValueError(f"session {found['session']!r}")  # a path outside of the folder, say
-    index = Index(first, last, found["session"], batches, layouts)
+    statistics = tuple(map(str, found.get("statistics", ())))
+    index = Index(first, last, found["session"], batches, layouts, statistics=statistics)
     num_calls: dict[tuple[int, str], int] = {}
     for batch, name, call, layout in found["records"]:
         _check_place(index, batch, name, layout)

@@ -33,6 +33,7 @@ from flex_model.records.store.batch import (
     index_of,
     parts_of,
     parts_of_first,
+    shards_of,
 )
 from flex_model.records.store.files import FolderLock, Writer, safetensors_of, write_whole
 from flex_model.records.store.manifest import (
@@ -46,6 +47,7 @@ from flex_model.records.store.manifest import (
     is_of_batches,
     shard_name,
 )
+from flex_model.records.store.statistics import moments_of, statistics_key, width_of
 
 _GRACE_S = 10.0  # that a rank whose run failed waits for the others, to flush complete batches
 
@@ -294,12 +296,20 @@ class Session:
             if part.tensor is not None
         }
         path = self.store.folder / shard_name(first, last, self._name, self._rank)
+        measured = {
+            name: parts
+            for name, parts in (shards_of(group) if self.store.keeps_statistics else {}).items()
+            if width_of(part.layout for part in parts) is not None
+        }
         if self._rank == 0:
-            self._unlisted.append((self._num_groups, index_of(group, first, self._name)))
+            index = index_of(group, first, self._name, tuple(measured))
+            self._unlisted.append((self._num_groups, index))
         self._num_groups += 1
 
         def write() -> None:
             if tensors:
+                for name, parts in measured.items():
+                    tensors[statistics_key(name)] = moments_of(parts, self._rank)
                 write_whole(path, safetensors_of(tensors))
             self._num_written += 1
 

@@ -1,5 +1,6 @@
 """Stores as torch, numpy and datasets; every dtype and odd shapes."""
 
+import shutil
 import subprocess
 import sys
 
@@ -142,3 +143,79 @@ def test_as_a_dataset(tmp_path):
     assert store.dataset().n_shards == 3
     with pytest.raises(KeyError, match="no record 'mlp'"):
         store.dataset(["mlp"])
+
+
+def sequences(folder, notes=lambda i: {}, names=("0", "1"), lengths=(7, 7, 7)):
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 6)).bfloat16()
+    store = ActivationStore(folder, shard_bytes=500)
+    with FlexModel(model, store) as flex:
+        for name in names:
+            flex.register_forward_hook(HookFunction(name))
+        for i, length in enumerate(lengths):
+            tokens = torch.randint(50, (3, length))
+            store.annotate(token_ids=tokens, label=torch.arange(3) + 3 * i, text="t", **notes(i))
+            flex(tokens)
+    return ActivationStore(folder)
+
+
+def test_as_a_memory_mapped_dataset(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    store = sequences(tmp_path / "store")
+    found = store.to_datasets(cache_dir=tmp_path / "cache")
+    assert found.cache_files and found.column_names == ["0", "1", "token_ids", "label"]
+    assert found.features["1"] == datasets.Array2D((7, 6), "float32")
+    for i, row in enumerate(found.with_format("torch")):
+        for name in ("0", "1"):
+            assert torch.equal(row[name], store.batch(i // 3)[name][0][i % 3].float())
+        assert torch.equal(row["token_ids"], store.annotations(i // 3)["token_ids"][i % 3])
+        assert row["label"] == i
+    # Another store in the same folder is not the cached one.
+    shutil.rmtree(tmp_path / "store")
+    store = sequences(tmp_path / "store", lengths=(7, 5), names=["1"])
+    found = store.to_datasets(cache_dir=tmp_path / "cache").with_format("torch")
+    assert len(found) == 6 and torch.equal(found[4]["1"], store.batch(1)["1"][0][1].float())
+
+
+def test_stores_that_are_no_dataset(tmp_path):
+    pytest.importorskip("datasets")
+    store = sequences(tmp_path / "a", notes=lambda i: {"mask": torch.ones(3)} if i else {})
+    with pytest.raises(ValueError, match=r"\['mask'\] are in some"):
+        store.to_datasets(cache_dir=tmp_path)
+    store = ActivationStore(tmp_path / "b")
+    with FlexModel(nn.Sequential(nn.Identity()), store) as flex:
+        flex.register_forward_hook(HookFunction("0"))
+        with flex.active():
+            flex(torch.zeros(2, 3)), flex(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"several calls of \['0'\]"):
+        ActivationStore(tmp_path / "b").to_datasets(cache_dir=tmp_path)
+    with pytest.raises(KeyError, match="no record 'mlp'"):
+        store.to_datasets(["mlp"])
+
+
+@pytest.mark.filterwarnings("default")  # those of SAELens and what it imports
+def test_saelens_reads_it(tmp_path):
+    activations_store = pytest.importorskip("sae_lens.training.activations_store")
+    store = sequences(tmp_path / "store")
+    store.to_datasets(["1"], tmp_path / "cache").save_to_disk(tmp_path / "saelens")
+    reader = activations_store.ActivationsStore(
+        model=None,
+        dataset=None,
+        streaming=False,
+        hook_name="1",
+        hook_head_index=None,
+        context_size=7,
+        d_in=6,
+        n_batches_in_buffer=4,
+        total_training_tokens=63,
+        store_batch_size_prompts=3,
+        train_batch_size_tokens=6,
+        prepend_bos=False,
+        normalize_activations="none",
+        device=torch.device("cpu"),
+        dtype="float32",
+        cached_activations_path=str(tmp_path / "saelens"),
+    )
+    for i in range(3):
+        rows, tokens = reader.get_raw_llm_batch()
+        assert torch.equal(rows, store.batch(i)["1"][0].flatten(0, 1).float())
+        assert torch.equal(tokens.long(), store.annotations(i)["token_ids"].flatten())

@@ -145,6 +145,25 @@ def test_two_ranks_write_what_one_reads(name, tmp_path):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", models.TWO_RANKS)
+def test_rows_and_statistics_are_those_of_the_full_tensors(name, tmp_path):
+    write(tmp_path, models.TWO_RANKS[name], exact(), shard_bytes=1000)
+    store, names = ActivationStore(tmp_path), ["inp", "fc2"]
+    for site in ("fc1", "fc1.grad", "fc2"):
+        full = torch.cat(list(store.tensors(site)))
+        found = store.statistics(site)
+        assert found.rows == len(full)
+        torch.testing.assert_close(found.mean, full.mean(0))
+        torch.testing.assert_close(found.variance, full.var(0, correction=0))
+    for world, rank in ((1, 0), (2, 1)):
+        for rows in store.loader(["fc1", *names], 4, buffer_rows=12, rank=rank, world=world):
+            assert len(rows.records["fc1"]) == 4 // world
+            for site, held in rows.records.items():
+                for (batch, _, row), one in zip(rows.origins.tolist(), held):
+                    assert torch.equal(one, store.batch(batch)[site][0][row])
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 def test_uneven_shards(edit_on, tmp_path):
     way = models.TWO_RANKS["tp"]

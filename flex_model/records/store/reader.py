@@ -1,0 +1,217 @@
+"""Reads full tensors, or rows of them, from the files of a store, each when it is requested."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from collections import OrderedDict
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flex_model.records.store.manifest import (
+    Index,
+    Manifest,
+    RecordLayout,
+    annotation_key,
+    index_name,
+    shard_name,
+)
+from flex_model.records.store.statistics import merged, statistics_key, width_of
+
+
+def as_numpy(tensor: Tensor) -> Any:
+    """Return an array of the same values."""
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return tensor.to(torch.complex64 if tensor.is_complex() else torch.float32).numpy()
+
+
+class RecordRows:
+    """The rows of a record, mapped from its files. A row is the last dim; its number counts through
+    all dims before that.
+    """
+
+    def __init__(self, layout: RecordLayout, shards: list[Tensor]) -> None:
+        self._layout, self._shards = layout, shards
+
+    def read(self, numbers: Tensor, out: Tensor) -> None:
+        """Read the rows with these numbers alone into ``out``: contiguous, (rows, width)."""
+        layout, shards = self._layout, self._layout.shards
+        if layout.is_whole:
+            torch.index_select(_flat(self._shards[0]), 0, numbers, out=out)
+            return
+        places = torch.unravel_index(numbers, layout.shape[:-1])
+        for shard, start, shard_start, sizes in layout.boxes:
+            is_held, number = torch.ones_like(numbers, dtype=torch.bool), torch.zeros_like(numbers)
+            for place, a, b, n, size in zip(places, start, shard_start, sizes, shards[shard][1]):
+                is_held &= (place >= a) & (place < a + n)
+                number = number * size + (place - a + b)
+            held = _flat(self._shards[shard])[:, shard_start[-1] : shard_start[-1] + sizes[-1]]
+            channels = slice(start[-1], start[-1] + sizes[-1])
+            if is_held.all():
+                out[:, channels] = held.index_select(0, number)
+            else:
+                out[is_held, channels] = held.index_select(0, number[is_held])
+
+    def load(self) -> None:
+        """Read the record's pages from the disk, if they are not in memory."""
+        for shard in self._shards if _madvise is not None else ():
+            start = shard.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+            end = shard.data_ptr() + shard.nbytes
+            # The system reads no more than its window of readahead for one such advice. What it
+            # does not read now is read when it is needed.
+            for piece in range(start, end, _READAHEAD_BYTES):
+                _advise(piece, min(_READAHEAD_BYTES, end - piece), mmap.MADV_WILLNEED)
+            _advise(start, end - start, _MADV_POPULATE_READ)
+
+
+def _flat(shard: Tensor) -> Tensor:
+    return shard.reshape(-1, shard.shape[-1])
+
+
+_READAHEAD_BYTES = 128 * 2**10  # of Linux, where nothing else is set
+_MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
+_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
+
+
+def _advise(address: int, num_bytes: int, advice: int) -> None:
+    assert _madvise is not None
+    _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
+
+
+class Reader:
+    """Reads the batches of one manifest of a folder, each when it is requested.
+
+    Args:
+        open_groups: The most groups whose files are kept open; batches are mostly read in order.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, open_groups: int = 2) -> None:
+        self._folder, self._manifest, self._open_groups = folder, manifest, open_groups
+        self._opened: OrderedDict[int, tuple[Index, dict[int, Any]]] = OrderedDict()
+
+    def index_of(self, batch: int) -> Index:
+        """Return the index of a batch's group."""
+        return self._group(batch)[0]
+
+    def indices(self) -> list[Index]:
+        """Return the indices of all groups."""
+        return [self.index_of(first) for first, _, _ in self._manifest.groups]
+
+    def records(self, batch: int, names: Collection[str] | None = None) -> dict[str, list[Tensor]]:
+        """Return the records of these names (None: all), in the order of calls."""
+        index, files = self._group(batch)
+        return {
+            name: [self._tensor(index, files, key, layout) for key, layout in calls]
+            for name, calls in index.of_batch.get(batch, {}).items()
+            if names is None or name in names
+        }
+
+    def call(self, batch: int, name: str, call: int) -> Tensor:
+        """Return the record of one call."""
+        index, files = self._group(batch)
+        return self._tensor(index, files, *index.of_batch[batch][name][call])
+
+    def rows(self, batch: int, name: str, call: int) -> RecordRows:
+        """Return the rows of the record of one call; none is read yet."""
+        index, files = self._group(batch)
+        key, layout = index.of_batch[batch][name][call]
+        shards = [
+            self._shard(index, files, key, rank, shape, layout.dtype)
+            for rank, shape in layout.shards
+        ]
+        return RecordRows(layout, shards)
+
+    def moments(self, name: str) -> Tensor | None:
+        """Return the moments of all rows of one name; None if the files do not have them, or its
+        records differ in width.
+        """
+        total: Tensor | None = None
+        for index in self.indices():
+            of_name = {number for _, other, _, number in index.records if other == name}
+            if not of_name:
+                continue
+            width = width_of(index.layouts[number] for number in of_name)
+            if width is None or name not in index.statistics:
+                return None
+            total = torch.zeros(3, width, dtype=torch.float64) if total is None else total
+            if total.shape[1] != width:
+                return None
+            files, key = self._group(index.first)[1], statistics_key(name)
+            for rank in {rank for number in of_name for rank, _ in index.layouts[number].shards}:
+                held = self._shard(index, files, key, rank, (3, width), torch.float64)
+                total = merged(total, held)
+        return total
+
+    def annotations(self, batch: int) -> dict[str, Any]:
+        index, files = self._group(batch)
+        found = dict(index.batches[batch - index.first]["notes"])
+        for other, name, layout in index.annotations:
+            if other == batch:
+                key = annotation_key(batch, name)
+                found[name] = self._tensor(index, files, key, index.layouts[layout])
+        return found
+
+    def _group(self, batch: int) -> tuple[Index, dict[int, Any]]:
+        place = self._manifest.group_of(batch)
+        if place not in self._opened:
+            first, last, digest = self._manifest.groups[place]
+            self._opened[place] = (Index.read(self._folder, first, last, digest), {})
+            while len(self._opened) > self._open_groups:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(place)
+        return self._opened[place]
+
+    def _tensor(
+        self, index: Index, files: dict[int, Any], key: str, layout: RecordLayout
+    ) -> Tensor:
+        if layout.is_whole:
+            rank, shape = layout.shards[0]
+            # A file is mapped once: a caller's writes to its record must not change the mapping.
+            return self._shard(index, files, key, rank, shape, layout.dtype).clone()
+        full = torch.empty(layout.shape, dtype=layout.dtype)
+        shards = [
+            self._shard(index, files, key, rank, shape, layout.dtype)
+            for rank, shape in layout.shards
+        ]
+        for shard, start, shard_start, sizes in layout.boxes:
+            to = tuple(slice(a, a + n) for a, n in zip(start, sizes))
+            source = tuple(slice(a, a + n) for a, n in zip(shard_start, sizes))
+            full[to] = shards[shard][source]
+        return full
+
+    def _shard(
+        self,
+        index: Index,
+        files: dict[int, Any],
+        key: str,
+        rank: int,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        from safetensors import SafetensorError, safe_open
+
+        path = self._folder / shard_name(index.first, index.last, index.session, rank)
+        try:
+            if rank not in files:
+                files[rank] = safe_open(str(path), framework="pt")
+            tensor = files[rank].get_tensor(key)
+            if tensor.dtype != dtype:  # a dtype that safetensors has no name for
+                if tensor.dtype != torch.uint8 or tensor.dim() != 1:
+                    raise ValueError(f"{key!r} is of {tensor.dtype}, not {dtype}")
+                tensor = tensor.clone().view(dtype).reshape(shape)  # aligned for operations
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{key!r} has shape {tuple(tensor.shape)}, not {shape}")
+        except (SafetensorError, ValueError, RuntimeError, OSError) as error:
+            raise ValueError(
+                f"ActivationStore: {path} is not the file that a store wrote with "
+                f"{index_name(index.first, index.last)} ({error}); delete {self._folder} and run "
+                "again"
+            ) from error
+        return tensor

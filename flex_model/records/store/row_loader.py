@@ -1,0 +1,178 @@
+"""RowLoader: rows of the records of a store in a random order, for training.
+
+The stream of an epoch is a list of segments: some records, in random order, whose rows together are
+at most the buffer's, and a permutation of these rows. Consecutive rows of the stream are a global
+batch. Within it rows are sorted by record, so that a reader's part, consecutive rows, is of its own
+records: the readers together read each file about once, and copy rows once, from the mapped files.
+
+All of this follows from the seed and the store: every reader finds its part without the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from flex_model.distributed import memory
+from flex_model.records.store.manifest import Manifest, digest_of
+from flex_model.records.store.reader import Reader
+from flex_model.records.store.row_segment import Segment
+from flex_model.records.store.row_table import Block, RowTable
+
+_OPEN_GROUPS = 64  # records are read in a random order
+
+
+class Rows(NamedTuple):
+    """One reader's part of a batch.
+
+    Attributes:
+        records: By name: rows x width.
+        annotations: By name: a value for each row.
+        origins: For each row: the batch of the store, the call, and its number in the record.
+        positions: Its index in the record's dim before the last: the position in a sequence.
+        state: For ``RowLoader.load_state_dict``, to continue after this batch.
+    """
+
+    records: dict[str, Tensor]
+    annotations: dict[str, Tensor]
+    origins: Tensor
+    positions: Tensor
+    state: dict[str, Any]
+
+
+class RowLoader(IterableDataset[Rows]):
+    """The rows of a store, as batches; see ``ActivationStore.loader``. ``len`` counts them.
+
+    For a ``DataLoader`` with ``batch_size=None``; its workers share a reader's batches in turn.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        names: Sequence[str],
+        batch_rows: int,
+        *,
+        buffer_rows: int,
+        seed: int | None,
+        rank: int,
+        world: int,
+        epochs: int,
+        mask: str | None,
+        annotations: Sequence[str] | None,
+    ) -> None:
+        if min(batch_rows, buffer_rows, world, epochs) < 1 or not 0 <= rank < world:
+            raise ValueError(
+                "loader: batch_rows, buffer_rows, world and epochs must be at least 1, and rank "
+                f"below world; got {batch_rows}, {buffer_rows}, {world}, {epochs} and rank {rank}"
+            )
+        if batch_rows % world:
+            raise ValueError(
+                f"loader: a batch of {batch_rows} rows can't be cut over {world} readers; give a "
+                f"batch_rows that is a multiple of {world}"
+            )
+        self._folder, self._manifest = folder, manifest
+        self._batch_rows, self._buffer_rows, self._seed = batch_rows, buffer_rows, seed
+        self._rank, self._world, self._own_rows = rank, world, batch_rows // world
+        self._first = 0
+        self._table = RowTable(Reader(folder, manifest), names, mask, annotations)
+        self._num_rows = sum(block.num_rows for block in self._table.blocks)
+        self._num_batches = epochs * self._num_rows // batch_rows
+        if not self._num_batches:
+            raise ValueError(
+                f"loader: {folder} has {self._num_rows} rows of {list(names)}, less than a batch "
+                f"of {batch_rows}; give a smaller batch_rows"
+            )
+        stream = (manifest.id, manifest.groups, *names, self._table.mask)
+        text = json.dumps((*stream, batch_rows, buffer_rows, seed))
+        self._stream = digest_of(text.encode())
+
+    def __len__(self) -> int:
+        return self._num_batches - self._first
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin after the batch that had this state. The number of readers may be another.
+
+        Raises:
+            ValueError: it is of another store, or of a loader with other arguments.
+        """
+        if state["stream"] != self._stream:
+            raise ValueError(
+                f"loader: this state is not of this stream: the records of {self._folder} have "
+                "changed since, or the loader had other names, batch_rows, buffer_rows, seed or "
+                "mask; make it with those"
+            )
+        self._first = int(state["batch"])
+
+    def __iter__(self) -> Iterator[Rows]:
+        reader = Reader(self._folder, self._manifest, _OPEN_GROUPS)
+        worker = get_worker_info()
+        number, count = (worker.id, worker.num_workers) if worker else (0, 1)
+        columns: dict[str, Tensor] = {}
+        num_done = 0  # rows of the own part of a batch, in the segment before
+        segments = (self._segment(reader, *place) for place in self._places())
+        # The next segment is loaded from the disk while the batches of this one are used.
+        for segment, _ in itertools.pairwise(itertools.chain(segments, [None])):
+            assert segment is not None
+            segment.wait()
+            for batch, num_before, rows in segment.batches(self._first, self._batch_rows):
+                if batch >= self._num_batches or (batch - self._first) % count != number:
+                    continue
+                begin = max(0, self._rank * self._own_rows - num_before)
+                rows = rows[begin : max(0, (self._rank + 1) * self._own_rows - num_before)]
+                if not num_done:
+                    columns = {
+                        name: memory.empty((self._own_rows, *shape), dtype)
+                        for name, (shape, dtype) in self._table.columns.items()
+                    }
+                segment.read(rows, columns, num_done)
+                num_done += len(rows)
+                if num_done == self._own_rows:
+                    yield self._rows(columns, batch)
+                    columns, num_done = {}, 0
+
+    def _places(self) -> Iterator[tuple[int, list[Block]]]:
+        """Yield the segments that are not read yet: where each starts, and its blocks."""
+        begin, end = self._first * self._batch_rows, self._num_batches * self._batch_rows
+        for epoch in range(begin // self._num_rows, -(-end // self._num_rows)):
+            start = epoch * self._num_rows
+            picked: list[Block] = []
+            num_rows = 0
+            order = self._order(len(self._table.blocks), "records", epoch).tolist()
+            for place in [*order, None]:
+                block = None if place is None else self._table.blocks[place]
+                if block is None or num_rows + block.num_rows > self._buffer_rows:
+                    if picked and begin < start + num_rows and start < end:
+                        yield start, picked
+                    start, picked, num_rows = start + num_rows, [], 0
+                if block is not None:
+                    picked.append(block)
+                    num_rows += block.num_rows
+
+    def _segment(self, reader: Reader, start: int, blocks: list[Block]) -> Segment:
+        order = self._order(sum(block.num_rows for block in blocks), "rows", start)
+        first, last = (len(blocks) * i // self._world for i in (self._rank, self._rank + 1))
+        return Segment(reader, self._table, start, blocks, order, slice(first, last + 1))
+
+    def _order(self, count: int, *of: Any) -> Tensor:
+        if self._seed is None:
+            return torch.arange(count)
+        digest = digest_of(json.dumps([self._seed, *of]).encode())
+        generator = torch.Generator().manual_seed(int(digest[:15], 16))
+        return torch.randperm(count, generator=generator)
+
+    def _rows(self, columns: dict[str, Tensor], batch: int) -> Rows:
+        return Rows(
+            {name: columns[f"record/{name}"] for name in self._table.names},
+            {name: columns[f"annotation/{name}"] for name in self._table.annotations},
+            columns["origins"],
+            columns["positions"],
+            {"stream": self._stream, "batch": batch + 1},
+        )
