@@ -651,3 +651,45 @@ def test_a_number_of_groups_may_be_that_of_the_rank_s_heads():
     placements = [WHOLE, (R, Shard(1)), WHOLE]
     found, _, _ = follow(Expanded(2), mesh_of(tp_size=2), [x, mine, bias], placements)
     compare(found, expected, unknown=["own"])
+
+
+class SizesOfShares(nn.Module):
+    """Whole tensors with sizes that split dims have on a rank, and shares that a call shows."""
+
+    def __init__(self, heads, features, rank=0):
+        super().__init__()
+        self.heads, self.head_dim, self.features, self.rank = heads, 4, features, rank
+        for name in ("joined", "kept", "keys", "places", "encoded", "divided"):
+            setattr(self, name, nn.Identity())
+
+    def forward(self, x, whole, uneven):
+        rows, length = x.shape[:2]
+        heads = x.view(rows, length, self.heads, 4).transpose(1, 2)
+        self.joined(heads.flatten(0, 1))
+        kept, keys = torch.zeros(rows, 4, 4), torch.zeros(rows, 4, self.heads * 4)
+        kept[:, 0], keys[:, 0] = whole[:, -1], x[:, -1]
+        self.kept(kept.sum(1))
+        self.keys(keys * 2)
+        count = self.heads * 4
+        self.places(torch.arange(count, dtype=torch.float64) + self.rank * count)
+        self.encoded(F.one_hot((whole > 0).long(), 3))
+        self.divided(uneven.view(rows, -1, self.features // 2, 2))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("inference", [False, True])
+def test_sizes_of_shares_are_settled_by_what_a_tensor_meets(inference):
+    """Were refused: where one head is joined with the rows, a cache of zeros gets one position."""
+    x, whole, uneven = (
+        models.random(2, 4, 8),
+        models.random(2, 4, 4, seed=2),
+        models.random(2, 3, 6),
+    )
+    rank, widths = dist.get_rank(), (4, 2)
+    expected = unsharded(SizesOfShares(2, 6), [x, whole, uneven])
+    mine = [x.chunk(2, -1)[rank].contiguous(), whole, uneven.split(widths, -1)[rank].contiguous()]
+    sharded = SizesOfShares(1, widths[rank], rank)
+    placements = [(R, Shard(2)), WHOLE, (R, Shard(2))]
+    with torch.inference_mode(inference):
+        found, _, _ = follow(sharded, mesh_of(tp_size=2), mine, placements)
+    compare(found, expected)
