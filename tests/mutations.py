@@ -62,8 +62,8 @@ MUTATIONS = [
     Mutation(
         "an edit of a shared tensor whose gradient is the sum over dp, not the mean",
         "distributed/gather.py",
-        'return communicator.all_reduce_sum(("dp",), grad) / communicator.mesh.dp_size, None',
-        'return communicator.all_reduce_sum(("dp",), grad), None',
+        'return communicator.all_reduce_sum(("dp",), tensor) / communicator.mesh.dp_size',
+        'return communicator.all_reduce_sum(("dp",), tensor)',
         "parity/test_batches.py::"
         "test_an_edit_of_what_all_rows_share_has_the_mean_of_the_ranks_gradients",
     ),
@@ -216,7 +216,7 @@ MUTATIONS = [
     Mutation(
         "a gradient that is not averaged over dp",
         "hooks/hook_executor.py",
-        'mean = self._communicator.all_reduce_sum(("dp",), plain) / mesh.dp_size',
+        "mean = mean_over_dp(plain, self._communicator, check)",
         'mean = self._communicator.all_reduce_sum(("dp",), plain)',
         "parity/test_table.py::test_two_ranks_equal_one[dp-parameter]",
     ),

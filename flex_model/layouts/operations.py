@@ -204,8 +204,8 @@ def _note_facts(
     if call.is_comparable:
         _note_open(proofs, call, operation, value)
         ranges = positions.infer_ranges(operation, values, proofs.ranges)
-        if ranges is not None:
-            proofs.ranges[value] = ranges
+        if ranges is not None and (value not in proofs.placements or not call.read.sized_by):
+            proofs.ranges[value] = ranges  # not of all of a dim: `torch.arange(x.shape[1])`
         if value not in proofs.placements:
             rows = own_rows.infer(operation, output, values, proofs.own_rows)
             if rows is not None and proofs.axis == "dp":

@@ -152,7 +152,7 @@ def two_writers(folder, action):
 def many_names(folder, **settings):
     """Where a file could hold the names of one batch, not those of two."""
     store = ActivationStore(folder, **settings)
-    with mock.patch.object(files, "_MAX_HEADER_BYTES", 300), storing(store, "fc1", "act") as flex:
+    with mock.patch.object(files, "_MAX_HEADER_BYTES", 400), storing(store, "fc1", "act") as flex:
         flex(BATCH)
         flex(BATCH)
     assert len(list(ActivationStore(folder).tensors("act"))) == 2

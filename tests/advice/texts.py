@@ -11,6 +11,15 @@ VERBS = (
 
 # Texts that have no row: where their advice is followed, or why not here.
 ELSEWHERE = {
+    "give a name for each layer of experts": "integrations/test_vllm_files",
+    "give the run's eagle_aux_hidden_state_layer_ids": "integrations/test_vllm_files",
+    "read it when the request has finished": "integrations/test_vllm_files",
+    "to_datasets: batch": "records/store/test_reading",
+    "to_datasets: batches of": "records/store/test_reading",
+    "loader: a batch of": "records/store/test_row_loader",
+    "loader: this state is not of this stream": "records/store/test_row_loader",
+    "give a smaller batch_rows": "records/store/test_row_loader",
+    "give names of records that differ in their last dim alone": "records/store/test_row_loader",
     "use a FlexModel of this model without dp_batch": "fingerprints/: refused runs",
     "give batches of that size, or make the stage without input_args": "pipelining/"
     "test_pipelining_models: GPT-2, traced",

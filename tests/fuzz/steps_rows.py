@@ -16,7 +16,7 @@ def picked(c, s):
     """One position of each row, as heads that classify by the last word do."""
     rows_first(c, s)
     need(s.ndim > 2 and s.dims[1] == (Atom(LENGTH),))
-    c.add(f"at = torch.arange(rows) * 0 + {c.choose(['h.shape[1] - 1', '0'])}")
+    c.add(f"at = torch.full((rows,), {c.choose(['h.shape[1] - 1', '0'])})")
     c.add(c.choose(["h = h[torch.arange(h.shape[0]), at]", "h = h[torch.arange(rows), at]"]))
     state = s.made(s.dims[:1] + s.dims[2:])
     c.site(state)

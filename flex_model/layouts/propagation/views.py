@@ -74,6 +74,8 @@ def unflatten(operation: Operation) -> Placements:
     operand, made = operand_of(operation), operation.outputs[0]
     dim, full = operation["dim"] % operand.ndim, operand.full_shape
     count = len(operation.arguments[0]["sizes"])
+    if operand.shard is not None and operand.shard.dim != dim:
+        return [_moved(operand.shard, dim, count - 1)]
     sizes = full_sizes_of(operation, "sizes") or (None,) * count
     flexible = _flexible(operation, "sizes")
     if flexible is not None:
@@ -90,8 +92,15 @@ def flatten(operation: Operation) -> Placements:
     operand, made = operation["self"], operation.outputs[0]
     full, ndim = operand.full_shape, max(operand.ndim, 1)
     first, last = operation["start_dim"] % ndim, operation["end_dim"] % ndim
+    if operand.shard is not None and not first <= operand.shard.dim <= last:
+        return [_moved(operand.shard, first, first - last)]
     joined = (*full[:first], math.prod(full[first : last + 1]), *full[last + 1 :])
     return [reshaped(operand, made, joined)]
+
+
+def _moved(shard: Shard, dim: int, by: int) -> Shard:
+    """Return the same split, where there are more or fewer dims in the place of ``dim``."""
+    return replace(shard, dim=shard.dim + by) if shard.dim > dim else shard
 
 
 # ---- Dims that are moved -------------------------------------------------------------------------
