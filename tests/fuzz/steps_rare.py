@@ -26,7 +26,9 @@ def rare_reduction(c, s):
         f"h.kthvalue(1, {dim}).values",
         f"h.unfold({dim}, 1, 1).sum({dim})",
     ]
-    forms += [f"h.quantile(0.5, {dim})", f"h.max({dim}).values", f"h.nanmean({dim})"]
+    forms += [f"h.max({dim}).values", f"h.nanmean({dim})"]
+    if c.program.weights == "normal" or not c.program.has_gradients:
+        forms.append(f"h.quantile(0.5, {dim})")  # of equal elements, any may get the gradient
     c.add(f"h = {c.choose(forms)}")
     dims = s.dims[:dim] + s.dims[dim + 1 :]
     if "unfold" in c.forward[-1]:
