@@ -12,7 +12,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -260,11 +260,9 @@ class GroupPool:
             raise self._unusable(self.broken)
         to = self.transport(axes)
         to.group.prepare_wait(self, self.where, self.timeout_s)
-        ends: Sequence[Callable[[], None]] = ()
-        observers = profiler.with_ranges(self.observers, profiler.begin_transfer)
-        if observers:
-            name = transfer if isinstance(transfer, str) else transfer.__name__
-            ends = [begin(name, axes, num_bytes) for begin in observers]
+        name = transfer if isinstance(transfer, str) else transfer.__name__
+        begin = profiler.begin_transfer
+        ends = profiler.begun(self.observers, begin, name, axes, num_bytes)
         try:
             for other in self._by_device:
                 self._guarded(other, other.check)

@@ -26,7 +26,7 @@ from flex_model.fingerprints.first_difference import Difference, judged
 from flex_model.fingerprints.recorded_run import on_rank_0, record_run
 from flex_model.fingerprints.summary import Summary, summarised
 from flex_model.inspection import text
-from flex_model.inspection.verify import Loss
+from flex_model.inspection.second_core import Loss
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore

@@ -4,6 +4,7 @@ time, on rank 0.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.placement import Shard
-from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.errors import agreed
 from flex_model.fingerprints.fingerprint_folder import Folder, RecordedRun, RunWriter
 from flex_model.fingerprints.summary import ROUTING, summarised
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
-from flex_model.inspection import text, verify
+from flex_model.inspection import second_core, text
 from flex_model.inspection.tree import is_called, named
 from flex_model.integrations import expert_routing, transformers_private
 from flex_model.integrations.made_sites import MadeSites
@@ -34,23 +34,21 @@ def on_rank_0(core: HookCore, what: str, compute: Callable[[], Any]) -> Any:
     """Compute something that JSON can hold on rank 0; return it, or raise its error, on every rank.
     Collective.
     """
-    found: list[Any] = ["", None]
-    if core.mesh.group_rank == 0:
+
+    def computed() -> Any:
         try:
-            found[1] = compute()
-        except (ValueError, OSError, ImportError) as error:
-            found[0] = str(error)
-    problem, result = exchange_json(core.communicator, found, what)[0]
-    if problem:
-        raise agreed(ValueError(problem))
-    return result
+            return compute() if core.mesh.group_rank == 0 else None
+        except (OSError, ImportError) as error:
+            raise ValueError(str(error)) from error
+
+    return gather_checked(core.communicator, what, computed)[0]
 
 
 def record_run(
     core: HookCore,
     folder: Folder,
     inputs: tuple[Any, Any],
-    loss: verify.Loss | None,
+    loss: second_core.Loss | None,
     tensors: bool = False,
     routing: bool = True,
     replacement: Replacement | None = None,
@@ -69,14 +67,16 @@ def record_run(
         )
     writers: list[RunWriter] = []
     on_rank_0(core, "fingerprint", lambda: writers.append(RunWriter(Path(folder))))
-    full_inputs = verify.full_inputs(core, *inputs)
+    full_inputs = second_core.full_inputs(core, *inputs)
     with core.table.nothing_chosen():
         timeout_s = core.communicator.timeout_s
-        second = verify.second_core(core, core.module, core.mesh, timeout_s, False, "rank0")
+        second = second_core.second_core(core, core.module, core.mesh, timeout_s, False, "rank0")
         recorder = _Recorder(second, writers[0].add if writers and tensors else None, replacement)
         try:
             recorder.hook(is_backward=loss is not None, has_routing=routing)
-            verify.run_once(second, verify.detached(inputs, None), loss, recorder.take_gradients)
+            second_core.run_once(
+                second, second_core.detached(inputs, None), loss, recorder.take_gradients
+            )
             run = recorder.run(full_inputs)
         finally:
             second.close()
@@ -92,7 +92,7 @@ class _Recorder:
 
     def __init__(
         self,
-        core: verify.SecondCore,
+        core: second_core.SecondCore,
         write: Callable[[int, Tensor], None] | None,
         replacement: Replacement | None,
     ) -> None:
@@ -169,8 +169,9 @@ class _Recorder:
             except ValueError as error:
                 self._found.refused[f"gradient of {name}"] = str(error)
                 continue
-            if gradient is not None and self._core.mesh.group_rank == 0:
-                self._add(name, "tensor", gradient)
+            if gradient is not None:
+                add = functools.partial(self._add, name, "tensor", gradient)
+                on_rank_0(self._core, "fingerprint", add)
 
     def run(self, inputs: Any) -> RecordedRun:
         """Return what was recorded, with the layouts of the sites."""

@@ -93,8 +93,7 @@ class HookExecutor:
         """Run a forward or forward-pre hook on one tensor of a tree; return the tree that the model
         continues with.
         """
-        observers = profiler.with_ranges(self.observers, profiler.begin_span)
-        ends = [begin("hook", call) for begin in observers] if observers else ()
+        ends = profiler.begun(self.observers, profiler.begin_span, "hook", call)
         try:
             call.registration.check_movable(leaf)
             cuda_graphs.check(call, leaf, self._communicator.is_local)
@@ -127,8 +126,7 @@ class HookExecutor:
         mean loss over data-parallel ranks and micro-batches; a parameter's is averaged over dp, and
         the backward continues with the average.
         """
-        observers = profiler.with_ranges(self.observers, profiler.begin_span)
-        ends = [begin("hook", call) for begin in observers] if observers else ()
+        ends = profiler.begun(self.observers, profiler.begin_span, "hook", call)
         try:
             call.registration.check_movable(grad)
             scale, communicator = self.gradient_scale, self._communicator

@@ -83,8 +83,7 @@ class UserFunction:
         before: list[Before] = [(one._version, one.shape, one.dtype, one.device) for one in fulls]
         references = _num_references(fulls) if torch.is_grad_enabled() else ()
         outer, random = communicator.edit_of, None
-        observers = profiler.with_ranges(self._observers, profiler.begin_span)
-        ends = [begin("edit", call) for begin in observers] if observers else ()
+        ends = profiler.begun(self._observers, profiler.begin_span, "edit", call)
         try:
             communicator.set_edit(registration.description)
             if parameters:

@@ -6,32 +6,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.profiler import record_function
 
 from flex_model.integrations.torch_private import is_profiling
 
 _NAMES = {"hook": "hook", "edit": "function"}  # the kinds of observed spans
-Observer = TypeVar("Observer", bound=Callable[..., Any])
+Ending = Callable[[], None]
+Observer = Callable[..., Ending]
 
 
-def with_ranges(observers: Sequence[Observer], begin: Observer) -> Sequence[Observer]:
-    """Return the observers, with the one that makes ranges while a profiler runs."""
-    return [*observers, begin] if is_profiling() else observers
+def begun(observers: Sequence[Observer], begin: Observer, *what: Any) -> Sequence[Ending]:
+    """Call the observers, and while a profiler runs the one that makes its ranges; return what ends
+    the observation.
+    """
+    every = [*observers, begin] if is_profiling() else observers
+    return [one(*what) for one in every] if every else ()
 
 
-def begin_span(kind: str, call: Any) -> Callable[[], None]:
+def begin_span(kind: str, call: Any) -> Ending:
     """Begin the range of a hook or of its function: an observer of the hook executor."""
     return _begin(f"{_NAMES[kind]} {call.describe()}")
 
 
-def begin_transfer(name: str, *_: Any) -> Callable[[], None]:
+def begin_transfer(name: str, *_: Any) -> Ending:
     """Begin the range of a transfer: an observer of a communicator."""
     return _begin(f"transfer {name}")
 
 
-def _begin(name: str) -> Callable[[], None]:
+def _begin(name: str) -> Ending:
     span = record_function(f"flex_model {name}")
     span.__enter__()
     return functools.partial(span.__exit__, None, None, None)

@@ -120,9 +120,12 @@ def _infer(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
         found = _of_own_rows(proofs, operation, values, found)
     if found == [None]:
         found = [positions.infer_selected(operation, values, proofs.positions)]
-    if found == [None]:
-        ranges = positions.infer_ranges(operation, values, proofs.ranges)
-        if ranges is not None and positions.follow_each_other(ranges):
+    is_known = found != [None]
+    ranges = positions.infer_ranges(operation, values, proofs.ranges)
+    # All of a dim is no range: `torch.arange(x.shape[1])`.
+    if ranges is not None and not (is_known and call.read.sized_by):
+        proofs.ranges[call.entries[0][4][0][0]] = ranges
+        if not is_known and positions.follow_each_other(ranges):
             found = [Shard(0)]
     if call.written in proofs.templates and factories.is_draw(operation):
         found = [proofs.templates[call.written]]
@@ -203,9 +206,6 @@ def _note_facts(
         proofs.makers[value] = (operation, output, tuple(values))
     if call.is_comparable:
         _note_open(proofs, call, operation, value)
-        ranges = positions.infer_ranges(operation, values, proofs.ranges)
-        if ranges is not None and (value not in proofs.placements or not call.read.sized_by):
-            proofs.ranges[value] = ranges  # not of all of a dim: `torch.arange(x.shape[1])`
         if value not in proofs.placements:
             rows = own_rows.infer(operation, output, values, proofs.own_rows)
             if rows is not None and proofs.axis == "dp":

@@ -12,7 +12,7 @@ import browser
 import flex_model
 import models
 from flex_model import FlexModel, cli
-from flex_model.fingerprints.fingerprint_folder import read_run
+from flex_model.fingerprints.fingerprint_folder import RunWriter, read_run
 from flex_model.fingerprints.summary import NUM_SAMPLES, positions
 
 X = models.random(4, 5, 6)
@@ -66,6 +66,28 @@ def test_runs_of_single_ranks_are_refused(tmp_path):
     flex = FlexModel(way.shard(models.mlp()), dp_batch="local", **way.sizes)
     with pytest.raises(ValueError, match="without dp_batch"):
         flex.fingerprint(tmp_path, way.my_rows(X))
+
+
+@pytest.mark.ranks(2)
+def test_an_error_on_rank_0_alone_is_raised_on_all_ranks(tmp_path, monkeypatch):
+    """Only rank 0 compares and writes: the other one would wait for it."""
+    way = models.TWO_RANKS["tp"]
+    flex = FlexModel(way.shard(models.mlp()), **way.sizes)
+    flex.fingerprint(tmp_path / "a", X, tensors=True)
+
+    def part(full):
+        raise LookupError("no such part")
+
+    with pytest.raises(RuntimeError, match="no such part"):
+        flex.verify(tmp_path / "a", X, names={"fc1": ("fc1", part)})
+
+    def full_disk(self, number, full):
+        if full.dim() == 1:  # a bias's gradient
+            raise OSError("no space left")
+
+    monkeypatch.setattr(RunWriter, "add", full_disk)
+    with pytest.raises(ValueError, match="no space left"):
+        flex.fingerprint(tmp_path / "b", X, loss=loss, tensors=True)
 
 
 def test_gradients_are_compared_in_the_order_of_the_backward(tmp_path):

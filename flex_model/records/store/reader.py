@@ -122,11 +122,7 @@ class Reader:
         """Return the rows of the record of one call; none is read yet."""
         index, files = self._group(batch)
         key, layout = index.of_batch[batch][name][call]
-        shards = [
-            self._shard(index, files, key, rank, shape, layout.dtype)
-            for rank, shape in layout.shards
-        ]
-        return RecordRows(layout, shards)
+        return RecordRows(layout, self._shards(index, files, key, layout))
 
     def moments(self, name: str) -> Tensor | None:
         """Return the moments of all rows of one name; None if the files do not have them, or its
@@ -171,20 +167,24 @@ class Reader:
     def _tensor(
         self, index: Index, files: dict[int, Any], key: str, layout: RecordLayout
     ) -> Tensor:
+        shards = self._shards(index, files, key, layout)
         if layout.is_whole:
-            rank, shape = layout.shards[0]
             # A file is mapped once: a caller's writes to its record must not change the mapping.
-            return self._shard(index, files, key, rank, shape, layout.dtype).clone()
+            return shards[0].clone()
         full = torch.empty(layout.shape, dtype=layout.dtype)
-        shards = [
-            self._shard(index, files, key, rank, shape, layout.dtype)
-            for rank, shape in layout.shards
-        ]
         for shard, start, shard_start, sizes in layout.boxes:
             to = tuple(slice(a, a + n) for a, n in zip(start, sizes))
             source = tuple(slice(a, a + n) for a, n in zip(shard_start, sizes))
             full[to] = shards[shard][source]
         return full
+
+    def _shards(
+        self, index: Index, files: dict[int, Any], key: str, layout: RecordLayout
+    ) -> list[Tensor]:
+        return [
+            self._shard(index, files, key, rank, shape, layout.dtype)
+            for rank, shape in layout.shards
+        ]
 
     def _shard(
         self,
