@@ -494,7 +494,8 @@ class FlexModel(nn.Module):
             logits = flex.run_from("model.layers.5", value, tokens, use_cache=False).logits
 
         What is outside of the list (embeddings, masks, rotary positions) runs as ever, on
-        ``args``. Hooks on the module's output see ``value``.
+        ``args``. Hooks on the module's output see ``value``. What is skipped gets no gradient: for
+        a backward under DDP freeze it, or wrap with ``find_unused_parameters=True``.
 
         Args:
             value: What the module returns on this rank, a tensor or the tree that it returns: along

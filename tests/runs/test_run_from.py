@@ -25,7 +25,7 @@ def t5():
 
 
 def mix(module, full, save_ctx, modules):
-    return full + full.flip(-1)
+    return full + full.flip(-1) - 0.5 * full.flip(0)
 
 
 def returned(model, name, *args, **inputs):
@@ -177,16 +177,22 @@ def test_sharded(name):
     model = DeepMLP()
     model.later.register_forward_hook(lambda m, a, out: mix(m, out, None, None))
     expected = model(BATCH)
-    value = returned(model, "layers.1", BATCH)
-    with FlexModel(parallelism.shard(DeepMLP()), **parallelism.sizes) as flex, torch.no_grad():
+    value = returned(model, "layers.1", BATCH).requires_grad_()
+    model.last(model.later(model.layers[2](value.tanh()).tanh())).square().mean().backward()
+    later = DeepMLP()
+    later.layers[:2].requires_grad_(False)  # DDP waits for gradients of all others
+    with FlexModel(parallelism.shard(later), **parallelism.sizes) as flex:
         flex.register_forward_hook(HookFunction("later", editing_function=mix))
-        mine = parallelism.my_rows(value)
+        mine = parallelism.my_rows(value).detach().requires_grad_()
         for _ in range(2):
+            mine.grad = None
             got = flex.run_from("layers.1", mine, parallelism.my_rows(BATCH))
             assert_close(got, parallelism.my_rows(expected))
+            got.square().mean().backward()
+            assert_close(mine.grad / parallelism.dp, parallelism.my_rows(value.grad))
         assert_close(flex(parallelism.my_rows(BATCH)), parallelism.my_rows(expected))
         if name == "tp":
-            other = value + torch.distributed.get_rank()
+            other = value.detach() + torch.distributed.get_rank()
             with pytest.raises(ValueError, match=r"'value_of_run_from'.*different values"):
                 flex.run_from("layers.1", other, BATCH)
 
