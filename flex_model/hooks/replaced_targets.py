@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,9 +26,9 @@ class Targets:
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._hooks: tuple[int, int] | None = None  # which hooks were looked for
-        # The dicts in which the hooked modules, those around them, and the parameters are found,
-        # with the keys and values there.
-        self._places: list[_Place] = []
+        # The dicts in which the hooked modules, those around them, and the parameters are found;
+        # the keys there, and the values.
+        self._places: tuple[Sequence[Any], ...] = (), (), ()
         self._gone: list[Registration] = []
 
     def gone(self, registrations: Sequence[Registration]) -> list[Registration]:
@@ -35,8 +36,8 @@ class Targets:
         more. Local. Every run calls it, so the model is only searched after a change.
         """
         hooks = len(registrations), registrations[-1].index if registrations else 0
-        # A list: a generator would be called for each place.
-        are_there = [held.get(key) is value for held, key, value in self._places]
+        dicts, keys, values = self._places
+        are_there = map(operator.is_, map(dict.get, dicts, keys), values)
         if hooks != self._hooks or not all(are_there):
             self._hooks = hooks
             self._search(registrations)
@@ -55,7 +56,7 @@ class Targets:
                 self._gone.append(registration)
             for place in itertools.chain(*found):
                 places[id(place[0]), place[1]] = place
-        self._places = list(places.values())
+        self._places = tuple(zip(*places.values(), strict=True)) or ((), (), ())
 
 
 def refusal(registration: Registration) -> str:

@@ -66,7 +66,8 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
   const Names& of = names();
   if (!torch.is_tensor(leaf)) return false;
   const bool is_settled = hook.edits_here && dispatcher_->is_settled(hook);
-  if (!is_true(of.is_cpu.of(leaf))) {
+  const bool is_on_cpu = is_true(of.is_cpu.of(leaf));
+  if (!is_on_cpu) {
     // A record of a GPU's tensor is delivered when the run ends, and a graph can't be captured.
     if (!is_settled || hook.records_here || !is_true(of.is_cuda.of(leaf))) return false;
     if (is_true(checked(PyObject_CallNoArgs(torch.is_capturing.ptr())))) return false;
@@ -84,12 +85,12 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
   const auto record = [&](const py::object& tensor) {
     if (PyList_Append(list.ptr(), tensor.ptr()) < 0) throw py::error_already_set();
   };
-  // Copies made in inference mode, or of its tensors, are not plain tensors.
-  const bool is_inference = is_true(of.is_inference.call(leaf)) ||
-                            is_true(checked(PyObject_CallNoArgs(torch.is_inference_mode.ptr())));
+  const bool is_inference = is_true(checked(PyObject_CallNoArgs(torch.is_inference_mode.ptr())));
+  const bool has_graph = is_true(of.requires_grad.of(leaf));
   const auto copied = [&](bool in_graph) {
-    const PlainMode mode(torch, is_inference);
-    return of.clone.call(in_graph && !is_inference ? leaf : of.detach.call(leaf));
+    py::object plain;  // a copy made in inference mode is no plain tensor
+    if (is_inference) plain = checked(PyObject_CallOneArg(torch.inference_mode.ptr(), Py_False));
+    return of.clone.call(has_graph && !in_graph ? of.detach.call(leaf) : leaf);
   };
   if (!hook.edits_here) {
     record(copied(false));
@@ -97,9 +98,12 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
   }
   py::object after, copy = copied(true);
   if (is_settled) {
-    after = run_settled(*dispatcher_, hook, module, leaf, copy);
+    after = run_settled(*dispatcher_, hook, module, leaf, is_on_cpu, copy);
     // The copy is the record if it is as it was, and no one else has it.
-    if (hook.records_here) record(copy ? of.detach.call(copy) : copied(false));
+    if (hook.records_here)
+      record(!copy                                ? copied(false)
+             : is_true(of.requires_grad.of(copy)) ? of.detach.call(copy)
+                                                  : copy);
   } else {
     if (hook.records_here) record(copied(false));
     PyObject* arguments[] = {hook.registration.ptr(), module, leaf.ptr(), copy.ptr()};

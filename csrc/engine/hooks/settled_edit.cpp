@@ -3,22 +3,19 @@
 namespace flex_model {
 namespace {
 
-// What an edit must not change, and the version, which tells whether it wrote to the tensor.
-struct Before {
-  explicit Before(const py::object& tensor)
-      : version(names().version.of(tensor)),
-        shape(names().shape.of(tensor)),
-        dtype(names().dtype.of(tensor)),
-        device(names().device.of(tensor)) {}
+// What a copy of `leaf` is like before the edit: its version, which tells whether it was written
+// to, and what an edit must not change.
+py::tuple kind_of(const py::object& leaf) {
+  const Names& of = names();
+  return py::make_tuple(0, of.shape.of(leaf), of.dtype.of(leaf), of.device.of(leaf));
+}
 
-  bool is_kind_of(const py::object& tensor) const {
-    return names().shape.of(tensor).equal(shape) && names().dtype.of(tensor).is(dtype) &&
-           names().device.of(tensor).equal(device);
-  }
-  py::tuple as_tuple() const { return py::make_tuple(version, shape, dtype, device); }
-
-  py::object version, shape, dtype, device;
-};
+bool has_kind_of(const py::object& leaf, bool is_on_cpu, const py::object& tensor) {
+  const Names& of = names();
+  if (!of.shape.of(tensor).equal(of.shape.of(leaf)) || !of.dtype.of(tensor).is(of.dtype.of(leaf)))
+    return false;
+  return is_on_cpu ? is_true(of.is_cpu.of(tensor)) : of.device.of(tensor).equal(of.device.of(leaf));
+}
 
 // A copy of the function's result, unless nothing else has its memory: the model may change it in
 // place. Contiguous if the model's own tensor is, since views of that work.
@@ -32,12 +29,11 @@ py::object for_model(const TorchAccess& torch, const py::object& leaf, py::objec
 }  // namespace
 
 py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject* module,
-                       const py::object& leaf, py::object& copy) {
+                       const py::object& leaf, bool is_on_cpu, py::object& copy) {
   const std::shared_ptr<const Handlers> handlers = dispatcher.handlers;  // the call may close it
   const TorchAccess& torch = dispatcher.torch;
   const SettledEdit settled = hook.settled;
-  const Before before(copy);
-  const Draws draws(torch, leaf);
+  const Draws draws(torch, leaf, is_on_cpu);
   const bool is_in_graph = is_true(names().requires_grad.of(copy));
   const Py_ssize_t references = Py_REFCNT(copy.ptr());
 
@@ -54,7 +50,7 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
     return py::none();
   }
   handlers->set_edit(py::str());
-  if (!(Draws(torch, leaf) == draws)) {
+  if (!(Draws(torch, leaf, is_on_cpu) == draws)) {
     handlers->edit_drew(hook.registration);
     return py::none();
   }
@@ -62,12 +58,12 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
   if (result.is(copy)) result = py::none();
   const bool is_kept = is_in_graph && (Py_REFCNT(copy.ptr()) > references ||
                                        !names().backward_hooks.of(copy).is_none());
-  const bool has_written = !names().version.of(copy).equal(before.version);
-  const bool is_unusual = result.is_none() ? !before.is_kind_of(copy)
-                                           : !torch.is_tensor(result) || !before.is_kind_of(result);
-  if (is_unusual) {
-    result =
-        handlers->finish_edit(hook.registration, leaf, copy, before.as_tuple(), result, is_kept);
+  const bool has_written = PyLong_AsLong(names().version.of(copy).ptr()) != 0;
+  const bool is_usual = result.is_none()
+                            ? has_kind_of(leaf, is_on_cpu, copy)
+                            : torch.is_tensor(result) && has_kind_of(leaf, is_on_cpu, result);
+  if (!is_usual) {
+    result = handlers->finish_edit(hook.registration, leaf, copy, kind_of(leaf), result, is_kept);
     copy = {};
     return result;
   }

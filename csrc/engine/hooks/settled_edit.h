@@ -10,6 +10,6 @@ namespace flex_model {
 // that the model continues with; None: its own. Drops the copy, but where it still has the values
 // of `leaf` and no one else has it. Throws py::error_already_set.
 py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject* module,
-                       const py::object& leaf, py::object& copy);
+                       const py::object& leaf, bool is_on_cpu, py::object& copy);
 
 }  // namespace flex_model

@@ -23,22 +23,6 @@ TorchAccess::TorchAccess(const py::object& torch)
       is_capturing(torch.attr("is_capturing")),
       storage_uses(torch.attr("storage_uses")) {}
 
-PlainMode::PlainMode(const TorchAccess& torch, bool is_inference) {
-  if (!is_inference) return;
-  guard_ = checked(PyObject_CallOneArg(torch.inference_mode.ptr(), Py_False));
-  names().enter.call(guard_);
-}
-
-PlainMode::~PlainMode() {
-  if (!guard_) return;
-  PyObject *type, *value, *traceback;  // of an error on its way out
-  PyErr_Fetch(&type, &value, &traceback);
-  PyObject* left = PyObject_CallMethod(guard_.ptr(), "__exit__", "OOO", Py_None, Py_None, Py_None);
-  if (left == nullptr) PyErr_WriteUnraisable(guard_.ptr());
-  Py_XDECREF(left);
-  PyErr_Restore(type, value, traceback);
-}
-
 bool is_alone(const TorchAccess& torch, const py::object& tensor) {
   if (Py_REFCNT(tensor.ptr()) != 1) return false;
   const py::object storage = names().untyped_storage.call(tensor);
@@ -47,20 +31,20 @@ bool is_alone(const TorchAccess& torch, const py::object& tensor) {
   return PyLong_AsLong(uses.ptr()) == 2;  // the tensor, and the object `storage`
 }
 
-Draws::Draws(const TorchAccess& torch, const py::object& tensor)
+Draws::Draws(const TorchAccess& torch, const py::object& tensor, bool is_on_cpu)
     : state_(checked(PyObject_CallNoArgs(torch.random_state.ptr()))) {
-  if (is_true(names().is_cuda.of(tensor)))
+  if (!is_on_cpu)
     position_ =
         checked(PyObject_CallOneArg(torch.position_on_gpu.ptr(), names().device.of(tensor).ptr()));
 }
 
 bool Draws::operator==(const Draws& other) const {
   if (position_ && !position_.equal(other.position_)) return false;
+  static const size_t kBytes = PyLong_AsSize_t(names().nbytes.of(state_).ptr());
   const auto address = [](const py::object& tensor) {
     return PyLong_AsVoidPtr(names().data_ptr.call(tensor).ptr());
   };
-  const size_t bytes = PyLong_AsSize_t(names().nbytes.of(state_).ptr());
-  return std::memcmp(address(state_), address(other.state_), bytes) == 0;
+  return std::memcmp(address(state_), address(other.state_), kBytes) == 0;
 }
 
 }  // namespace flex_model

@@ -16,7 +16,7 @@ inline py::object checked(PyObject* object) {
 
 inline bool is_true(const py::object& value) { return value.ptr() == Py_True; }
 
-// An attribute of a tensor, and a method without arguments. Names are interned once.
+// An attribute; its name is interned once.
 class Name {
  public:
   explicit Name(const char* name) : name_(PyUnicode_InternFromString(name)) {}
@@ -26,23 +26,54 @@ class Name {
   void set(const py::object& object, const py::object& value) const {
     if (PyObject_SetAttr(object.ptr(), name_, value.ptr()) < 0) throw py::error_already_set();
   }
-  py::object call(const py::object& object) const {
-    return checked(PyObject_CallMethodNoArgs(object.ptr(), name_));
-  }
 
  private:
   PyObject* name_;  // never released: the interpreter is gone before static destructors run
 };
 
+// What torch.Tensor has under a name, found at the first use: a lookup takes longer than most
+// calls.
+class OfTensor {
+ public:
+  explicit OfTensor(const char* name) : name_(name) {}
+
+ protected:
+  PyObject* found(const py::object& tensor) const {
+    if (found_ == nullptr) found_ = py::object(py::type::of(tensor).attr(name_)).release().ptr();
+    return found_;
+  }
+
+ private:
+  const char* name_;
+  mutable PyObject* found_ = nullptr;  // never released, either
+};
+
+// An attribute of tensors of that exact type.
+struct Attribute : OfTensor {
+  using OfTensor::OfTensor;
+  py::object of(const py::object& tensor) const {
+    PyObject* descriptor = found(tensor);
+    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(tensor.ptr()));
+    return checked(Py_TYPE(descriptor)->tp_descr_get(descriptor, tensor.ptr(), type));
+  }
+};
+
+// A method of them, without arguments.
+struct Method : OfTensor {
+  using OfTensor::OfTensor;
+  py::object call(const py::object& tensor) const {
+    return checked(PyObject_CallOneArg(found(tensor), tensor.ptr()));
+  }
+};
+
 struct Names {
-  Name detach{"detach"}, clone{"clone"}, contiguous{"contiguous"}, is_cpu{"is_cpu"},
-      is_cuda{"is_cuda"};
-  Name layout{"layout"}, is_quantized{"is_quantized"}, is_nested{"is_nested"};
-  Name is_inference{"is_inference"}, is_contiguous{"is_contiguous"}, shape{"shape"};
-  Name dtype{"dtype"}, device{"device"}, version{"_version"}, requires_grad{"requires_grad"};
-  Name backward_hooks{"_backward_hooks"}, data_ptr{"data_ptr"}, nbytes{"nbytes"};
-  Name untyped_storage{"untyped_storage"}, cdata{"_cdata"}, enter{"__enter__"};
-  Name edit_of{"edit_of"}, editing_function{"editing_function"}, given{"given"};
+  Method detach{"detach"}, clone{"clone"}, contiguous{"contiguous"}, data_ptr{"data_ptr"};
+  Method is_contiguous{"is_contiguous"}, untyped_storage{"untyped_storage"};
+  Attribute is_cpu{"is_cpu"}, is_cuda{"is_cuda"}, device{"device"}, dtype{"dtype"};
+  Attribute layout{"layout"}, is_quantized{"is_quantized"}, is_nested{"is_nested"};
+  Attribute shape{"shape"}, nbytes{"nbytes"}, version{"_version"};
+  Attribute requires_grad{"requires_grad"}, backward_hooks{"_backward_hooks"};
+  Name cdata{"_cdata"}, edit_of{"edit_of"}, editing_function{"editing_function"}, given{"given"};
 };
 
 const Names& names();
@@ -55,7 +86,7 @@ struct TorchAccess {
   py::object strided;             // torch.strided: only tensors of this layout are edited
   py::object current_graph_task;  // -1 outside of backward; inside, a forward is a recomputation
   py::object is_inference_mode, is_grad_enabled;
-  py::object inference_mode;      // a guard: inference_mode(is_on), __enter__, __exit__
+  py::object inference_mode;      // inference_mode(is_on): in force as long as this object lives
   py::object num_dispatch_modes;  // with one, something follows what runs
   py::object saved_hooks;         // of tensors saved for backward; not None in a checkpoint
   py::object random_state;        // of the CPU's generator: a tensor of bytes
@@ -68,26 +99,13 @@ struct TorchAccess {
   }
 };
 
-// Ends inference mode, if it is on, until it goes out of scope: copies that are made meanwhile are
-// plain tensors.
-class PlainMode {
- public:
-  PlainMode(const TorchAccess& torch, bool is_inference);
-  ~PlainMode();
-  PlainMode(const PlainMode&) = delete;
-  PlainMode& operator=(const PlainMode&) = delete;
-
- private:
-  py::object guard_;
-};
-
 // Whether nothing but `tensor` refers to it or to its memory; `tensor` must be the only handle.
 bool is_alone(const TorchAccess& torch, const py::object& tensor);
 
 // Where the generators stand: the CPU's, and that of a tensor's GPU.
 class Draws {
  public:
-  Draws(const TorchAccess& torch, const py::object& tensor);
+  Draws(const TorchAccess& torch, const py::object& tensor, bool is_on_cpu);
   bool operator==(const Draws& other) const;
 
  private:
