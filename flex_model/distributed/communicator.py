@@ -183,7 +183,8 @@ class Communicator(GroupPool):
         rows = [packed] if self.is_local else self.call("exchange_bytes", GRID, packed)
         seed = Header.seed_if_alike(rows, packed) if state == OK else None
         if seed is not None:
-            return [header if seed == header.seed else replace(header, seed=seed)] * len(rows)
+            header.seed = seed
+            return [header] * len(rows)
         site = header.site ^ mark
         header = replace(header, site=site, sequence=self.sequence, state=state)
         try:

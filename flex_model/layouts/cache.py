@@ -124,6 +124,8 @@ class LayoutCache:
         self._growing: dict[int, _Growing] = {}
         self._sizes: dict[int, tuple[int, ...]] = {}  # on this rank, in the last call of a form
         self._form_keys: dict[int, int] = {}  # by this rank's form: the form of all ranks
+        self._form_numbers: dict[int, int] = {}  # in the order in which this rank met them
+        self._num_forms = 0
         self._form = 0  # of the beginning forward
 
     def clear(self) -> None:
@@ -138,7 +140,11 @@ class LayoutCache:
         Args:
             form: A hash of all but the sizes.
         """
-        form = sites_hash(form, self._num_cleared)
+        number = self._form_numbers.get(form)
+        if number is None:  # the hash is that of this process; ranks count alike
+            number = self._num_forms = self._num_forms + 1
+            _put(self._form_numbers, form, number)
+        form = sites_hash(number, self._num_cleared)
         self._form, step = form, 0
         before = self._sizes.get(form)
         if sizes != before:

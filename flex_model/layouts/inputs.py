@@ -133,7 +133,8 @@ class SharedInputs:
 
     def hash(self) -> int:
         """Return a hash of those on the CPU. Local."""
-        return site_hash(*(replicas.hash_of(one) for _, _, one in self._inputs if one.is_cpu))
+        hashes = tuple(replicas.hash_of(one) for _, _, one in self._inputs if one.is_cpu)
+        return hash(hashes) & (2**63 - 1)
 
     def compare(self, communicator: Communicator) -> None:
         """Compare each of those on the CPU, of which all ranks have the same number. Collective.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -255,7 +255,7 @@ def named_inputs(module: nn.Module, args: Any, kwargs: Any) -> list[Argument]:
     """Return every tensor in a forward's arguments, with the name of its argument. First those that
     hooks see, in their order.
     """
-    names = _argument_names(module, len(args)) if args else ()  # a signature takes its time
+    names = _argument_names(module, len(args)) if args else ()
     found, inside = [], []
     for name, value in [*zip(names, args), *kwargs.items()]:
         passed = {id(tensor) for tensor in _passed(value)}
@@ -324,14 +324,19 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, Mapping) and all(map(_is_plain, value.values()))
 
 
-def _argument_names(root: nn.Module, count: int) -> Iterable[str]:
-    try:
-        parameters = list(inspect.signature(_unwrapped(root).forward).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in positional]
-    return names[:count] + [f"argument {i}" for i in range(len(names), count)]
+def _argument_names(root: nn.Module, count: int) -> list[str]:
+    function: Any = _unwrapped(root).forward
+    skipped = 0
+    while True:  # as inspect.signature does, which takes longer than all the rest of a forward
+        if isinstance(function, MethodType):
+            function, skipped = function.__func__, 1
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            break
+    code = getattr(function, "__code__", None)
+    names = () if code is None else code.co_varnames[skipped : code.co_argcount][:count]
+    return [*names, *(f"argument {i}" for i in range(len(names), count))]
 
 
 def _unwrapped(root: nn.Module) -> nn.Module:
