@@ -209,6 +209,33 @@ class Later:
         return full + torch.rand(2) if self.calls > 2 else full
 
 
+@pytest.mark.parametrize("edit", [same, scaled])
+def test_a_settled_edit_sees_tensors_of_torch_func(edit):
+    torch.manual_seed(0)
+    model, x = Model(False, False), torch.randn(3, 4, dtype=torch.float64)
+    ones = torch.ones_like(x)
+
+    def results(run):
+        gradient = torch.func.grad(lambda x: run(x).square().sum())(x)
+        tangent = torch.func.jvp(run, (x,), (ones,))[1]
+        return gradient, tangent, torch.func.vmap(lambda row: run(row[None])[0])(x)
+
+    for layer in model.layers:
+        handle = layer.hooked.register_forward_hook(lambda m, args, x: edit(m, x * 1, None, None))
+        layer.handle = handle
+    expected = results(model)
+    for layer in model.layers:
+        layer.handle.remove()
+    with FlexModel(model) as flex, torch.no_grad():
+        for i in range(NUM_LAYERS):
+            hook = HookFunction(f"layers.{i}.hooked", editing_function=edit, record=False)
+            flex.register_forward_hook(hook)
+        for _ in range(3):
+            flex(x)
+        with torch.enable_grad():
+            torch.testing.assert_close(results(flex), expected)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_function_that_begins_to_draw_late_is_an_error(mode):
     flex, _ = wrapped(Later())

@@ -25,7 +25,12 @@ TorchAccess::TorchAccess(const py::object& torch)
 
 bool is_alone(const TorchAccess& torch, const py::object& tensor) {
   if (Py_REFCNT(tensor.ptr()) != 1) return false;
-  const py::object storage = names().untyped_storage.call(tensor);
+  py::object storage;
+  try {
+    storage = names().untyped_storage.call(tensor);
+  } catch (const py::error_already_set&) {
+    return false;  // a wrapper of torch.func has none
+  }
   const py::object uses =
       checked(PyObject_CallOneArg(torch.storage_uses.ptr(), names().cdata.of(storage).ptr()));
   return PyLong_AsLong(uses.ptr()) == 2;  // the tensor, and the object `storage`
