@@ -706,7 +706,7 @@ class FlexModel(nn.Module):
             module_name: The block, which has ``experts`` and ``gate`` (or ``router``) below it.
 
         Raises:
-            ValueError: it is no such block.
+            ValueError: ``module_name`` is not such a block.
             HookError: in a run: the gate does not choose by one top k of its scores, or an edit
                 leaves a token without experts.
 
@@ -744,8 +744,8 @@ class FlexModel(nn.Module):
         With ``Select(experts=...)`` only the slots that these experts serve are moved, as rows in
         the order of tokens; such hooks come after those without. While a hook is on one of them,
         the experts' projections run a second time, on one row for each slot, and each call checks
-        that the slots' weighted outputs sum to the experts' output. That goes on as it is unless a
-        hook replaces one of them, or needs its gradient.
+        that the slots' weighted outputs sum to the experts' output. The model continues with the
+        experts' own output, unless a hook replaces a tensor or needs its gradient.
 
         Args:
             module_name: The module of experts of transformers, by the implementation
@@ -1191,13 +1191,13 @@ class FlexModel(nn.Module):
         """Return the full parameter, detached, on the CPU, on every rank. Collective over the ranks
         of the model.
 
-        Of a quantised or compressed weight (torchao, bitsandbytes, compressed-tensors, float8 of
-        transformers) these are the dequantised values, in the shape of the unpacked weight::
+        A quantised or compressed weight (torchao, bitsandbytes, compressed-tensors, float8 of
+        transformers) is dequantised, in the shape of the unpacked weight::
 
             values = flex.get_module_parameter("layers.0.mlp.up_proj.weight")  # (out, in), floats
             packed = flex.get_module_parameter("layers.0.mlp.up_proj.weight", raw=True)
 
-        Of a layer of experts, the weights of some::
+        ``experts`` selects the weights of some experts of a layer::
 
             down = flex.get_module_parameter("layers.3.mlp.experts.down_proj", experts=[3, 17])
 

@@ -55,7 +55,7 @@ MUTATIONS = [
     Mutation(
         "a scatter whose gradient is not divided by dp",
         "distributed/gather.py",
-        "return (full / way.grad_scale if way.grad_scale > 1 else full), None",
+        "return (full / spec.grad_scale if spec.grad_scale > 1 else full), None",
         "return full, None",
         "parity/test_table.py::test_two_ranks_equal_one[ddp-forward]",
     ),

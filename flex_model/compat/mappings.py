@@ -51,7 +51,7 @@ def all_gather_tensor_parallel(tensor: Tensor, dim: int, fmps: ParallelState) ->
 
 
 def all_gather_data_parallel(tensor: Tensor, dim: int, fmps: ParallelState) -> Tensor:
-    """As ``all_gather_tensor_parallel``, over data-parallel ranks; backward multiplies by dp."""
+    """Gather as ``all_gather_tensor_parallel`` does, over dp; backward multiplies by its size."""
     return _all_gather(tensor, dim, fmps, "dp", "all_gather_data_parallel")
 
 
@@ -74,7 +74,7 @@ def scatter_tensor_parallel(tensor: Tensor, dim: int, fmps: ParallelState) -> Te
 
 
 def scatter_data_parallel(tensor: Tensor, dim: int, fmps: ParallelState) -> Tensor:
-    """As ``scatter_tensor_parallel``, over the data-parallel ranks; its backward divides by dp."""
+    """Scatter as ``scatter_tensor_parallel`` does, over dp; backward divides by its size."""
     return _scatter(tensor, dim, fmps, "dp", "scatter_data_parallel")
 
 
@@ -100,7 +100,7 @@ def broadcast_tensor_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
 
 
 def broadcast_data_parallel(tensor: Tensor, fmps: ParallelState) -> Tensor:
-    """As ``broadcast_tensor_parallel``, over the data-parallel ranks.
+    """Broadcast as ``broadcast_tensor_parallel`` does, over the data-parallel ranks.
 
     The first rank gets the sum of the ranks' gradients, which DDP's or FSDP's average then makes
     that of the mean loss; so its backward is collective too.

@@ -61,7 +61,7 @@ class ParameterTensorParallelRoutingStrategy(BaseRoutingStrategy):
     def initialize(
         cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: ExpectedShape
     ) -> BaseRoutingStrategy:
-        """As ``ActivationTensorAllToAllRoutingStrategy``, over the tensor-parallel ranks."""
+        """Route as ``ActivationTensorAllToAllRoutingStrategy``, over the tensor-parallel ranks."""
         route = _Route(fmps, "tp", tensor, expected_shape, batch_on_dp=False)
         return cls(route.gather, route.scatter)
 

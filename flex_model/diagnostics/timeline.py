@@ -151,7 +151,7 @@ class _Noted:
 
 
 def now_ns() -> int:
-    """Of a clock that all processes of a host share."""
+    """Return the time of a clock that all processes of a host share."""
     return time.monotonic_ns()
 
 

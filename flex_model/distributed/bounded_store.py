@@ -45,8 +45,8 @@ class LostStoreError(RuntimeError):
     """The store is lost, or did not answer; the message names its host."""
 
 
-class Patience:
-    """How long calls of a store are waited for.
+class AnswerLimit:
+    """Limits how long calls of a store are waited for.
 
     Attributes:
         is_silent: Whether the store has left a call without an answer: then none is made any more.
@@ -80,35 +80,37 @@ class BoundedStore:
     """A store that answers each call within ``limit_s`` seconds, or none from then on.
 
     Args:
-        patience: Shared by all that ask the same store for one purpose, so that they wait once for
-            one that is silent. Default: its own.
+        answer_limit: Shared by all that ask the same store for one purpose, so that they wait
+            once for one that is silent. Default: its own.
 
     Raises:
         LostStoreError: the store is lost, or did not answer.
     """
 
-    def __init__(self, store: dist.Store, limit_s: float, patience: Patience | None = None) -> None:
+    def __init__(
+        self, store: dist.Store, limit_s: float, answer_limit: AnswerLimit | None = None
+    ) -> None:
         self._store: Any = store  # torch's stubs leave `append` out
         self._limit_s = limit_s
-        self.patience = patience or Patience()
+        self.answer_limit = answer_limit or AnswerLimit()
 
     @property
     def is_silent(self) -> bool:
         """Whether it left a call without an answer."""
-        return self.patience.is_silent
+        return self.answer_limit.is_silent
 
     def call(self, function: Callable[[Any], T]) -> T:
         """Return ``function(store)``."""
         limit_s = self._limit_s
         if not self.is_silent:
-            limit_s = self.patience.seconds(limit_s)
+            limit_s = self.answer_limit.seconds(limit_s)
             answer = in_thread(lambda: function(self._store))
             if is_done(answer, limit_s):
                 try:
                     return answer.result()
                 except RuntimeError as error:
                     raise self.lost(error) from error
-            self.patience.note_silence()
+            self.answer_limit.note_silence()
         raise self.unanswered(limit_s)
 
     def unanswered(self, seconds: float) -> LostStoreError:
@@ -127,8 +129,8 @@ class BoundedStore:
         """
         if self.is_silent:
             return False
-        told = in_thread(lambda: self._store.compare_set(key, "", value))
-        return is_done(told, min(self._limit_s, _TELL_S))
+        answer = in_thread(lambda: self._store.compare_set(key, "", value))
+        return is_done(answer, min(self._limit_s, _TELL_S))
 
     def set(self, key: str, value: str) -> None:
         self.call(lambda store: store.set(key, value))

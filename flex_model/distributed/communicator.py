@@ -96,8 +96,8 @@ class Communicator(GroupPool):
         self.defers = defers
 
     def defer_in_backward(self) -> None:
-        """As ``defer(True)``; the running backward pass calls ``finish_transfers`` when it ends.
-        Outside of one, do nothing. Local.
+        """Defer as ``defer(True)`` does; the running backward pass calls ``finish_transfers`` when
+        it ends. Outside of one, do nothing. Local.
         """
         task = current_graph_task()
         self.defers = task != -1
@@ -226,8 +226,8 @@ class Communicator(GroupPool):
         return headers
 
     def check_hooks(self, header: Header, where: str) -> None:
-        """As ``check_consistency``, but a rank that has registered other hooks, and so may never
-        take part, is reported after a few seconds.
+        """Check as ``check_consistency`` does, but report after a few seconds a rank that has
+        registered other hooks, and so may never take part.
         """
         self._compares_hooks = True
         try:

@@ -378,8 +378,8 @@ class _Gather(Function):
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
         in_graph = context.has_graph_of_gradient()
-        scale, way = context.spec.grad_scale, context.gradient()
-        shard = scatter(grad, context.of_gradient(way)) if in_graph else way.slice(grad)
+        scale, spec = context.spec.grad_scale, context.gradient()
+        shard = scatter(grad, context.of_gradient(spec)) if in_graph else spec.slice(grad)
         return (shard * scale if scale > 1 else shard), None
 
 
@@ -394,12 +394,12 @@ class _Scatter(Function):
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
         in_graph = context.has_graph_of_gradient()
-        way = context.gradient(grad)
-        if way.is_whole:
+        spec = context.gradient(grad)
+        if spec.is_whole:
             return grad, None
         context.check_consistency(grad)
-        full = gather(grad, context.of_gradient(way)) if in_graph else way.all_gather(grad)
-        return (full / way.grad_scale if way.grad_scale > 1 else full), None
+        full = gather(grad, context.of_gradient(spec)) if in_graph else spec.all_gather(grad)
+        return (full / spec.grad_scale if spec.grad_scale > 1 else full), None
 
 
 class _GatherToFirst(Function):
@@ -417,10 +417,10 @@ class _GatherToFirst(Function):
         context.has_graph_of_gradient()
         context.check_is_reached()
         context.check_consistency(ctx.like)
-        way = context.gradient()
-        first = way.communicator.mesh.group_rank == 0
-        shard = way.scatter_from_first(grad if first else None, ctx.like)
-        return (shard * way.grad_scale if way.grad_scale > 1 else shard), None
+        spec = context.gradient()
+        first = spec.communicator.mesh.group_rank == 0
+        shard = spec.scatter_from_first(grad if first else None, ctx.like)
+        return (shard * spec.grad_scale if spec.grad_scale > 1 else shard), None
 
 
 class _ScatterFromFirst(Function):
@@ -440,16 +440,16 @@ class _ScatterFromFirst(Function):
         context.has_graph_of_gradient()
         for one in ctx.contexts:
             one.reach()
-        way = context.gradient(grad)
+        spec = context.gradient(grad)
         context.check_consistency(grad)
-        mesh = way.communicator.mesh
-        if way.is_shared_over_dp:  # as _MeanGradientOverDp
-            grad = way.communicator.all_reduce_sum(("dp",), grad) / mesh.dp_size
-        full = way.gather_to_first(grad.contiguous())
+        mesh = spec.communicator.mesh
+        if spec.is_shared_over_dp:  # as _MeanGradientOverDp
+            grad = spec.communicator.all_reduce_sum(("dp",), grad) / mesh.dp_size
+        full = spec.gather_to_first(grad.contiguous())
         if full is None:
             full = grad.new_zeros(ctx.size)
-        elif way.grad_scale > 1:
-            full = full / way.grad_scale
+        elif spec.grad_scale > 1:
+            full = full / spec.grad_scale
         return full, *[None] * (len(ctx.needs_input_grad) - 1)
 
 

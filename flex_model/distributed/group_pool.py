@@ -248,7 +248,7 @@ class GroupPool:
         num_bytes: int = 0,
     ) -> Any:
         """Call a method of the transport (by name), or a function with the transport as its first
-        argument. If it fails in any way, the groups are aborted, so that no rank waits for it.
+        argument. On any error the groups are aborted, so that no rank waits for it.
 
         Args:
             num_bytes: The bytes that this rank moves, for observers.
@@ -282,7 +282,7 @@ class GroupPool:
                 self._guarded(to, to.finish)
 
     def _guarded(self, to: Transport, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of a transport. If it fails in any way, abort."""
+        """Call a function of a transport. On any error, abort."""
         try:
             return function(*args)
         except HookError:
@@ -359,7 +359,7 @@ class GroupPool:
         return reason or f"{failure}, in a transfer at or before {self.where}."
 
     def _wait(self, works: list) -> None:
-        with self._groups[GRID].bounded_store.patience.within(self.timeout_s):
+        with self._groups[GRID].bounded_store.answer_limit.within(self.timeout_s):
             self._wait_within(works)
 
     def _wait_within(self, works: list) -> None:
@@ -381,9 +381,9 @@ class GroupPool:
         closed it because of a third rank. So the ranks that live answer first.
         """
         what = f"the connection to another rank was lost at {self.where}:"
-        told = functools.partial(group.bounded_store.read, "broken")
+        reported = functools.partial(group.bounded_store.read, "broken")
         try:
-            found = group.roll_call.ask(told, waits=group.size > 2)
+            found = group.roll_call.ask(reported, waits=group.size > 2)
         except RuntimeError as error:
             return f"{what} a rank ended or died, and {error}."
         if isinstance(found, str):
@@ -430,11 +430,11 @@ class GroupPool:
         self.failure.agree()
         for to in self._by_device:
             to.abort()
-        is_told = True
+        is_reported = True
         for group in self._groups.values():
             if group.broken is None:
                 # They have one store: where it is silent, it is waited for once.
-                is_told = is_told and group.bounded_store.tell("broken", reason)
+                is_reported = is_reported and group.bounded_store.tell("broken", reason)
                 group.abort(reason)
                 logger.error("%s Last steps: %s", reason, self.steps)
         anchor = "ranks-differ" if kind is HookMismatchError else "a-rank-is-missing"

@@ -65,8 +65,8 @@ def site_hash(*parts: object) -> int:
 
 @lru_cache(maxsize=256)
 def sites_hash(*parts: Hashable) -> int:
-    """As ``site_hash``, cached, for parts that repeat from run to run: ints, or tuples of dtypes
-    and sizes, which have equal texts if they are equal.
+    """Return ``site_hash``, cached, for parts that repeat from run to run: ints, or tuples of
+    dtypes and sizes, which have equal texts if they are equal.
     """
     return site_hash(*parts)
 

@@ -111,7 +111,7 @@ class Hosts:
 
 
 class Offer(NamedTuple):
-    """What a rank tells the others, before they connect.
+    """What a rank sends to the others before they connect.
 
     Attributes:
         table: The table of its arena, as JSON has it; None if it has none.
@@ -178,7 +178,7 @@ def hosts_of(settings: Settings, offers: list[Offer]) -> Hosts:
 def share(
     meeting: Rendezvous, hosts: Hosts, offers: list[Offer]
 ) -> tuple[_C.HostGroup | None, str]:
-    """Share memory with the ranks of this host; or why they can't, of a rank that knows it.
+    """Share memory with the ranks of this host; or return why they can't, where that is clear.
     Collective over them.
     """
     here = hosts.ranks_of(hosts.names[meeting.me])

@@ -145,7 +145,7 @@ class Mesh:
         if not regular or any(me not in line for line in (pp, dp, tp)):
             raise ValueError(
                 f"global rank {me} is in the groups pp {list(pp)}, dp {list(dp)} and tp "
-                f"{list(tp)}, which are no regular grid of the {world_size} ranks; give "
+                f"{list(tp)}, which are not a regular grid of the {world_size} ranks; give "
                 'device_mesh= with dims named "dp" and "tp"'
             )
         return Mesh(ranks, ranks.index(me), len(pp), len(dp), len(tp))

@@ -211,8 +211,8 @@ class ShardLayout:
         tp_size: int,
         element_bytes: int,
     ) -> tuple[GatherPlan, list[dict[int, list[int]]], list[Box]]:
-        """As ``plan``, for the part of the full tensor with these indices by dim. Also returns, by
-        rank, the ascending indices of its shard that are in the part, and their boxes.
+        """Plan the gather of the part of the full tensor with these indices by dim. Also
+        return, by rank, the ascending indices of its shard that are in the part, and their boxes.
         """
         if not indices:
             plan, boxes = _plan_of_all(self, _as_key(shapes), dp_size, tp_size, element_bytes)

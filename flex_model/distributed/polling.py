@@ -28,7 +28,7 @@ def sleeps(
 
 
 class Looks:
-    """Decides when a long wait asks the store what others have told: after a longer pause each
+    """Decides when a long wait asks the store what others have reported: after a longer pause each
     time, up to a second, since of a thousand ranks that wait for a slow one each asks.
 
     Args:

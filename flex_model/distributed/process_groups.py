@@ -126,7 +126,7 @@ class PrivateGroup:
         if here is None:
             return
         if self.leaders is None and not self.hosts.is_one:
-            # The first rank of the host waits for other hosts, and tells why in vain.
+            # The first rank of the host waits for other hosts, and reports why in vain.
             timeout_s += min(_LEADERS_SLACK_S, timeout_s / 2)
         if self._watcher is not watcher:
             self._watcher = watcher

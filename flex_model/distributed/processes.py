@@ -27,7 +27,7 @@ class _Known:
         self.of_ranks: dict[int, tuple[int, int]] = {}  # PID, start time
 
     def now(self) -> dict[int, tuple[int, int]]:
-        """Those of the current world: a later one may number other processes."""
+        """Return the processes of the current world: a later world may number others."""
         if self.world is not dist.group.WORLD:
             self.world, self.of_ranks = dist.group.WORLD, {}
         return self.of_ranks

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from flex_model.distributed import processes
-from flex_model.distributed.bounded_store import BoundedStore, Patience, in_thread, is_done, read
+from flex_model.distributed.bounded_store import AnswerLimit, BoundedStore, in_thread, is_done, read
 from flex_model.distributed.polling import sleeps
 from flex_model.distributed.roll_call import RollCall
 from flex_model.errors import HookError, see
@@ -75,13 +75,13 @@ class Rendezvous:
 
     Each rank appends its text to a log, and the log's order decides: the ranks have met as soon as
     all are in it. However many ranks there are, each makes four requests to the store: it appends,
-    counts itself, waits until the last one has come, and reads; the last one tells instead.
+    counts itself, waits until the last one has come, and reads; the last one ends the wait instead.
 
     Attributes:
         path: The prefix of its keys in the store.
-        failures: The store in which a rank that fails tells the others why; None: none does. One
+        failures: The store in which a rank that fails reports why; None: none does. One
             for all that belongs to a group.
-        patience: With the store, of all rendezvous of the group together.
+        answer_limit: With the store, of all rendezvous of the group together.
     """
 
     path: tuple[str, ...]
@@ -89,14 +89,14 @@ class Rendezvous:
     me: int
     timeout_s: float
     failures: BoundedStore | None = None
-    patience: Patience = field(default_factory=Patience)
+    answer_limit: AnswerLimit = field(default_factory=AnswerLimit)
 
     def of(self, place: str) -> Rendezvous:
         """Return a rendezvous of the same ranks at a sub-prefix of the store."""
         return replace(self, path=(*self.path, place))
 
     def of_group(self, number: int) -> Rendezvous:
-        """Return the one by which the ranks make a group; a rank that fails tells the others."""
+        """Return the rendezvous by which the ranks make a group; a rank that fails reports it."""
         made = self.of(str(number))
         return replace(made, failures=made.bounded_store)
 
@@ -107,7 +107,7 @@ class Rendezvous:
     @cached_property
     def bounded_store(self) -> BoundedStore:
         """The store, for calls that end."""
-        return BoundedStore(self.store, self.timeout_s, self.patience)
+        return BoundedStore(self.store, self.timeout_s, self.answer_limit)
 
     @cached_property
     def _roll_call(self) -> RollCall:
@@ -119,7 +119,7 @@ class Rendezvous:
         if self.failures is not None:
             self.failures.tell("broken", f"global rank {self.ranks[self.me]}: {what}")
 
-    def _told(self) -> str | None:
+    def _reported(self) -> str | None:
         return None if self.failures is None else self.failures.read("broken")
 
     def all_gather(self, place: str, text: str, stale: Sequence[str] = ()) -> list[str]:
@@ -131,7 +131,7 @@ class Rendezvous:
                 message names them. Or the store is lost.
         """
         try:
-            with self.patience.within(self.timeout_s):
+            with self.answer_limit.within(self.timeout_s):
                 texts = self._meet(place, text, stale)
         except HookError:
             raise
@@ -175,12 +175,12 @@ class Rendezvous:
                     read_at = now + max(_READ_S, now - start)  # all read what all have written
                     texts = self._texts(place)
                     if self._are_all(texts):
-                        return texts  # the last one has come, and may have ended before it told
+                        return texts  # the last one may have ended before it set the key
                     if not has_come.is_set() and now > start + self.timeout_s:
                         raise self.bounded_store.unanswered(self.timeout_s)
                     self._check_absent(place, texts, start)
             texts = met.result()
-            while not self._are_all(texts):  # told by one that left
+            while not self._are_all(texts):  # one that left has set the key
                 self._check_absent(place, texts, start)
                 time.sleep(_CHECK_S)
                 texts = self._texts(place)
@@ -273,7 +273,7 @@ class Rendezvous:
 
     def poll(self, awaited: Callable[[], list[int]], what: str) -> None:
         """Poll until ``awaited()`` is empty: the ranks that have not shared ``what`` yet."""
-        with self.patience.within(self.timeout_s):
+        with self.answer_limit.within(self.timeout_s):
             self._poll(awaited, what)
 
     def _poll(self, awaited: Callable[[], list[int]], what: str) -> None:
@@ -295,7 +295,7 @@ class Rendezvous:
 
     def backend(self) -> Any:
         """Make a ProcessGroupGloo of the ranks, whose constructor waits for all of them."""
-        with self.patience.within(self.timeout_s):
+        with self.answer_limit.within(self.timeout_s):
             return self._backend()
 
     def _backend(self) -> Any:
@@ -322,9 +322,9 @@ class Rendezvous:
             raise self._explained(f"{error}") from error
 
     def _explained(self, why: str) -> HookError:
-        """Return why gloo has failed, with the ranks that are gone, or what another rank told."""
+        """Return why gloo has failed, with the ranks that are gone, or another rank's report."""
         try:
-            found = self._roll_call.ask(self._told)
+            found = self._roll_call.ask(self._reported)
         except RuntimeError as error:
             return self._lost_store(error)
         if isinstance(found, str):
@@ -335,10 +335,10 @@ class Rendezvous:
         )
 
     def look(self) -> None:
-        """Raise if another rank has told why it failed; answer one that asks who lives."""
-        told = self._told()
-        if told is not None:
-            raise HookError(told)
+        """Raise if another rank has reported why it failed; answer one that asks who lives."""
+        reported = self._reported()
+        if reported is not None:
+            raise HookError(reported)
         self._roll_call.answer()
 
     def check_alive(self, ended: Iterable[int]) -> None:

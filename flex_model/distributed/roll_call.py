@@ -27,11 +27,11 @@ class RollCall:
         if not self._has_answered and self._store.read("lost") is not None:
             self._present()
 
-    def ask(self, told: Callable[[], str | None], waits: bool = True) -> str | list[int]:
-        """Return what a rank that failed has told, by ``told()``; if none does within 2 s, or all
-        answer, the ranks that don't answer. ``waits=False``: those that have not answered yet.
+    def ask(self, reported: Callable[[], str | None], waits: bool = True) -> str | list[int]:
+        """Return what a rank that failed has ``reported()``; if none has within 2 s, or all answer,
+        the ranks that don't answer. ``waits=False``: those that have not answered yet.
         """
-        reason = told()
+        reason = reported()
         if reason is not None:
             return reason
         self._store.set("lost", "")
@@ -41,7 +41,7 @@ class RollCall:
             present = set((self._store.read("lives") or "").split())
             silent = [rank for rank in range(self._size) if str(rank) not in present]
             is_over = not silent or not waits or time.monotonic() > until
-            reason = told()
+            reason = reported()
             if reason is not None:
                 return reason
             if is_over:

@@ -16,7 +16,7 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
     """Encode a value as JSON; its tensors are appended to the list.
 
     Raises:
-        TypeError: the value has a part that is no tensor, number, str or container of these.
+        TypeError: a part of the value is not a tensor, number, str or container of these.
     """
     if isinstance(value, Tensor):
         tensors.append(value.detach())

@@ -40,7 +40,7 @@ class Setup:
     """What the costs of a FlexModel's hooks depend on, besides their tensors.
 
     Attributes:
-        hosts: As in ``CostRecorder``.
+        hosts: The host of each rank; see ``CostRecorder``.
         edits_on_all: Whether every rank edits, not rank 0 alone.
         records_on_all, keeps_parts: As in ``Records``.
         rows_dim: The dim in which data-parallel ranks hold rows.
@@ -57,7 +57,7 @@ class Setup:
 
     @staticmethod
     def of(core: HookCore) -> Setup:
-        """That of a FlexModel. Local."""
+        """Return the setup of a FlexModel. Local."""
         records = core.records
         return Setup(
             core.mesh,
@@ -137,7 +137,7 @@ class CallCosts:
         """
         calls = [[one] for one in self._read.values() if one.is_gradient is is_backward]
         ranks = self._ranks(calls)
-        for _ in range(2):  # what the first one has to find out, the second one knows
+        for _ in range(2):  # the second one has no layouts and sizes left to exchange
             recording = self._recorder.record(
                 lambda to: ranks[to].backward(ends=True) if is_backward else ranks[to].forward(True)
             )
@@ -152,7 +152,7 @@ class CallCosts:
     def _record(self, tensors: Sequence[HookedTensor]) -> list[tuple[Cost, Cost]]:
         ranks = self._ranks([tensors])
         first = ranks[self.first_rank]
-        for _ in range(2):  # what the first one has to find out, the second one knows
+        for _ in range(2):  # the second one has no layouts and sizes left to exchange
             forward = self._recorder.record(lambda to: ranks[to].forward())
             kept = first.take_record_bytes()
             backward = self._recorder.record(lambda to: ranks[to].backward())

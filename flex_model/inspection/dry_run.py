@@ -128,7 +128,7 @@ class DryRun(list[DryRunRow], text.Printed):
 
     def raise_if_wrong(self, *, warnings: bool = False) -> None:
         """HookError with all errors that were found in editing functions; with ``warnings``, with
-        those too. On every rank alike; what was not checked is no error.
+        those too. Every rank raises the same error; what was not checked raises none.
         """
         levels = (ERROR, WARNING) if warnings else (ERROR,)
         wrong = [finding for finding in self.findings if finding.level in levels]
@@ -352,7 +352,7 @@ def summary(
 def _edit_calls(
     calls: Sequence[tuple[Registration, Sequence[Seen], DryRunRow]],
 ) -> dict[Registration, list[FakeInput] | str]:
-    """Of each hook that edits, the tensors of its first call in which they are known, in the order
+    """Find the tensors of the first call of each editing hook in which they are known, in the order
     of the run; or why they are not known.
     """
     found: dict[Registration, list[FakeInput] | str] = {}

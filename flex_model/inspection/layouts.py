@@ -84,7 +84,7 @@ class Layouts(list[SiteLayout], text.Printed):
 
 def layouts(core: HookCore, records: Mapping[str, list[Tensor]], why: bool = False) -> Layouts:
     """Return the layouts of a FlexModel's hooks, given this rank's records. Local, and the same on
-    every rank, except that a rank of a pipeline knows only its own stages.
+    every rank, except that a rank of a pipeline has only the layouts of its own stages.
 
     Args:
         why: Whether to add the proofs of the last followed forward.

@@ -181,7 +181,7 @@ def _function(model: str) -> _Source:
     place, _, name = model.rpartition(":")
     if not place:
         raise ValueError(
-            f"{model!r} is no folder, no .json file and no module:function or file.py:function"
+            f"{model!r} is not a folder, a .json file, or module:function or file.py:function"
         )
     if place.endswith(".py"):
         spec = importlib.util.spec_from_file_location(Path(place).stem, place)
@@ -286,7 +286,7 @@ def _observe(
 def _input(shape: Shape, dtype: str, mesh: Mesh, device: torch.device) -> Tensor:
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
-        raise ValueError(f"{dtype!r} is no dtype of torch")
+        raise ValueError(f"{dtype!r} is not a dtype of torch")
     return torch.empty(shape[0] // mesh.dp_size, *shape[1:], dtype=kind, device=device)
 
 
@@ -327,9 +327,9 @@ def read(path: str) -> list[HookLine]:
         pattern, what, kind, *more = [*words, *["", "forward"][len(words) - 1 :], ""]
         if what not in ("read", "edit") or kind not in KINDS or any(more):
             raise ValueError(
-                f"{path}, line {number}: {line.strip()!r} is no hook; give a module's name, read "
-                f"or edit, and one of {', '.join(KINDS)} (default: forward), as in 'layers.*.mlp "
-                "edit'"
+                f"{path}, line {number}: {line.strip()!r} is not a hook; give a module's name, "
+                f"read or edit, and one of {', '.join(KINDS)} (default: forward), as in "
+                "'layers.*.mlp edit'"
             )
         lines.append(HookLine(pattern, what == "edit", kind))
     if not lines:

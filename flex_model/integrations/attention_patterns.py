@@ -181,7 +181,7 @@ class AttentionPattern(MadeSites):
         arguments: dict[str, Any],
     ) -> Tensor | None:
         """Return the keys that the chosen ones of ``size`` queries see. The last query is at the
-        last key; ``mask`` marks tokens, (rows, keys), that are no padding, which sees nothing.
+        last key; ``mask`` marks tokens, (rows, keys), that are not padding. Padding sees nothing.
         """
         num_keys, parts = key.shape[2], []
         keys = torch.arange(num_keys, device=key.device)
@@ -211,7 +211,7 @@ class AttentionPattern(MadeSites):
         self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, scores: dict[str, Any]
     ) -> None:
         """Check that the pattern gives the kernel's own result, once for calls of a kind: a model
-        may scale, mask or weight in its own way.
+        may scale, mask or weight differently.
 
         Raises:
             HookError: it does not.

@@ -41,7 +41,7 @@ def for_model(model: nn.Module, source: _Source, path: Path, *, is_renamed: bool
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         if checkpoint is not None:
-            raise checkpoint.refusal(f"{type(model).__name__} is no model of transformers")
+            raise checkpoint.refusal(f"{type(model).__name__} is not a model of transformers")
         return source
     try:
         return ConvertedWeights(model, source, checkpoint)

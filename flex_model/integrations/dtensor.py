@@ -117,7 +117,7 @@ def _axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh) -> tuple[list[Axis | None
         matching = [axis for name in ("dp", "tp") if (axis := _axis_over(ranks, name, mesh))]
         if not matching:
             return [], (
-                f"its DTensor is on ranks {ranks}, which are no axis of this FlexModel "
+                f"its DTensor is on ranks {ranks}, which are not an axis of this FlexModel "
                 f"({mesh.describe()} over ranks {list(mesh.ranks)}); give the sizes or the "
                 "device_mesh of the model"
             )

@@ -92,7 +92,7 @@ class Routing:
                 rank with ``FlexModel(output_ranks="all")`` or from a store); or a list of one.
 
         Raises:
-            TypeError, ValueError: they are no such tensor, or there is no expert of a number.
+            TypeError, ValueError: they are not such a tensor, or a number has no expert.
         """
         given = indices if isinstance(indices, Tensor) or len(indices) != 1 else indices[0]
         if not isinstance(given, Tensor) or given.dim() != 2 or given.dtype not in _INTEGERS:
@@ -249,7 +249,7 @@ class _TopK(TorchFunctionMode):
         return torch.return_types.topk((values, self.indices))
 
     def _is_over_experts(self, input: Tensor, k: int, dim: int = -1, *_: Any, **__: Any) -> bool:
-        """Whether it is no topk over groups of experts, or over experts in each group."""
+        """Whether the topk is over all experts, not over groups or inside of each group."""
         is_last = dim in (-1, input.dim() - 1)
         return input.dim() == 2 and is_last and input.shape[-1] == self._sites.num_experts
 

@@ -318,7 +318,7 @@ def install(experts: Any, name: str) -> tuple[Experts, Callable[[], None]]:
     """Pass what experts compute through modules; return its names, and what undoes it.
 
     Raises:
-        ValueError: they are no experts of ``transformers``, by another implementation, or packed.
+        ValueError: the experts are not of ``transformers``, of another implementation, or packed.
     """
     if not transformers_private.is_experts(experts):
         raise ValueError(

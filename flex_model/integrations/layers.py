@@ -79,7 +79,7 @@ def stated_sizes(module: nn.Module, leaf_name: str) -> tuple[int, ...] | None:
 
 def dims_smaller_than_stated(module: nn.Module, leaf_name: str, parameter: Tensor) -> list[int]:
     """Return the dims of a plain weight or bias that are smaller than its layer states, or may be:
-    all of one that is packed in a way that is not known. If there are any it is not replicated by
+    all of one that is packed in an unknown format. If there are any it is not replicated by
     what others state, but it need not be an even shard. Local.
     """
     sizes = stated_sizes(module, leaf_name)

@@ -27,13 +27,13 @@ _FACTORS = ("scale", "absmax", "zero_point", "qzeros")
 
 @dataclass(frozen=True)
 class Kind:
-    """One way to keep a weight packed.
+    """A packed format of a weight.
 
     Attributes:
         name: For messages.
         shape: Returns the shape of the values of a rank's packed tensor; None where it can't be
             known. ``(module, leaf name, packed tensor) -> shape``.
-        values: Returns those values, dense; None where there is no way to.
+        values: Returns those values, dense; None where that is not possible.
         in_tensor: Whether the packed tensor itself holds all that its values need, so that a slice
             of it does, too.
     """
@@ -72,7 +72,7 @@ def values(
         is_part: Whether it is a shard that its layer never computes with: FSDP2 gathers it first.
 
     Raises:
-        ValueError: there is no way to read this kind, or a part that it needs is not here.
+        ValueError: this kind can't be read, or a part that it needs is not here.
     """
     if kind.values is None:
         raise ValueError(_refusal(site, kind, "no way to unpack it is known"))

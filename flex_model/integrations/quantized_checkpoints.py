@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from flex_model.integrations import quantized
 
-# Those whose dequantised weights compute bit for bit what `from_pretrained` computes on a CPU.
+# Methods whose dequantised weights compute bit for bit what `from_pretrained` computes on a CPU.
 _METHODS = ("fp8", "mxfp4", "compressed-tensors")
 _FORMATS = ("pack-quantized", "naive-quantized", "float-quantized", "int-quantized")
 

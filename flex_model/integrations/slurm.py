@@ -66,7 +66,7 @@ def hosts_of(nodelist: str) -> list[str]:
     """Return the hosts that a list such as ``node[01-04,07],login1`` names, in its order.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: ``nodelist`` is not such a list.
     """
     hosts = []
     for item in re.findall(r"(?:\[[^][]*\]|[^][,])+|.", nodelist):
@@ -76,7 +76,7 @@ def hosts_of(nodelist: str) -> list[str]:
         choices = [_numbers(nodelist, part) if i % 2 else [part] for i, part in enumerate(parts)]
         hosts += ["".join(chosen) for chosen in itertools.product(*choices)]
     if not hosts or not all(re.fullmatch(r"[\w.-]+", host) for host in hosts):
-        raise ValueError(f"{nodelist!r} is no list of Slurm's hosts, such as 'node[01-04,07]'")
+        raise ValueError(f"{nodelist!r} is not a list of Slurm's hosts, such as 'node[01-04,07]'")
     return hosts
 
 
@@ -86,7 +86,7 @@ def _numbers(nodelist: str, ranges: str) -> list[str]:
     for one in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", one)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise ValueError(f"{nodelist!r} is no list of Slurm's hosts: {one!r} is no range")
+            raise ValueError(f"{nodelist!r} is not a list of Slurm's hosts: {one!r} is not a range")
         first, last = match[1], match[2] or match[1]
         found += [f"{i:0{len(first)}}" for i in range(int(first), int(last) + 1)]
     return found
@@ -139,7 +139,7 @@ def _tasks_of_hosts(text: str) -> list[int]:
     for one in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", one)
         if match is None:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is no list such as '4(x2),3'")
+            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text!r} is not a list such as '4(x2),3'")
         found += [int(match[1])] * int(match[2] or 1)
     return found
 

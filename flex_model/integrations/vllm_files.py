@@ -38,7 +38,7 @@ def read_hidden_states(
         embedding: The name for id 0.
 
     Raises:
-        ValueError: it is no such file, has another number of layers, or is still being written.
+        ValueError: another kind of file or number of layers, or a file that vLLM still writes.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -47,12 +47,12 @@ def read_hidden_states(
     try:
         tensors = load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file ({error})") from error
+        raise ValueError(f"{path} is not a safetensors file ({error})") from error
     states, tokens = tensors.get("hidden_states"), tensors.get("token_ids")
     if states is None or tokens is None or states.dim() != 3 or len(states) != len(tokens):
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         raise ValueError(
-            f"{path} is no file of vLLM's ExampleHiddenStatesConnector: expected hidden_states "
+            f"{path} is not a file of vLLM's ExampleHiddenStatesConnector: expected hidden_states "
             f"(tokens, layers, width) and token_ids (tokens,), got {shapes}"
         )
     if len(set(layer_ids)) != states.shape[1] or len(layer_ids) != states.shape[1]:

@@ -19,9 +19,9 @@ from flex_model.diagnostics.local_ranks import RankError
 from flex_model.runs.interrupts import deferrable
 
 _POLL_S = 0.05
-_PATIENCE_S = 1.0  # until a rank that does not run a FlexModel is interrupted
-#: What a rank gets at Ctrl-C that goes on: twice a request to stop together with the others, which
-#: `rank_process.stop` handles. After an error of another rank it gets the last two.
+_INTERRUPT_AFTER_S = 1.0  # until a rank that does not run a FlexModel is interrupted
+#: Signals to a rank that still runs after Ctrl-C: twice a request to stop together with the
+#: others, which `rank_process.stop` handles. After an error of another rank it gets the last two.
 _SIGNALS = [SIGUSR2, SIGUSR2, SIGINT, SIGKILL]
 _AGAIN = "ranks.restart() starts all ranks afresh; their models and variables are lost"
 
@@ -152,7 +152,7 @@ class CellRun:
             except KeyboardInterrupt:  # another one does not wait
                 self._signal(signals.pop(0) if len(signals) > 1 else SIGKILL)
                 is_first = len(signals) == len(_SIGNALS) - 1
-                deadline = time.monotonic() + (_PATIENCE_S if is_first else self._grace_s)
+                deadline = time.monotonic() + (_INTERRUPT_AFTER_S if is_first else self._grace_s)
                 interrupted = True
         for part in self._parts:
             part.wait_for_output(1)

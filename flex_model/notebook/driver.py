@@ -141,7 +141,7 @@ class Ranks:
     def close(self) -> None:
         """End the ranks and all processes that were started for them. Repeated calls do nothing.
 
-        Engines of a cluster that was passed to ``launch`` go on.
+        Engines of a cluster that was passed to ``launch`` keep running.
         """
         self._closing()
 
@@ -249,7 +249,7 @@ class Ranks:
         return engines
 
     def _number_of(self, value: Any) -> int:
-        """Return the number by which both sides know a hook or an edit."""
+        """Return the number that identifies a hook or an edit on both sides."""
         if value not in self._numbers:
             self._num_shared += 1
             self._numbers[value] = self._num_shared

@@ -56,7 +56,7 @@ def launch(
             launchers are ipyparallel's), or a ``Client`` of one that runs.
         device: ``"cpu"`` or ``"cuda"``; default: GPUs where a host has some.
         grace_s: Seconds between an error on one rank, or Ctrl-C, and an interrupt of the ranks that
-            go on; after as many again they are ended.
+            still run; after as many again they are ended.
         start_timeout_s: Seconds until all engines must have started.
         master_addr: The name or address of this host for the ranks of other hosts; default: its
             full name.

@@ -269,8 +269,8 @@ def handle(
 
 
 def introduce(host: str, address: tuple[int, int]) -> dict[str, Any]:
-    """Return what the driver, on a host and with a memory file, has to know of this process before
-    ranks are numbered.
+    """Return what the driver, on a host and with a memory file, needs of this process before ranks
+    are numbered.
     """
     try:
         map_file(address).close()

@@ -126,7 +126,7 @@ class RemoteFlexModel(Remote):
 
     @contextlib.contextmanager
     def timeline(self) -> Iterator[Timeline]:
-        """As ``FlexModel.timeline``."""
+        """Record a timeline as ``FlexModel.timeline`` does."""
         timeline = Timeline()
         recording = self._ranks.request(rank_process.read_attribute, self, "timeline")()
         recorded = self._ranks.request(_enter_and_keep, recording)
@@ -138,7 +138,7 @@ class RemoteFlexModel(Remote):
         timeline.fill(list(found), found.ranks, found.num_forgotten, found.clock)
 
     def show(self, *args: Any, html: str | None = None, show_all: bool = False) -> None:
-        """As ``FlexModel.show``; in a notebook the page appears below the cell."""
+        """Do as ``FlexModel.show`` does; in a notebook the page appears below the cell."""
         plain, page = self._ranks.request(_picture, self, args, show_all)
         if html is None:
             display(Page(plain, page))

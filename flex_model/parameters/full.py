@@ -89,7 +89,7 @@ class Parameters:
     def get_on(
         self, name: str, device: torch.device, later: list[PendingReplica] | None = None
     ) -> Tensor:
-        """As ``get``, for a hook whose tensor is on the device: what is on a GPU stays there.
+        """Do as ``get`` for a hook whose tensor is on the device: what is on a GPU stays there.
 
         Args:
             later: Where ranks' values would be compared, and are on GPUs: gets the comparison, for

@@ -34,7 +34,7 @@ def check_name(modules: nn.ModuleDict, name: object) -> None:
     if not name or "." in name or (hasattr(modules, name) and name not in modules):
         raise ValueError(
             f"register_trainable_module: {name!r} can't be the name of a trainable module; give "
-            "one without dots that is no attribute of nn.ModuleDict"
+            "one without dots that is not an attribute of nn.ModuleDict"
         )
 
 

@@ -151,7 +151,7 @@ class InstrumentedStage:
             return self._make_zero_output(fwd_chunk_id, save_forward_output)
 
     def _keep_tensors(self, microbatch: int, of_step: Sequence[Any]) -> None:
-        """Drop the inputs that are no tensors: a split backward reads ``requires_grad`` of each.
+        """Drop the inputs that are not tensors: a split backward reads ``requires_grad`` of each.
         After a backward torch sets their gradients to None, which those of the step's own inputs
         (``of_step``) are to keep.
         """

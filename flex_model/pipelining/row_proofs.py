@@ -2,7 +2,11 @@
 recorded while the step runs, and each micro-batch is followed alone, as a data-parallel rank is.
 
 Sizes and values prove nothing: a tensor may be as long as a micro-batch and have no rows, have the
-rows in another order, or be the same in micro-batches that are alike.
+rows in another order, or be the same in micro-batches that are alike::
+
+    mask = x.new_ones(4, 4).tril()         # as long as a micro-batch of 4, no rows: Replicate()
+    hidden = x.transpose(0, 1) + bias      # rows along dim 1: Shard(1)
+    order = hidden[:, x.argsort(0)[:, 0]]  # rows in an order that values give: not known
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from flex_model.runs.module import check_open
 from flex_model.runs.settings import Groups, Settings
 from flex_model.visualize.model_map import Modules
 
-_OF_STEP = ("target", "losses", "return_outputs")  # keyword arguments that are no stage's
+_OF_STEP = ("target", "losses", "return_outputs")  # keyword arguments of the step, not of stages
 
 
 class ScheduleRunner:

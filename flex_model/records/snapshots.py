@@ -84,8 +84,8 @@ class Snapshots:
             clone = tensor.detach().clone(memory_format=torch.contiguous_format)
         except torch.OutOfMemoryError:  # the model needs the memory
             return Snapshot(memory.copy(tensor), is_of_gpu=True)
-        # An event of a capture can't be waited for after it; and while it goes on, nothing can be
-        # moved to the CPU.
+        # Nothing can wait for an event of a capture after the capture has ended; and during it,
+        # nothing can be moved to the CPU.
         is_captured = cuda_graphs.is_captured(clone)
         ready = None if is_captured else host_copies.ready_now(clone)
         snapshot = Snapshot(clone, ready, is_of_gpu=True)

@@ -85,7 +85,7 @@ class BackwardWatch:
                 leaf.register_hook(hook)
 
     def _aborted(self, task: int, num_agreed: int) -> None:
-        """Handle a pass that ended early: report it, unless all ranks know the reason already."""
+        """Handle a pass that ended early: report it, unless all ranks have the reason already."""
         self._tasks.discard(task)
         if num_agreed != self._failure.num_agreed or self._is_closed or sys.is_finalizing():
             return

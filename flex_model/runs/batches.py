@@ -22,7 +22,7 @@ from flex_model.hooks.evidence import Forward
 from flex_model.hooks.random_state import renew_seed, seed_of_state
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.runs.outermost import OutermostRun
-from flex_model.runs.run import Run, Turns
+from flex_model.runs.run import NodesByBatch, Run
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class BatchRuns:
         self._choice = choice
         self._generator = torch.Generator()
         self._num_made = self._num_drawn = 0
-        self._turns = Turns()
+        self._nodes = NodesByBatch()
         self.communicator = core.communicator
 
     def __enter__(self) -> BatchRuns:
@@ -137,7 +137,7 @@ class BatchRuns:
         """Run ``call`` as this batch. Use it once, after ``resume``. Collective where hooks are
         active.
         """
-        runs, of_batch = self._core.runs, dict[str, Any](batch=batch.index, turns=self._turns)
+        runs, of_batch = self._core.runs, dict[str, Any](batch=batch.index, nodes=self._nodes)
         of_batch |= {"save_ctx": batch.save_ctx, "seed": batch.seed}
         with OutermostRun(partial(runs.begin, self._choice, **of_batch), runs.end):
             result = call()
@@ -149,13 +149,13 @@ class BatchRuns:
 
     def resume(self, batch: BatchRun) -> None:
         """Make this batch the one that the core serves, until it is suspended."""
-        self._turns.begin(batch.index)
+        self._nodes.begin(batch.index)
         batch.exchange(self._core)
         self._core.table.choose(*batch.choice)
 
     def caller_went_on(self) -> None:
         """Between two batches."""
-        self._turns.begin(None)
+        self._nodes.begin(None)
 
     def suspend(self, batch: BatchRun) -> None:
         """Keep what is the batch's; what was there before is there again."""

@@ -51,7 +51,7 @@ class Runs:
         warns: Whether a hook whose module is not called is reported.
 
     Attributes:
-        current: The run that goes on; None between runs.
+        current: The run in progress; None between runs.
         number: Counts outermost runs.
         thread: The thread that runs the model in the current or last run.
         default_choice: The choice of hooks between runs.
@@ -155,7 +155,7 @@ class Runs:
 
     def begin_direct(self, beside: Iterable[int] = ()) -> None:
         """Begin a run at a direct call of the wrapped module, or of a part that lacks the hooks
-        ``beside``, or go on with the one that it is in. Collective where a run begins.
+        ``beside``, or continue the one that it is in. Collective where a run begins.
         """
         run = self.current
         if run is not None:
@@ -263,7 +263,7 @@ class Runs:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a run or a backward pass goes on."""
+        """Whether a run or a backward pass is in progress."""
         return self.current is not None or backward_task() != -1
 
     def refusal(self) -> str:
@@ -290,7 +290,7 @@ class Runs:
     @outside_graphs
     def active(self, choice: Choice) -> AbstractContextManager[object]:
         """Return a context in which all calls of the model are one run with these hooks, or a part
-        of the run that goes on.
+        of the run in progress.
         """
         if self.is_inside:
             return self._chosen(choice)

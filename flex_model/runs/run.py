@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 OPEN = 2**63  # the last node of a run that has not ended
 
 
-class Turns:
-    """Which of several batches made autograd's nodes, whose numbers are those of one thread.
+class NodesByBatch:
+    """Records which of several batches made autograd's nodes, whose numbers are of one thread.
 
     Attributes:
         batch: Whose turn it is; None: the caller's.
@@ -73,7 +73,7 @@ class Run:
         backward_task: The backward pass at whose end its records will be delivered; -1 if none
             runs.
         entry: Its number among the runs of a store.
-        save_ctx, batch, turns: For a batch of a sequential run: its own ``save_ctx``, its index,
+        save_ctx, batch, nodes: For a batch of a sequential run: its own ``save_ctx``, its index,
             and which batch made which nodes. None: the FlexModel's, no batch, one thread.
     """
 
@@ -98,13 +98,13 @@ class Run:
     entry: int = 0
     save_ctx: Namespace | None = None
     batch: int | None = None
-    turns: Turns | None = None
+    nodes: NodesByBatch | None = None
 
     def holds(self, node: object) -> bool:
         """Whether an autograd node was made during this run."""
         number = node._sequence_nr()  # type: ignore[attr-defined]
         return self.first_node <= number < self.last_node and (
-            self.turns is None or self.turns.batch_of(number) == self.batch
+            self.nodes is None or self.nodes.batch_of(number) == self.batch
         )
 
     def activate(self, active: frozenset[int]) -> None:
@@ -175,7 +175,7 @@ class Run:
         return replace(self, active=frozenset(), direct_depth=0, first_node=next_sequence())
 
     def add_part(self, part: Run) -> None:
-        """End a part: the run goes on with its random state."""
+        """End a part: the run continues with its random state."""
         part.end()
         self.seed, self.has_drawn = part.seed, part.has_drawn
         self.is_recomputed |= part.is_recomputed

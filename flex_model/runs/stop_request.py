@@ -11,7 +11,7 @@ class StopRequest:
     """A request to stop, which the next forward with hooks or step of a pipeline follows: all ranks
     raise an error at the same exchange.
 
-    An exception of a signal handler ends each rank somewhere else, and those that go on wait in a
+    An exception of a signal handler ends each rank somewhere else, and the others wait in a
     collective, of the model's own perhaps, for one that has left. This ends all in one exchange, so
     the FlexModel and its groups can be used again.
     """

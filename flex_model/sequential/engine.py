@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Batch:
-    """One batch on its way through the model.
+    """One batch that is passed through the model.
 
     Attributes:
         call: The model's call with it, which is suspended at targets.
@@ -294,7 +294,7 @@ class Engine:
         """End all that have begun; the last one first, as they would be in one stack."""
         for batch in reversed(batches):
             while not batch.call.is_done:
-                # Nobody sees what it raises on its way out: the first error is raised.
+                # What it raises while it ends is dropped: the first error is raised.
                 with contextlib.suppress(BaseException):
                     self._leave_caller()
                     self._take_turn(batch, batch.call.abandon)

@@ -276,7 +276,7 @@ class ProcessState:
 
     @staticmethod
     def now(cuda_device: int | None) -> ProcessState:
-        """That of the CPU, and of one CUDA device."""
+        """Return the current state, with the generators of the CPU and of one CUDA device."""
         generators = [torch.default_generator]
         if cuda_device is not None:
             generators.append(torch.cuda.default_generators[cuda_device])

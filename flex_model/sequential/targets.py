@@ -49,7 +49,7 @@ def _compiled(target: str) -> re.Pattern[str]:
     try:
         return re.compile(target[len("re:") :])
     except re.error as error:
-        raise ValueError(f"the target {target!r} is no regular expression: {error}") from error
+        raise ValueError(f"the target {target!r} is not a regular expression: {error}") from error
 
 
 def _fits(target: str, model: nn.Module, name: str, module: nn.Module) -> bool:
@@ -79,7 +79,7 @@ def choose(model: nn.Module, targets: str | Sequence[str], per_step: int) -> lis
 
     Raises:
         ValueError: a name matches nothing, or "auto" finds nothing.
-        TypeError: a target that is no name.
+        TypeError: a target is not a name.
     """
     if isinstance(targets, str) and targets == "auto":
         modules = set(_automatic(model))

@@ -491,12 +491,12 @@ ROWS = [
         from_hugging_face,
     ),
     Row(
-        "is no safetensors file ({}); save",
+        "is not a safetensors file ({}); save",
         lambda: from_files("no safetensors"),
         lambda: (from_hugging_face(), from_files("safetensors")),
     ),
     Row(
-        "no index of safetensors files beside it",
+        "not an index of safetensors files beside it",
         lambda: from_shards({"weights": {}}),
         from_shards,
     ),

@@ -546,7 +546,7 @@ def test_inspect_of_a_hugging_face_config_needs_no_weights(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "is no folder, no .json file and no module:function"),
+        (["nowhere"], "is not a folder, a .json file, or module:function"),
         (["nowhere.json"], "there is no nowhere.json"),
         (["models:nothing"], "has no function 'nothing'"),
         (["models:mlp", "--tp", "0"], "must be an int of at least 1"),

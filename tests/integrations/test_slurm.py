@@ -116,7 +116,7 @@ def test_lists_of_hosts(nodelist, hosts):
     "nodelist", ["", "node[1", "node1]", "node[]", "node[3-1]", "node[a-b]", "node[[1]]", "a b"]
 )
 def test_no_lists_of_hosts(nodelist):
-    with pytest.raises(ValueError, match="is no list of Slurm's hosts"):
+    with pytest.raises(ValueError, match="is not a list of Slurm's hosts"):
         slurm.hosts_of(nodelist)
 
 
@@ -161,7 +161,7 @@ def test_without_slurm_and_in_the_script_of_one_task_nothing_is_set():
         (UNEVEN, {"SLURM_STEP_NUM_TASKS": "6"}, "contradict each other"),
         (UNEVEN, {"SLURM_STEP_NODELIST": "node[08-11]"}, "contradict each other"),
         (UNEVEN, {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "contradict each other"),
-        (UNEVEN, {"SLURM_STEP_TASKS_PER_NODE": "2(2)"}, r"is no list such as '4\(x2\),3'"),
+        (UNEVEN, {"SLURM_STEP_TASKS_PER_NODE": "2(2)"}, r"is not a list such as '4\(x2\),3'"),
         (UNEVEN, {"RANK": "0"}, "RANK is '0' in the environment, .* make it 3"),
         (UNEVEN, {"WORLD_SIZE": "10"}, "WORLD_SIZE is '10' in the environment"),
         (UNEVEN, {"LOCAL_RANK": "3"}, "LOCAL_RANK is '3' in the environment"),

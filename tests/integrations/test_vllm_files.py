@@ -44,10 +44,10 @@ def test_what_is_no_such_file_is_refused(tmp_path):
         with pytest.raises(ValueError, match="still being written by vLLM"):
             read_hidden_states(path, [1, 2, 3])
     path, _ = written(tmp_path, token_ids=torch.arange(4))
-    with pytest.raises(ValueError, match=r"no file of vLLM's .*'token_ids': \(4,\)"):
+    with pytest.raises(ValueError, match=r"not a file of vLLM's .*'token_ids': \(4,\)"):
         read_hidden_states(path, [1, 2, 3])
     path.write_text("{}")
-    with pytest.raises(ValueError, match="no safetensors file"):
+    with pytest.raises(ValueError, match="not a safetensors file"):
         read_hidden_states(path, [1, 2, 3])
 
 

@@ -739,7 +739,7 @@ def test_wrong_arguments():
         ("targets is empty", {"targets": []}),
         ("device 'xx' can't be used: .*; give 'cpu' or a device", {"device": "xx"}),
         ("device 'vulkan' can't be used", {"device": torch.device("vulkan")}),
-        (r"'re:\(' is no regular expression", {"targets": ["re:("]}),
+        (r"'re:\(' is not a regular expression", {"targets": ["re:("]}),
     ):
         with pytest.raises(ValueError, match=match):
             sequential.run(model, BATCHES, **settings)

@@ -331,7 +331,7 @@ def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no .safetensors file"):
         sequential.run(on_meta(model), BATCHES, weights=tmp_path)
     (tmp_path / "bad.safetensors").write_bytes(b"no header")
-    with pytest.raises(ValueError, match=r"bad.safetensors .* is no safetensors file"):
+    with pytest.raises(ValueError, match=r"bad.safetensors .* is not a safetensors file"):
         sequential.run(on_meta(model), BATCHES, weights=tmp_path)
     other = model.state_dict() | {"blocks.1.weight": torch.ones(3, 6)}
     with pytest.raises(ValueError, match=r"'blocks.1.weight' has shape \(6, 6\) .* \(3, 6\)"):

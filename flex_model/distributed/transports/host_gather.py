@@ -54,8 +54,8 @@ class HostGather:
         return self.why_not_locked()
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        """As ``Transport.gather_to_first``; the device of a tensor's shard may differ by rank.
-        Collective.
+        """Gather as ``Transport.gather_to_first`` does; the device of a tensor's shard may differ
+        by rank. Collective.
 
         ValueError if a shard does not fit its plan.
         """

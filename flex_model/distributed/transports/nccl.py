@@ -177,8 +177,8 @@ class Nccl:
         ]
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        """As ``Transport.gather_to_first``, with many tensors per message. Rank 0 holds at most 256
-        MiB of shards on its GPU at once, or one tensor.
+        """Gather as ``Transport.gather_to_first`` does, with many tensors per message. Rank 0 holds
+        at most 256 MiB of shards on its GPU at once, or one tensor.
         """
         fulls: list[Tensor] = []
         rank = self.group.rank

@@ -52,7 +52,7 @@ class PeerBuffers(Protocol):
         ...
 
     def begin_barrier(self) -> list[int]:
-        """As ``barrier``, by the ``pull_`` that comes next: return its ``barrier``, which is empty
+        """Begin a barrier that the next ``pull_`` completes: return its argument ``barrier``, empty
         where the current stream waits already. Collective.
         """
         ...
@@ -149,7 +149,7 @@ class PeerMemory:
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
     ) -> list[Tensor]:
-        """As ``Transport.all_gather``."""
+        """Gather as ``Transport.all_gather`` does."""
         if plan.full_bytes == 0:
             return [shard.detach().new_empty(plan.full_sizes) for _ in range(num_copies)]
         fulls: list[Tensor] = []
@@ -164,8 +164,8 @@ class PeerMemory:
         return fulls
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        """As ``Transport.gather_to_first``, with one barrier for many tensors; only rank 0
-        reads.
+        """Gather as ``Transport.gather_to_first`` does, with one barrier for many tensors; only
+        rank 0 reads.
         """
         fulls: list[Tensor] = []
         for part in buffer_layout.rounds([tensor.plan for tensor in tensors], _ROUND_BYTES):

@@ -188,7 +188,7 @@ def by_ranks(texts: list[str]) -> list[str]:
 
 
 def on_every_rank(on_cpu: Transport, step: Callable[[], Result]) -> Result:
-    """Return the result of ``step``, which may fail in any way, once all ranks have run it.
+    """Return the result of ``step``, which may raise any error, once all ranks have run it.
     Collective.
 
     Raises:

@@ -332,7 +332,7 @@ def _full_parameters(
 
 
 def _sharded_parameters(core: HookCore) -> Sharded:
-    """As of ``FakeArguments``."""
+    """Return the sharded parameters, for ``FakeArguments``."""
     if core.communicator.is_local:
         return {}
     found: dict[int, tuple[Tensor, str, bool]] = {}

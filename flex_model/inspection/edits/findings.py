@@ -154,7 +154,7 @@ Sharded = Mapping[int, tuple[Tensor, str, bool]]
 
 
 class RefusedError(Exception):
-    """The editing function can't go on; a finding says why."""
+    """Ends the editing function; a finding says why."""
 
 
 def needs_values(what: str) -> tuple[str, str, str]:
@@ -169,7 +169,7 @@ class FakeArguments(TorchFunctionMode):
 
     Args:
         sharded: Parameters of which this rank has a shard: itself, its name, and whether FSDP
-            alone shards them. They are not replaced, so that ``Watch`` knows them.
+            alone shards them. They are not replaced, so that ``Watch`` recognises them.
     """
 
     def __init__(self, fake_mode: FakeTensorMode, sharded: Sharded) -> None:
@@ -198,7 +198,7 @@ class FakeArguments(TorchFunctionMode):
                     return func(*args, **kwargs)
             with contextlib.suppress(fake_tensor.DataDependentOutputException):
                 if func not in _READS_MEMORY:
-                    return func(*args, **kwargs)  # of one number, which torch knows
+                    return func(*args, **kwargs)  # of one number, whose value torch keeps
             self._watch.refuse_to_read(func, args[0])
         args, kwargs = tree_map_only(Tensor, self._faked, (args, kwargs))
         return func(*args, **kwargs)

@@ -296,7 +296,7 @@ class StandIn(PassThrough):
         ends: int | None = None,
     ) -> None:
         super().__init__()
-        # None of it is registered: what is in __dict__ is no parameter or module of the stage.
+        # None of it is registered: parameters and modules of a stage are not in __dict__.
         kept = {key: value for key, value in original.__dict__.items() if _is_plain(value)}
         for key, child in original._modules.items():
             inner = f"{name}.{key}"

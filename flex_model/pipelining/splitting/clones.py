@@ -87,7 +87,7 @@ def users_hooks(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Names of modules and parameters, and the users' hooks on them."""
     for name, child in module.named_modules():
         for attribute, registry in child.__dict__.items():
-            # Those of state dicts do not run when the model does.
+            # Hooks of state dicts do not run when the model does.
             if is_hook_registry(attribute, registry) and "state_dict" not in attribute:
                 for hook in registry.values():
                     if is_users_hook(hook):

@@ -178,7 +178,7 @@ def check_split_spec(module: nn.Module, split_spec: Mapping[str, SplitPoint]) ->
             )
         if name not in names:
             raise ValueError(
-                f"split_spec names {name!r}, which is no module of {type(module).__name__}; "
+                f"split_spec names {name!r}, which is not a module of {type(module).__name__}; "
                 f"{nearest(name, names)}"
             )
 

@@ -36,7 +36,7 @@ def split_modules(
     kwargs: dict[str, Any],
     split_spec: Mapping[str, SplitPoint],
 ) -> list[nn.Module]:
-    """The stages, verified. ValueError if there is no right split at these points."""
+    """Return the stages, verified. ValueError if no split at these points is right."""
     with quietly(model):
         recording = record(model, args, kwargs, split_spec)
         blocks = recording.blocks

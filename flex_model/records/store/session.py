@@ -172,7 +172,7 @@ class Session:
         self.synchronize(batch, {name: v for name, v in annotations.items() if name not in notes})
 
     def leave_run(self) -> None:
-        """Note that no run goes on; there is no batch of it."""
+        """Note that the run has ended without a batch of its own."""
         self.in_run = False
 
     def fail_run(self) -> None:

@@ -105,7 +105,7 @@ def trace_subgraphs(
     """Split a model into subgraphs that end with a target, and a last one; run in order, they equal
     the model, also on other batch sizes, lengths and masks.
 
-    What is traced is the code on the way to the targets. Functions and methods that don't lead to
+    The code that leads to the targets is traced. Functions and methods that don't lead to
     one are single nodes. Configurations, global variables, and attributes that are objects are
     constants of the graphs: call it again after changing one.
 

@@ -56,8 +56,8 @@ class SampledProxy(torch.fx.Proxy):
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
-        """The sample's class, if that is a container: code that asks takes the sample's way. Not a
-        tensor's: torch takes what says so for one.
+        """The sample's class, if that is a container: code that asks takes the sample's branch. Not
+        a tensor's: torch takes what says so for one.
         """
         kind = type(self.sample)
         return kind if issubclass(kind, (tuple, list, dict)) else type(self)
@@ -338,7 +338,7 @@ class SequentialTracer(torch.fx.Tracer):
                 finally:
                     self._num_calls -= 1
 
-            # All but the proxies (configurations, flags) is no value of a graph, and is kept here.
+            # Only the proxies are values of a graph; configurations and flags are kept here.
             @functools.wraps(function, ("__name__", "__qualname__"), ())
             def bound(*values: Any) -> Any:
                 filled = list(leaves)
@@ -380,7 +380,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _is_model_output(value: Any) -> bool:
-    """Whether a value is a ``ModelOutput`` of transformers, which torch's pytrees know."""
+    """Whether a value is a ``ModelOutput`` of transformers, which torch's pytrees flatten."""
     return dataclasses.is_dataclass(value) and issubclass(type(value), dict)
 
 

@@ -86,7 +86,7 @@ class CheckpointWeights:
                 opened = safe_open(str(file), framework="pt")
             except SafetensorError as error:
                 raise ValueError(
-                    f"CheckpointWeights: {file.name} in {self.path} is no safetensors file "
+                    f"CheckpointWeights: {file.name} in {self.path} is not a safetensors file "
                     f"({error}); save the model with save_pretrained or safetensors.torch.save_file"
                 ) from error
             self._files.update(dict.fromkeys(opened.keys(), opened))
@@ -139,7 +139,7 @@ def _files_of(path: Path) -> list[Path]:
         is_index = False
     if not is_index:
         raise ValueError(
-            f"CheckpointWeights: {index} is no index of safetensors files beside it, which has "
+            f"CheckpointWeights: {index} is not an index of safetensors files beside it, which has "
             '{"weight_map": {name: file}}; download the checkpoint again'
         )
     missing = [shard for shard in shards if not (path / shard).is_file()]
