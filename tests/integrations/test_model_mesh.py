@@ -69,7 +69,7 @@ def test_a_grid_of_some_ranks_of_the_world():
     ],
 )
 def test_groups_that_are_no_regular_grid(dp, tp, me):
-    with pytest.raises(ValueError, match="no regular grid of the 4 ranks; give device_mesh="):
+    with pytest.raises(ValueError, match="not a regular grid of the 4 ranks; give device_mesh="):
         Mesh.from_lines((me,), dp, tp, me, 4)
 
 
