@@ -40,7 +40,6 @@ class Setup:
     """What the costs of a FlexModel's hooks depend on, besides their tensors.
 
     Attributes:
-        hosts: As in ``CostRecorder``.
         edits_on_all: Whether every rank edits, not rank 0 alone.
         records_on_all, keeps_parts: As in ``Records``.
         rows_dim: The dim in which data-parallel ranks hold rows.
@@ -48,7 +47,6 @@ class Setup:
     """
 
     mesh: Mesh
-    hosts: tuple[str, ...]
     edits_on_all: bool = True
     records_on_all: bool = False
     keeps_parts: bool = False
@@ -61,7 +59,6 @@ class Setup:
         records = core.records
         return Setup(
             core.mesh,
-            core.communicator.hosts,
             core.executor.edits_on_all,
             records.on_all_ranks,
             records.keeps_parts,
@@ -109,7 +106,7 @@ class CallCosts:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self._recorder = CostRecorder(setup.mesh, setup.hosts)
+        self._recorder = CostRecorder(setup.mesh)
         self._costs: dict[str, list[tuple[Cost, Cost]]] = {}
         self._read: dict[str, HookedTensor] = {}  # their records wait for the end
 
@@ -132,8 +129,7 @@ class CallCosts:
     def of_end(self, is_backward: bool) -> Cost:
         """What the hooks share at the end of the forward or of the backward: one status header,
         and for the calls so far one comparison of replicas and one transfer of records. For a
-        store: a second header after a forward, and no transfer; what describes the batch between
-        hosts is not included.
+        store: a second header after a forward, and no transfer.
         """
         calls = [[one] for one in self._read.values() if one.is_gradient is is_backward]
         ranks = self._ranks(calls)
@@ -159,10 +155,12 @@ class CallCosts:
             kept_then = first.take_record_bytes()
             if not first.has_joined:
                 break
-        costs = zip(forward.of_sites(first.sites), backward.of_sites(first.sites), first.sites)
         return [
-            (replace(one, record_bytes=kept[site]), replace(then, record_bytes=kept_then[site]))
-            for one, then, site in costs
+            (
+                replace(forward.of_site(site), record_bytes=kept[site]),
+                replace(backward.of_site(site), record_bytes=kept_then[site]),
+            )
+            for site in first.sites
         ]
 
     def _ranks(self, calls: Sequence[Sequence[HookedTensor]]) -> dict[Any, _Rank]:

@@ -207,12 +207,7 @@ def _num_bytes(shape: Shape | None, dtype: torch.dtype | None) -> int:
 
 def _text_of(cost: Cost) -> str:
     most = max(cost.bytes_by_rank, default=0)
-    moved = f"{cost.headers} + {cost.payloads}, {text.size(most)}"
-    between = cost.between.most_bytes
-    if between:
-        moved += f", {text.size(between)} between hosts"
-    messages = cost.between.most_messages
-    return f"{moved} in {messages} messages" if messages else moved
+    return f"{cost.headers} + {cost.payloads}, {text.size(most)}"
 
 
 def _text_of_ranks(ranks: Sequence[int]) -> str:
@@ -225,8 +220,6 @@ def _json_of(cost: Cost) -> dict[str, int]:
         "headers": cost.headers,
         "transfers": cost.payloads,
         "bytes_of_busiest_rank": max(cost.bytes_by_rank, default=0),
-        "messages": cost.between.most_messages,
-        "bytes_on_busiest_link": cost.between.most_bytes,
         "record_bytes": cost.record_bytes,
     }
 
