@@ -210,7 +210,7 @@ class FlexModel(nn.Module):
 
             runner_class = ScheduleRunner
         elif "_pp_stage" in getattr(module, "__dict__", ()):  # transformers has split it
-            from flex_model.pipelining.forward_stages import ForwardRunner
+            from flex_model.pipelining.schedule_runner import ForwardRunner
 
             runner_class = ForwardRunner
         elif not isinstance(module, nn.Module):

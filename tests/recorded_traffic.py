@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import torch
 
-from flex_model.distributed.cost_recorder import (
+from flex_model.distributed.costs import added
+from flex_model.distributed.hosts import Hosts, Settings
+from flex_model.distributed.transports.across_hosts import AcrossHosts
+from flex_model.distributed.transports.gloo import Gloo
+from flex_model.inspection.call_costs import (
     CostRecorder,
     Place,
     RecordingCommunicator,
     WithoutValues,
 )
-from flex_model.distributed.costs import added
-from flex_model.distributed.hosts import Hosts, Settings
-from flex_model.distributed.transports.across_hosts import AcrossHosts
-from flex_model.distributed.transports.gloo import Gloo
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,14 @@ from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
 from flex_model.inspection.call_costs import CallCosts, HookedTensor, Setup
-from flex_model.inspection.edits.calls import FakeInput, check_edits
-from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Finding
+from flex_model.inspection.edit_checks import (
+    ERROR,
+    NOT_CHECKED,
+    WARNING,
+    FakeInput,
+    Finding,
+    check_edits,
+)
 from flex_model.inspection.shapes_only import Seen, exchange_seen, layout_from_shapes, on_shapes
 from flex_model.integrations import dtensor
 from flex_model.layouts import follow
