@@ -1023,7 +1023,7 @@ class FlexModel(nn.Module):
     ) -> None:
         """Print the modules as a tree, and at each its hooks: kind, edit, groups, the full tensor
         and its layout, and its cost in the last run, as ``explain`` counts it; then the last
-        ``timeline``. With rich, where that is installed.
+        ``timeline``.
 
         Example::
 
