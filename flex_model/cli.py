@@ -11,7 +11,6 @@ from flex_model import demo
 from flex_model.diagnostics import doctor
 from flex_model.diagnostics.local_ranks import RankError
 from flex_model.diagnostics.progress_bar import progress
-from flex_model.distributed.mesh import check_sizes
 from flex_model.distributed.placement import Shape
 from flex_model.fingerprints import compare
 from flex_model.inspection import offline
@@ -106,9 +105,6 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "full_backward' or 'lm_head read'",
     )
     parser.add_argument(
-        "--hosts", type=int, default=1, help="with --hooks: hosts of the ranks (default 1)"
-    )
-    parser.add_argument(
         "--edit-on", choices=("all", "rank0"), default="all", help="with --hooks: as of FlexModel"
     )
     parser.add_argument("--all", action="store_true", help="show equal layers one by one")
@@ -141,12 +137,10 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _hook_costs(options: argparse.Namespace) -> DryRun:
     lines = offline.read(options.hooks)
-    check_sizes(options.tp, 1, options.dp)
-    hosts = offline.hosts_in_order(options.tp * options.dp, options.hosts)
     run = offline.run_on_shapes(
         options.model, options.tp, options.dp, options.input, show_progress=True
     )
-    return offline.predict(run, lines, hosts, options.edit_on)
+    return offline.predict(run, lines, options.edit_on)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

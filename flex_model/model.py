@@ -210,7 +210,7 @@ class FlexModel(nn.Module):
 
             runner_class = ScheduleRunner
         elif "_pp_stage" in getattr(module, "__dict__", ()):  # transformers has split it
-            from flex_model.pipelining.forward_stages import ForwardRunner
+            from flex_model.pipelining.schedule_runner import ForwardRunner
 
             runner_class = ForwardRunner
         elif not isinstance(module, nn.Module):
@@ -1023,7 +1023,7 @@ class FlexModel(nn.Module):
     ) -> None:
         """Print the modules as a tree, and at each its hooks: kind, edit, groups, the full tensor
         and its layout, and its cost in the last run, as ``explain`` counts it; then the last
-        ``timeline``. With rich, where that is installed.
+        ``timeline``.
 
         Example::
 

@@ -22,44 +22,8 @@ def of_gather_to_first(plan: GatherPlan, ranks: Sequence[int], rank: int) -> int
     return plan.full_bytes - own if rank == 0 else own
 
 
-# ---- Between hosts -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """What transfers move between hosts.
-
-    Attributes:
-        sent, received: The bytes of each host, without those of protocols.
-        messages: The messages that each host sends.
-    """
-
-    sent: tuple[int, ...] = ()
-    received: tuple[int, ...] = ()
-    messages: tuple[int, ...] = ()
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            added(self.sent, other.sent),
-            added(self.received, other.received),
-            added(self.messages, other.messages),
-        )
-
-    @property
-    def most_bytes(self) -> int:
-        """The bytes on the busiest link, in its busier direction. A link connects one host to all
-        others.
-        """
-        return max(*self.sent, *self.received, 0, 0)
-
-    @property
-    def most_messages(self) -> int:
-        """The messages of the host that sends the most."""
-        return max(self.messages, default=0)
-
-
 def added(some: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
-    """Add numbers of each host or rank; empty: those of nothing."""
+    """Add numbers of each rank; empty: those of nothing."""
     return tuple(a + b for a, b in zip(some, others)) if some and others else some or others
 
 
@@ -72,14 +36,12 @@ class Cost:
         payloads: Collectives that move tensors.
         bytes_by_rank: What each rank of the grid sends of its own and receives of others'; a
             transport may send more.
-        between: What moves between hosts, of tensors on the CPU; headers included.
         record_bytes: What rank 0 keeps as records.
     """
 
     headers: int = 0
     payloads: int = 0
     bytes_by_rank: tuple[int, ...] = ()
-    between: Traffic = field(default_factory=Traffic)
     record_bytes: int = 0
 
     def __add__(self, other: Cost) -> Cost:
@@ -87,7 +49,6 @@ class Cost:
             self.headers + other.headers,
             self.payloads + other.payloads,
             added(self.bytes_by_rank, other.bytes_by_rank),
-            self.between + other.between,
             self.record_bytes + other.record_bytes,
         )
 

@@ -17,8 +17,14 @@ from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
 from flex_model.inspection.call_costs import CallCosts, HookedTensor, Setup
-from flex_model.inspection.edits.calls import FakeInput, check_edits
-from flex_model.inspection.edits.findings import ERROR, NOT_CHECKED, WARNING, Finding
+from flex_model.inspection.edit_checks import (
+    ERROR,
+    NOT_CHECKED,
+    WARNING,
+    FakeInput,
+    Finding,
+    check_edits,
+)
 from flex_model.inspection.shapes_only import Seen, exchange_seen, layout_from_shapes, on_shapes
 from flex_model.integrations import dtensor
 from flex_model.layouts import follow
@@ -207,12 +213,7 @@ def _num_bytes(shape: Shape | None, dtype: torch.dtype | None) -> int:
 
 def _text_of(cost: Cost) -> str:
     most = max(cost.bytes_by_rank, default=0)
-    moved = f"{cost.headers} + {cost.payloads}, {text.size(most)}"
-    between = cost.between.most_bytes
-    if between:
-        moved += f", {text.size(between)} between hosts"
-    messages = cost.between.most_messages
-    return f"{moved} in {messages} messages" if messages else moved
+    return f"{cost.headers} + {cost.payloads}, {text.size(most)}"
 
 
 def _text_of_ranks(ranks: Sequence[int]) -> str:
@@ -225,8 +226,6 @@ def _json_of(cost: Cost) -> dict[str, int]:
         "headers": cost.headers,
         "transfers": cost.payloads,
         "bytes_of_busiest_rank": max(cost.bytes_by_rank, default=0),
-        "messages": cost.between.most_messages,
-        "bytes_on_busiest_link": cost.between.most_bytes,
         "record_bytes": cost.record_bytes,
     }
 

@@ -337,32 +337,13 @@ def read(path: str) -> list[HookLine]:
     return lines
 
 
-def hosts_in_order(num_ranks: int, num_hosts: int) -> tuple[str, ...]:
-    """Return a host for each rank, where ranks fill one host after the other.
-
-    Raises:
-        ValueError: the ranks don't fill the hosts.
-    """
-    if num_hosts < 1 or num_ranks % num_hosts:
-        raise ValueError(
-            f"{num_ranks} ranks do not fill {num_hosts} hosts; give a number of hosts that divides "
-            "the ranks"
-        )
-    return tuple(f"host {rank * num_hosts // num_ranks}" for rank in range(num_ranks))
-
-
-def predict(
-    run: OfflineRun, lines: Sequence[HookLine], hosts: tuple[str, ...], edit_on: str
-) -> DryRun:
+def predict(run: OfflineRun, lines: Sequence[HookLine], edit_on: str) -> DryRun:
     """Predict what the hooks cost, of a model in training. Local.
-
-    Args:
-        hosts: The host of each rank.
 
     Raises:
         ValueError: a line names no module that is called.
     """
-    costs = CallCosts(Setup(run.mesh, hosts, edits_on_all=edit_on == "all"))
+    costs = CallCosts(Setup(run.mesh, edits_on_all=edit_on == "all"))
     rows = [row for line in lines for row in _rows_of(costs, _calls_of(run, line), line)]
     return DryRun(rows, *totals(costs, rows), has_checked=False)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -150,29 +148,12 @@ class ModelTree:
         }
 
     def print(self, show_all: bool = False) -> None:
-        """Print the tree; on a terminal with rich, if that is installed.
+        """Print the tree.
 
         Args:
             show_all: Print equal numbered modules (``layers.0`` to ``layers.31``) one by one.
         """
-        if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-            print("\n".join([self.title, *self._lines("", "", show_all)]))
-            return
-        from rich.console import Console
-        from rich.text import Text
-        from rich.tree import Tree
-
-        def add(branch: Tree, name: str) -> None:
-            for note in self._by_name[name].notes:
-                branch.add(Text(note, style="cyan"))
-            for group in self.children(name, show_all):
-                summary = self._by_name[group[0]].summary
-                line = Text.assemble((_label(group), "bold"), "  ", summary)
-                add(branch.add(line), group[0])
-
-        tree = Tree(Text(self.title))
-        add(tree, "")
-        Console().print(tree)
+        print("\n".join([self.title, *self._lines("", "", show_all)]))
 
     def _lines(self, name: str, indent: str, show_all: bool) -> Iterator[str]:
         shown = self.children(name, show_all)

@@ -1,9 +1,9 @@
 """Pipelines: models split into stages, with the names of ``torch.distributed.pipelining``.
 
 Hooks over a schedule: ``schedule_runner`` (the calls of a FlexModel), ``step_runner`` (one step:
-``step_plan`` before it, ``instrumented_stage`` during it), ``stages`` (names). ``splitting`` makes
-stages of a model. ``forward_stages`` has the same calls over a model that transformers has split,
-whose ``forward`` is a step.
+``local_pipeline`` before it, ``instrumented_stage`` during it), ``stages`` (names). ``splitting``
+makes stages of a model. A model that transformers has split has the same calls: its ``forward`` is
+a step.
 """
 
 from torch.distributed.pipelining import (

@@ -1,26 +1,38 @@
-"""This rank's part of a pipeline with hooks: how it reaches the other ranks, and what the path of
-its micro-batches depends on.
+"""This rank's part of a pipeline with hooks: how it reaches the other ranks, what the path of its
+micro-batches depends on, and the plan of a step, on which all ranks agree before it, so that
+nothing is sent where some rank can't continue.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from flex_model.distributed.agreement import gather_checked
+from flex_model.distributed.agreement import check_equal, gather_checked
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.mesh import Mesh, group_ranks
+from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
+from flex_model.hooks.core import HookCore
+from flex_model.hooks.random_state import seed_of_state
 from flex_model.hooks.save_ctx import StageContext
+from flex_model.hooks.table import Choice
 from flex_model.integrations.mesh_sources import Source
 from flex_model.layouts.arguments import describe
 from flex_model.layouts.cache import Conditions
+from flex_model.layouts.inputs import SharedInputs
 from flex_model.layouts.kept import Attributes, KeptTensors
-from flex_model.layouts.sources import Constants
+from flex_model.layouts.sources import Constants, named_inputs
+from flex_model.parameters.trainable import refuse_different
+from flex_model.pipelining import microbatches
 from flex_model.pipelining.instrumented_stage import LocalSchedule, stages_of
 from flex_model.pipelining.stage_parameters import PipelineParameters, StageParameters
 from flex_model.pipelining.stages import LocalStages, StageIndex, describe_stage
@@ -165,3 +177,202 @@ def digest_of_inputs(args: Any, kwargs: dict[str, Any]) -> int:
     sizes: list[int] = []
     describe((args, kwargs), parts, sizes)
     return site_hash(*parts, *sizes)
+
+
+@dataclass(eq=False)
+class StepCall:
+    """The arguments of one step.
+
+    Attributes:
+        choice: The hooks that are active in it.
+        appends: Whether records are added to those of the step before.
+        until: Names of modules, with kinds of hooks, after which nothing is computed; None: all is.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Tensor | None
+    losses: list[Tensor] | None
+    return_outputs: bool
+    choice: Choice
+    has_backward: bool
+    appends: bool
+    until: list[tuple[str, str]] | None
+    batch_mode: str
+    return_on: str
+    microbatch_dim: int | Mapping[str, int | None] | None
+
+
+@dataclass(eq=False)
+class StepPlan:
+    """The plan of a step.
+
+    Attributes:
+        inputs: The hash of the inputs on all ranks, except for the values of their tensors, and of
+            modes.
+        is_prepared: Whether every rank's stages have buffers for these inputs.
+        conditions: A hash of the inputs, and, with micro-batches, of the modules, their hooks and
+            attributes, and torch's modes, on all ranks.
+        number: The number of micro-batches.
+        rows: By data-parallel rank: its number of rows in each micro-batch.
+        seed: The seed of random edits.
+    """
+
+    inputs: int
+    is_prepared: bool
+    conditions: int
+    number: int
+    arg_chunks: list[Any]
+    kwarg_chunks: list[Any]
+    target_chunks: list[Any] | None
+    rows: list[list[int]]
+    seed: int
+
+
+def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> StepPlan:
+    """Check the call on all ranks, and split its inputs. Collective.
+
+    Args:
+        prepared: ``StepPlan.inputs`` of the step that made this rank's buffers.
+
+    Raises:
+        ValueError, TypeError: inputs that can't be run, on some rank.
+        HookMismatchError: ranks call it differently, or have different hooks.
+    """
+    core, schedule, index = pipeline.core, pipeline.schedule, pipeline.index
+    mesh, stages, world = core.mesh, pipeline.local.stages, pipeline.world
+    has_first, has_last = stages[0].is_first, stages[-1].is_last
+    number = 1 if call.batch_mode == "full" else schedule._n_microbatches
+    args = call.args if has_first else ()
+    target = call.target if has_last else None
+    has_edits = core.runs_edits and any(r.edits for r in core.table.chosen(call.choice))
+    sites = [registration.site for registration in core.table.registrations]
+    equal = {
+        "batch_mode": call.batch_mode,
+        "return_on": call.return_on,
+        "microbatch_dim": str(call.microbatch_dim),
+        "groups": str(call.choice),
+        "the modules of run_until": str(call.until),
+        "a backward pass (torch.no_grad, loss_fn)": call.has_backward,
+        "names of keyword arguments": sorted(call.kwargs),
+        "registered hooks": f"{len(sites)} hooks, digest {site_hash(*sites):x}",
+    }
+
+    def describe() -> dict[str, Any]:
+        index.check_kwargs(call.kwargs)
+        pipeline.local.check_inputs(call.kwargs)
+        check_dims(call.microbatch_dim, index)
+        rows = None
+        if has_first:
+            rows = microbatches.num_rows(schedule, args, call.kwargs, number)
+            if rows is None and number > 1:
+                raise ValueError(
+                    "the batch has no tensor that can be split into "
+                    f"{number} micro-batches; give the inputs of the whole batch"
+                )
+        if has_last:
+            _check_target(call, schedule, number)
+        device = stages[0].device.type
+        autocast = torch.is_autocast_enabled(device) and str(torch.get_autocast_dtype(device))
+        return {
+            "rows": rows,
+            "target_rows": target.shape[0] if isinstance(target, Tensor) and target.dim() else None,
+            "inputs": [
+                microbatches.shapes_of(call.kwargs),
+                digest_of_inputs(args, call.kwargs),
+                autocast,
+                sorted({str(p.dtype) for stage in stages for p in stage.submod.parameters()}),
+            ],
+            "values": _shared_values(call, core, args) if mesh.tp_size > 1 else 0,
+            "seed": seed_of_state() if mesh.rank == 0 else 0,
+            "modules": core.replicas.digest() if has_edits else None,
+            "prepared": prepared,
+            "conditions": number > 1 and pipeline.conditions.digest(),
+        }
+
+    gathered = gather_checked(world, "the start of a step of the pipeline", describe, equal)
+    if len({of_rank["modules"] for of_rank in gathered} - {None}) > 1:
+        digests = core.replicas.digests() if has_edits else None
+        refuse_different(exchange_json(world, digests, "the values of trainable modules"))
+    for start in range(0, len(gathered), mesh.tp_size):
+        along = [of_rank["values"] for of_rank in gathered[start : start + mesh.tp_size]]
+        check_equal(along, "the values of inputs, which tensor-parallel ranks share (as hashes)")
+    num_ranks = len(mesh.stage_ranks)
+    first, last = index.pp_ranks[0] * num_ranks, index.pp_ranks[-1] * num_ranks
+    for rank in range(num_ranks):
+        along = [of_rank["inputs"][0] for of_rank in gathered[rank::num_ranks]]
+        check_equal(along, "shapes of keyword arguments along a pipeline")
+        _check_target_rows(gathered[first + rank]["rows"], gathered[last + rank]["target_rows"])
+    rows = [gathered[first + i * mesh.tp_size]["rows"] or number for i in range(mesh.dp_size)]
+    of_ranks = [of_rank["inputs"] for of_rank in gathered]
+    inputs = site_hash(json.dumps([number, call.has_backward, of_ranks]))
+    own_rows = gathered[first + mesh.group_rank]["rows"]
+    return StepPlan(
+        inputs,
+        all(of_rank["prepared"] == inputs for of_rank in gathered),
+        site_hash(inputs, *(of_rank["conditions"] for of_rank in gathered)),
+        number,
+        microbatches.split_args(schedule, args, number),
+        microbatches.split_kwargs(schedule, call.kwargs, number, own_rows),
+        None if target is None else list(torch.tensor_split(target, number)),
+        [[of_rank // number] * number for of_rank in rows],
+        gathered[0]["seed"],
+    )
+
+
+def _shared_values(call: StepCall, core: HookCore, args: tuple[Any, ...]) -> int:
+    """Return a hash of the inputs that tensor-parallel ranks share. Local."""
+    stated = core.tracking.statements.of_inputs("", core.module)
+    return SharedInputs(named_inputs(core.module, args, call.kwargs), stated).hash()
+
+
+def _check_target(call: StepCall, schedule: Any, number: int) -> None:
+    if call.losses is not None and not isinstance(call.losses, list):
+        raise TypeError(f"losses must be a list, got {type(call.losses).__name__}")
+    if schedule._loss_fn is None:
+        if call.target is not None or call.losses is not None:
+            raise ValueError(
+                "target or losses were passed, but the schedule has no loss_fn; make it with one"
+            )
+        return
+    if call.target is None:
+        if call.has_backward:
+            raise ValueError(
+                "the schedule has a loss_fn, and no target was passed on the last stage's rank; "
+                "give target=, or run it under torch.no_grad()"
+            )
+        return
+    if not isinstance(call.target, Tensor):
+        raise TypeError(f"target must be a Tensor, got {type(call.target).__name__}")
+    if call.target.dim() == 0 and number > 1:
+        raise ValueError(f"target is one number; give a row for each of {number} micro-batches")
+    if call.target.dim():
+        microbatches.check_divides(call.target.shape[0], number, "target")
+
+
+def _check_target_rows(rows: int | None, target_rows: int | None) -> None:
+    """ValueError for a target of other rows than the batch's: a loss of parts might broadcast
+    them.
+    """
+    if rows and target_rows is not None and (target_rows < rows or target_rows % rows):
+        raise agreed(
+            ValueError(
+                f"the batch has {rows} rows, and target {target_rows}; give the target of the "
+                "whole batch, with a row for each of the batch's or several"
+            )
+        )
+
+
+def check_dims(dims: int | Mapping[str, int | None] | None, index: StageIndex) -> None:
+    """TypeError, or ValueError for an unknown name, unless ``microbatch_dim`` is a dim, or dims by
+    names of modules.
+    """
+    by_name = dims if isinstance(dims, Mapping) else {"": 0 if dims is None else dims}
+    for name, dim in by_name.items():
+        if isinstance(dim, bool) or not isinstance(dim, (int, type(None))):
+            raise TypeError(
+                "microbatch_dim must be an int, or a dict of ints or None by module name; got "
+                f"{type(dim).__name__}{f' for {name!r}' if name else ''}"
+            )
+        if name:
+            index.stages_of(name)

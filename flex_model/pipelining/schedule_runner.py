@@ -1,8 +1,17 @@
-"""Runs the steps of a pipeline's schedule with hooks, by the unsplit model's names."""
+"""Runs the steps of a schedule with hooks, by the unsplit model's names, and the forwards
+of a model that transformers has split into stages (``DistributedConfig(pp_size=...)``).
+
+Such a model has no schedule: on every rank its ``forward`` receives hidden states, runs this rank's
+layers, sends hidden states, and takes part in a broadcast of the logits. One forward is a step of
+one micro-batch. An exception in the middle of it leaves no other stage waiting, for zeros replace
+what was not sent.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,22 +19,25 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
+from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Moment
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.inspection.tree import Node
-from flex_model.integrations import cut, fsdp
+from flex_model.integrations import copied, cut, fsdp
+from flex_model.integrations.transformers_private import cache_of, pipeline_stage, with_cache_of
 from flex_model.names import find_parameter
-from flex_model.pipelining.instrumented_stage import LocalSchedule
-from flex_model.pipelining.local_pipeline import LocalPipeline
+from flex_model.pipelining.instrumented_stage import LocalSchedule, one_forward
+from flex_model.pipelining.local_pipeline import LocalPipeline, StepCall, check_dims
 from flex_model.pipelining.stages import StageIndex, find_targets
-from flex_model.pipelining.step_plan import StepCall, check_dims
 from flex_model.pipelining.step_runner import StepRunner
 from flex_model.records.store.session import Session, config_hash
 from flex_model.runs.module import check_open
-from flex_model.runs.settings import Groups, Settings
+from flex_model.runs.settings import Groups, Settings, refuse_of_steps
+from flex_model.runs.step import MicrobatchState
+from flex_model.runs.until import Site, Until
 from flex_model.visualize.model_map import Modules
 
 _OF_STEP = ("target", "losses", "return_outputs")  # keyword arguments of the step, not of stages
@@ -306,3 +318,299 @@ def modules_of(core: HookCore, index: StageIndex, schedule: str) -> Modules:
 def _above(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+_REPLACED = ("communicate", "broadcast_from_last")
+
+
+class ForwardStage:
+    """This rank's stage, with the attributes of torch's stages."""
+
+    def __init__(self, model: Any) -> None:
+        place = pipeline_stage(model)
+        self.submod, self.place = model, place
+        self.stage_index, self.num_stages = place.pp_rank, place.pp_size
+        self.is_first, self.is_last = place.pp_is_first_stage, place.pp_is_last_stage
+        self.group = place.pp_group
+        # The last stage has them for the head whose weight is tied to theirs.
+        self.uncalled = [] if self.is_first else [model.get_input_embeddings()]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.submod.parameters()).device
+
+
+class ForwardSchedule:
+    """A forward of the stages, with the attributes of torch's schedules."""
+
+    _n_microbatches, _loss_fn, scale_grads = 1, None, False
+    _args_chunk_spec = _kwargs_chunk_spec = None
+
+    def __init__(self, model: nn.Module) -> None:
+        self._stage = ForwardStage(model)
+        self._num_stages = self._stage.num_stages
+
+
+class LocalForward:
+    """This rank's part of the forwards, as ``LocalSchedule`` is of a schedule's steps."""
+
+    needs_shapes = False
+    calls_roots = False  # the model's own forward runs the stages
+
+    def __init__(self, schedule: ForwardSchedule, state: MicrobatchState, core: HookCore) -> None:
+        self.stages, self.has_last = [schedule._stage], schedule._stage.is_last
+        self.instrumented = [InstrumentedForward(schedule._stage, state, core)]
+        self._state = state
+
+    def close(self) -> None:
+        """Leave the stage as it was."""
+        self.instrumented[0].restore()
+
+    def check_inputs(self, kwargs: dict[str, Any]) -> None:
+        """ValueError for inputs whose numbers would be others than the unsplit model's. Local."""
+        if self.stages[0].is_first:  # only its cache has the keys of layer 0
+            _check_cache(kwargs)
+
+    def run(
+        self,
+        arg_chunks: list[Any],
+        kwarg_chunks: list[dict[str, Any]],
+        target_chunks: None,
+        losses: list[Tensor],
+        return_outputs: bool,
+        has_backward: bool,
+    ) -> Any:
+        """Run a forward; return the model's output, which every rank has."""
+        output = self.instrumented[0].run(kwarg_chunks[0])
+        return output if return_outputs and not self._state.failure.has_error else None
+
+
+class InstrumentedForward:
+    """A stage with the methods replaced by which it reaches the other stages."""
+
+    def __init__(self, stage: ForwardStage, state: MicrobatchState, core: HookCore) -> None:
+        self.stage, self.index = stage, stage.stage_index
+        self._state, self._core = state, core
+        self._forward = stage.submod.forward
+        self._is_skipped = False  # these two: see `begin`
+        self._until: Until | None = None
+        self._left: list[str] = []  # what this forward has yet to send or receive
+        self._kwargs: dict[str, Any] = {}
+        self._is_tracked = False
+        vars(stage.place).update({name: getattr(self, name) for name in _REPLACED})
+
+    def restore(self) -> None:
+        """Leave the stage as it was."""
+        for name in _REPLACED:
+            vars(self.stage.place).pop(name, None)
+
+    def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
+        """Begin a step: see ``InstrumentedStage.begin``."""
+        self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
+
+    def run(self, kwargs: dict[str, Any]) -> Any:
+        """Run the model's own forward, without autograd: transformers sends no gradients."""
+        stage, self._kwargs = self.stage, kwargs
+        self._left = [
+            *(["recv_forward"] if not stage.is_first else []),
+            *(["send_forward"] if not stage.is_last else []),
+            "broadcast",
+        ]
+        output = None
+        with torch.no_grad(), self._state.at(self.index, 0):
+            try:
+                if not self._is_skipped:
+                    with one_forward(self._until, stage.submod):
+                        if stage.is_first:
+                            self._begin_tracking(kwargs)
+                        output = self._forward(**kwargs)
+            except BaseException as error:
+                self._fail(error)
+            finally:
+                self._end_tracking(None)
+                self._kwargs = {}
+            try:
+                self._send_zeros(kwargs)
+            except BaseException as error:
+                self._fail(error)
+        return output
+
+    def _fail(self, error: BaseException) -> None:
+        if is_agreed(error):
+            self._state.silence()
+        self._state.fail_in_model(error)
+
+    def _begin_tracking(self, kwargs: dict[str, Any]) -> None:
+        core = self._core
+        if not self._state.is_silent:
+            self._is_tracked = True
+            core.tracking.begin((), kwargs, core.table.active_hooks, stage=self.index)
+
+    def _end_tracking(self, output: Tensor | None) -> None:
+        if self._is_tracked:
+            self._is_tracked = False
+            self._core.tracking.end(output)
+
+    # The replaced methods, with the signatures of transformers.
+
+    def communicate(self, operation: str, **kwargs: Any) -> Tensor | None:
+        self._end_tracking(kwargs.get("tensor"))
+        received = self._move(operation, "communicate", operation, **kwargs)
+        if received is not None:
+            inputs = {k: v for k, v in self._kwargs.items() if k != "input_ids"}
+            self._begin_tracking({**inputs, "inputs_embeds": received})
+        return received
+
+    def broadcast_from_last(self, tensor: Tensor | None, **kwargs: Any) -> Tensor:
+        self._end_tracking(tensor)
+        return self._move("broadcast", "broadcast_from_last", tensor, **kwargs)
+
+    def _move(self, operation: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Send or receive; if this fails, the group is broken, and nothing more is sent."""
+        later = [name for name in self._left if name != operation]
+        self._left = []
+        place = self.stage.place
+        result = getattr(type(place), method)(place, *args, **kwargs)
+        self._left = later
+        return result
+
+    def _send_zeros(self, kwargs: dict[str, Any]) -> None:
+        """Send and receive what a forward that has ended early has left: other stages wait."""
+        model, is_last = self.stage.submod, self.stage.is_last
+        parameter = next(model.parameters())
+        of_tensor: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+        shape = _shape_of_hidden_states(kwargs, model.config.hidden_size)
+        for operation in list(self._left):
+            if operation == "broadcast":
+                zeros = torch.zeros(1, 1, 1, **of_tensor) if is_last else None
+                self._move(operation, "broadcast_from_last", zeros, **of_tensor)
+            elif shape is not None:
+                zeros = torch.zeros(shape, **of_tensor)
+                self._move(
+                    operation, "communicate", operation, shape=shape, tensor=zeros, **of_tensor
+                )
+
+
+def _shape_of_hidden_states(kwargs: dict[str, Any], width: int) -> tuple[int, ...] | None:
+    """Return the shape of what stages send; None where no stage can tell, so that none sends."""
+    embeddings, tokens = kwargs.get("inputs_embeds"), kwargs.get("input_ids")
+    if embeddings is not None:
+        return tuple(embeddings.shape) if isinstance(embeddings, Tensor) else None
+    return (*tokens.shape[:2], width) if isinstance(tokens, Tensor) else None
+
+
+def _check_cache(kwargs: dict[str, Any]) -> None:
+    """ValueError for a forward that continues from a cache where later stages would compute other
+    positions or another mask: transformers asks the cache about layer 0, which they don't have.
+    """
+    cache, mask = cache_of(kwargs), kwargs.get("attention_mask")
+    if cache is None or not cache.get_seq_length():
+        return
+    inputs = kwargs.get("inputs_embeds")
+    inputs = kwargs.get("input_ids") if inputs is None else inputs
+    reason = ""
+    if kwargs.get("position_ids") is None:
+        reason = "without position_ids, they would count positions from 0"
+    elif isinstance(mask, Tensor) and mask.dim() == 2 and not mask.all():
+        reason = "they would not leave out the padding of attention_mask"
+    elif getattr(cache, "is_compileable", False):
+        reason = f"they would not see the keys in a {type(cache).__name__}"
+    elif inputs is not None and inputs.shape[1] > 1:
+        reason = "they would see no mask for several new positions"
+    if reason:
+        raise ValueError(
+            "the forward continues from a cache, of whose length the later stages of transformers' "
+            f"pipeline (pp_size) know nothing: {reason}; pass use_cache=False, or, with a dynamic "
+            "cache, position_ids and one new position of rows without padding"
+        )
+
+
+_MARK = "_flex_model_runner"  # an attribute of the forward that a runner has replaced
+
+
+class ForwardRunner(ScheduleRunner):
+    """Runs each forward of the model as a step of one micro-batch: ``generate`` is several. The
+    constructor and forwards are collective over all ranks of the model.
+    """
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        settings.check_no_steps()
+        if hasattr(model.forward, _MARK):
+            raise TypeError(
+                "the model has a FlexModel already, which runs its forwards; restore() that one "
+                "first"
+            )
+        copied.check_modules(model)
+        self._model, self._before = model, model.forward
+        self._signature = inspect.signature(model.forward)
+        self._called_with: Choice = EVERYTHING  # the hooks of a call of the FlexModel
+        super().__init__(ForwardSchedule(model), settings, LocalForward)
+
+        @functools.wraps(self._before)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._step(args, kwargs, self._called_with, forward_only=True)
+
+        setattr(forward, _MARK, True)
+        vars(model).update(forward=forward)
+
+    def close(self) -> None:
+        vars(self._model).update(forward=self._before)
+        super().close()
+
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        groups: Groups = "all",
+        complement: bool = False,
+        forward_only: bool = True,
+    ) -> Any:
+        """Call the model with the hooks of ``groups``. Collective over all its ranks."""
+        before = self._called_with
+        self._called_with = self.core.table.choice(groups, complement)
+        try:
+            return self._model(*args, **kwargs)
+        finally:
+            self._called_with = before
+
+    def _step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *of_step: Any, **more: Any
+    ) -> Any:
+        # By name: every stage needs the shape of what the first one gets.
+        self._signature.bind(*args, **kwargs)
+        kwargs = dict(zip(self._signature.parameters, args)) | kwargs
+        kwargs = with_cache_of(list(self._signature.parameters), kwargs)
+        return super()._step((), kwargs, *of_step, **more)
+
+    @contextlib.contextmanager
+    def one_run_at_most(self) -> Iterator[None]:
+        """A context in which all forwards are one run."""
+        if self._choice is not None:
+            yield
+            return
+        with self.active("all", complement=False):
+            yield
+
+    # What belongs to schedules.
+
+    def change(self, name: str, value: object) -> None:
+        """TypeError: there are no steps here whose setting could change."""
+        refuse_of_steps(name)
+
+    def targets_of(
+        self, function: HookFunction, kind: str
+    ) -> tuple[Sequence[nn.Module | nn.Parameter], Moment]:
+        """Return the modules on this rank that stand for a hook's."""
+        if kind not in ("forward", "forward_pre"):
+            raise ValueError(
+                f"{kind} hook on {function.module_name!r}: transformers' stages (pp_size) send no "
+                "gradients, so no backward can be hooked; load the model without pp_size, or wrap "
+                "the torch.distributed.pipelining schedule that runs its stages"
+            )
+        return super().targets_of(function, kind)
+
+    def modules_to_show(self, args: tuple[Any, ...]) -> Modules:
+        """Return the modules of all stages, for ``show``."""
+        if args:
+            self.check_runs_whole_model("show with inputs")
+        return modules_of(self.core, self.index, type(self._model).__name__)

@@ -33,11 +33,10 @@ from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.gradients import Gradients
-from flex_model.pipelining.local_pipeline import LocalPipeline
+from flex_model.pipelining.local_pipeline import LocalPipeline, StepCall, StepPlan, plan_step
 from flex_model.pipelining.row_proofs import BatchRows, StageRecording
 from flex_model.pipelining.shapes import infer_shapes, run_in_order
 from flex_model.pipelining.stages import find_targets
-from flex_model.pipelining.step_plan import StepCall, StepPlan, plan_step
 from flex_model.runs.run import Run
 from flex_model.runs.stop_request import STOP_REQUEST
 from flex_model.runs.until import Site

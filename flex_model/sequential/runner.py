@@ -22,18 +22,17 @@ from flex_model.runs.batches import BatchRuns
 from flex_model.runs.interrupts import Cleanup, deferred
 from flex_model.runs.root_hooks import RootHooks
 from flex_model.sequential import targets as choosing
-from flex_model.sequential.activations import ActivationOffloader
-from flex_model.sequential.engine import Batch, Engine
+from flex_model.sequential.engine import ActivationOffloader, Batch, Engine
 from flex_model.sequential.store import StoredRecords
 from flex_model.sequential.targets import Target
-from flex_model.sequential.weights.loaded import (
+from flex_model.sequential.weights.loader import (
+    WeightLoader,
     device_of,
     loaded,
     moved,
     needs_loading,
     weights_of_hooks,
 )
-from flex_model.sequential.weights.loader import WeightLoader
 from flex_model.sequential.weights.source import WeightSource
 
 

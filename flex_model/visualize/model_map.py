@@ -117,7 +117,7 @@ class ModelMap:
     rank: int
 
     def print(self, show_all: bool = False) -> None:
-        """Print the map; on a terminal with rich, if that is installed."""
+        """Print the map."""
         self.tree.print(show_all)
         if any(mark.spent for mark in self.hooks):
             print(f"costs are those of rank {self.rank} in the last run")

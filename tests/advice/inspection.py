@@ -83,14 +83,13 @@ def inspected(name="models:mlp", shape=(4, 6), dp=1):
     return inspect(name, tp=1, dp=dp, inputs=inputs)
 
 
-def costs(hooks="fc1 edit", num_hosts=2):
-    hosts = offline.hosts_in_order(2, num_hosts)
+def costs(hooks="fc1 edit"):
     with tempfile.NamedTemporaryFile("w+") as file:
         file.write(hooks)
         file.flush()
         lines = offline.read(file.name)
     run = run_on_shapes("models:mlp", 1, 2, [((4, 6), "float64")])
-    return offline.predict(run, lines, hosts, "all")
+    return offline.predict(run, lines, "all")
 
 
 def of_one_rank():
@@ -236,11 +235,6 @@ ROWS = [
         "give a module's name, read or edit, and one of",
         lambda: costs("act read\nfc1 look"),
         lambda: costs("act read\nfc1 read forward_pre"),
-    ),
-    Row(
-        "give a number of hosts that divides the ranks",
-        lambda: costs(num_hosts=3),
-        lambda: costs(num_hosts=1),
     ),
     Row("leave out --hooks to see all", lambda: costs("fc7 edit"), lambda: costs("fc? edit")),
     Row(

@@ -1,4 +1,4 @@
-"""What is recorded of transfers between hosts: against what real runs, and the kernel, count."""
+"""What is recorded of transfers: against what real runs, and the kernel, count."""
 
 import contextlib
 import json
@@ -19,13 +19,13 @@ import models
 from counted_traffic import counting, hosts, take
 from flex_model import FlexModel, HookFunction, cli
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.cost_recorder import CostRecorder
 from flex_model.distributed.costs import SUMMED_BYTES
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.inspection.offline import run_on_shapes
+from recorded_traffic import TrafficRecorder
 
 PREAMBLE_BYTES = 48  # of each message of gloo's
 
@@ -82,46 +82,52 @@ SITES = {
 SITES["all"] = [site for of_one in SITES.values() for site in of_one]
 
 
-def check_run(tp, dp, where, settings, sites, monkeypatch):
-    made = counting(monkeypatch)
+def check_run(tp, dp, settings, sites):
     mesh = models.mesh(dp, tp)
-    with hosts(where):
-        model = models.seeded(Model).double()
-        if tp > 1:
-            model = models.tensor_parallel(model, mesh["tp"].get_group())
-        flex = FlexModel(model, records := {}, device_mesh=mesh, **settings)
-        for i, (name, edit, kind) in enumerate(SITES[sites]):
-            tensors = (0, 1) if name == "pair" else 0
-            hook = HookFunction(name, None, edit, tensors, output_name=f"{i} {name} {kind}")
-            flex._register(hook, kind)
-        full = models.random(4 * dp, 6)
-        x = full.chunk(dp)[mesh.get_local_rank("dp")]
-        dry = flex.dry_run(x)
-        assert all(row.layout is not None for row in dry), dry
-        communicator = flex._core.communicator
-        names = communicator.hosts
-        for _ in range(2):  # what the first one has to find out, the second one knows
-            records.clear()
-            take(made, names)
-            output = flex(x)
-            forward = take(made, names)
-            kept = sum(record.nbytes for of_one in records.values() for record in of_one)
-            output.square().sum().backward()
-            backward = take(made, names)
-        in_all = sum(record.nbytes for of_one in records.values() for record in of_one)
-        for predicted, counted in ((dry.forward, forward), (dry.backward, backward)):
-            between = predicted.between
-            none = (0,) * len(set(names))
-            got = tuple(one or none for one in (between.sent, between.received, between.messages))
-            assert got == counted, dry
-        for row, cost in zip(dry, flex.explain()):
-            moved = (row.forward + row.backward).bytes_by_rank or (0,) * tp * dp
-            assert moved[dist.get_rank()] == cost.bytes_moved, (row, cost)
-        if dist.get_rank() == 0:
-            assert dry.forward.record_bytes == kept
-            assert dry.backward.record_bytes == in_all - kept
-        assert (sum(forward[0]) > 0) == (where != "one host")
-        flex.restore()
+    model = models.seeded(Model).double()
+    if tp > 1:
+        model = models.tensor_parallel(model, mesh["tp"].get_group())
+    flex = FlexModel(model, records := {}, device_mesh=mesh, **settings)
+    for i, (name, edit, kind) in enumerate(SITES[sites]):
+        tensors = (0, 1) if name == "pair" else 0
+        hook = HookFunction(name, None, edit, tensors, output_name=f"{i} {name} {kind}")
+        flex._register(hook, kind)
+    full = models.random(4 * dp, 6)
+    x = full.chunk(dp)[mesh.get_local_rank("dp")]
+    dry = flex.dry_run(x)
+    assert all(row.layout is not None for row in dry), dry
+    counter = Counter(flex._core.communicator)
+    for _ in range(2):  # what the first one has to find out, the second one knows
+        records.clear()
+        counter.take()
+        output = flex(x)
+        forward = counter.take()
+        kept = sum(record.nbytes for of_one in records.values() for record in of_one)
+        output.square().sum().backward()
+        backward = counter.take()
+    in_all = sum(record.nbytes for of_one in records.values() for record in of_one)
+    for predicted, counted in ((dry.forward, forward), (dry.backward, backward)):
+        assert (predicted.headers, predicted.payloads) == counted, dry
+    for row, cost in zip(dry, flex.explain()):
+        moved = (row.forward + row.backward).bytes_by_rank or (0,) * tp * dp
+        assert moved[dist.get_rank()] == cost.bytes_moved, (row, cost)
+    if dist.get_rank() == 0:
+        assert dry.forward.record_bytes == kept
+        assert dry.backward.record_bytes == in_all - kept
+    flex.restore()
+
+
+class Counter:
+    """The headers and payloads of a communicator."""
+
+    def __init__(self, communicator):
+        self._communicator, self._before = communicator, (0, 0)
+
+    def take(self):
+        """Those since the last call."""
+        now = self._communicator.sequence, self._communicator.num_payloads
+        before, self._before = self._before, now
+        return now[0] - before[0], now[1] - before[1]
 
 
 CASES = [
@@ -138,43 +144,21 @@ CASES = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("settings, sites", CASES, ids=str)
 @pytest.mark.parametrize("tp, dp", [(2, 1), pytest.param(1, 2, marks=pytest.mark.grid)])
-def test_a_run_on_two_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
-    for where in ("one host", "two hosts"):
-        check_run(tp, dp, where, settings, sites, monkeypatch)
+def test_a_run_on_two_ranks_moves_what_is_predicted(tp, dp, settings, sites):
+    check_run(tp, dp, settings, sites)
 
 
 @pytest.mark.grid
 @pytest.mark.ranks(4, timeout=120)
 @pytest.mark.parametrize("settings, sites", CASES, ids=str)
 @pytest.mark.parametrize("tp, dp", [(4, 1), (2, 2), (1, 4)])
-def test_a_run_on_four_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
-    for where in ("two hosts", "interleaved hosts", "a host of each"):
-        check_run(tp, dp, where, settings, sites, monkeypatch)
-
-
-LARGE = [({}, "all"), ({"edit_on": "rank0"}, "all"), ({"output_ranks": "all"}, "all")]
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(8, timeout=900)
-@pytest.mark.parametrize("settings, sites", LARGE, ids=str)
-@pytest.mark.parametrize("tp, dp", [(8, 1), (4, 2), (2, 4)])
-def test_a_run_on_eight_ranks_moves_what_is_predicted(tp, dp, settings, sites, monkeypatch):
-    for where in ("two hosts", "interleaved hosts", "four hosts", "a host of each"):
-        check_run(tp, dp, where, settings, sites, monkeypatch)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(16, timeout=1800)
-@pytest.mark.parametrize("settings, sites", LARGE[:2], ids=str)
-def test_a_run_on_sixteen_ranks_moves_what_is_predicted(settings, sites, monkeypatch):
-    for where in ("four hosts", "interleaved hosts", "a host of each"):
-        check_run(4, 4, where, settings, sites, monkeypatch)
+def test_a_run_on_four_ranks_moves_what_is_predicted(tp, dp, settings, sites):
+    check_run(tp, dp, settings, sites)
 
 
 def recorded(recorder, transfer, *args):
     """What a transfer of tensors without values moves between hosts."""
-    return recorder.record(lambda to: transfer(to, *args)).total()
+    return recorder.record(lambda to: transfer(to, *args))
 
 
 def sum_over(to, axes, size):
@@ -194,7 +178,7 @@ def test_sums_and_broadcasts_move_what_is_predicted(where, monkeypatch):
     with hosts(where):
         communicator = Communicator(Mesh.from_sizes(2, 1, 2), 30.0)
         names = communicator.hosts
-        recorder = CostRecorder(communicator.mesh, names)
+        recorder = TrafficRecorder(communicator.mesh, names)
         for axes in (("dp", "tp"), ("dp",), ("tp",)):
             communicator.transport(axes)
             for size in (3, 3000, 100_003):
@@ -229,7 +213,7 @@ def command(folder, edit_on):
         "# of all kinds\n\nfc1 edit  # the first\npos read\nac? edit forward_pre\n"
         "fc* read full_backward_pre\n"
     )
-    arguments = [f"{__file__}:sharded", "--tp", "2", "--dp", "2", "--hosts", "2", "--json"]
+    arguments = [f"{__file__}:sharded", "--tp", "2", "--dp", "2", "--json"]
     arguments += ["--input", "8,6:float64", "--hooks", str(hooks), "--edit-on", edit_on]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
@@ -245,41 +229,32 @@ def command(folder, edit_on):
 @pytest.mark.grid
 @pytest.mark.ranks(4, timeout=200)
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
-def test_the_command_predicts_what_a_run_moves(edit_on, tmp_path, monkeypatch):
-    made, mesh, rank = counting(monkeypatch), models.mesh(2, 2), dist.get_rank()
-    with hosts("two hosts"):
-        flex = FlexModel(sharded(), records := {}, device_mesh=mesh, edit_on=edit_on)
-        for name, edit, kind in (
-            ("fc1", double, "forward"),
-            ("pos", None, "forward"),
-            ("act", double, "forward_pre"),
-            ("fc1", None, "full_backward_pre"),
-            ("fc2", None, "full_backward_pre"),
-        ):
-            flex._register(HookFunction(name, None, edit, output_name=name + kind), kind)
-        x = models.random(8, 6).chunk(2)[mesh.get_local_rank("dp")].requires_grad_()
-        counter = flex._core.communicator
-        for _ in range(2):
-            records.clear()
-            take(made, counter.hosts)
-            numbers = [(counter.sequence, counter.num_payloads)]
-            output = flex(x)
-            counts = [take(made, counter.hosts)]
-            numbers.append((counter.sequence, counter.num_payloads))
-            output.square().sum().backward()
-            counts.append(take(made, counter.hosts))
-            numbers.append((counter.sequence, counter.num_payloads))
-        flex.restore()
+def test_the_command_predicts_what_a_run_moves(edit_on, tmp_path):
+    mesh, rank = models.mesh(2, 2), dist.get_rank()
+    flex = FlexModel(sharded(), records := {}, device_mesh=mesh, edit_on=edit_on)
+    for name, edit, kind in (
+        ("fc1", double, "forward"),
+        ("pos", None, "forward"),
+        ("act", double, "forward_pre"),
+        ("fc1", None, "full_backward_pre"),
+        ("fc2", None, "full_backward_pre"),
+    ):
+        flex._register(HookFunction(name, None, edit, output_name=name + kind), kind)
+    x = models.random(8, 6).chunk(2)[mesh.get_local_rank("dp")].requires_grad_()
+    counter = Counter(flex._core.communicator)
+    for _ in range(2):
+        records.clear()
+        counter.take()
+        output = flex(x)
+        counts = [counter.take()]
+        output.square().sum().backward()
+        counts.append(counter.take())
+    flex.restore()
     if rank > 0:
         return
     predicted = command(tmp_path, edit_on)
     rows = [predicted["forward"], predicted["backward"]]
-    for i, row in enumerate(rows):
-        sent, received, messages = counts[i]
-        moved = [after - before for before, after in zip(numbers[i], numbers[i + 1])]
-        assert [row["headers"], row["transfers"]] == moved
-        assert row["messages"] == max(messages)
-        assert row["bytes_on_busiest_link"] == max(*sent, *received)
+    assert [(row["headers"], row["transfers"]) for row in rows] == counts
     kept = sum(record.nbytes for of_one in records.values() for record in of_one)
     assert sum(row["record_bytes"] for row in rows) == kept
 
@@ -345,7 +320,7 @@ def transfer(to, number, full=None):
 def check_transfers(communicator, sockets):
     rank, names = communicator.mesh.group_rank, communicator.hosts
     assert len(set(names)) == 4
-    recorder, full = CostRecorder(communicator.mesh, names), torch.arange(sum(ROWS))
+    recorder, full = TrafficRecorder(communicator.mesh, names), torch.arange(sum(ROWS))
     number, has_more = 0, True
     while has_more:
         predicted = recorded(recorder, transfer, number)
@@ -375,7 +350,7 @@ def test_messages_of_eight_hosts():
     """Eight hosts of two ranks."""
     names = tuple(f"host {rank // 2}" for rank in range(16))
     mesh = Mesh(tuple(range(16)), 0, 1, 2, 8)
-    recorder = CostRecorder(mesh, names)
+    recorder = TrafficRecorder(mesh, names)
 
     def exchange(to):
         return to.exchange(torch.empty(64, dtype=torch.uint8))
@@ -393,7 +368,7 @@ def test_messages_of_eight_hosts():
     # Each pair of data-parallel ranks is on two hosts, and all eight pairs sum at once.
     summed = recorded(recorder, lambda to: to.all_reduce_sum(("dp",), torch.zeros(5).short()))
     assert (summed.messages, summed.sent) == ((2,) * 8, (20,) * 8)
-    one = CostRecorder(mesh, ("host",) * 16)
+    one = TrafficRecorder(mesh, ("host",) * 16)
     for moved in recorded(one, exchange), recorded(one, broadcast, 9):
         assert moved.most_bytes == moved.most_messages == 0
 

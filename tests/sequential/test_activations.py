@@ -9,7 +9,7 @@ from test_engine import BATCHES, Stack, assert_equal, assert_nothing_left
 from torch import nn
 
 from flex_model import sequential
-from flex_model.sequential.activations import ActivationOffloader
+from flex_model.sequential.engine import ActivationOffloader
 
 pytest.importorskip("safetensors")
 

@@ -19,12 +19,11 @@ from torch import Tensor
 from counted_traffic import Connected
 from flex_model.distributed import rounds
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.cost_recorder import CostRecorder
-from flex_model.distributed.costs import Traffic
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shard, ShardLayout
+from recorded_traffic import Traffic, TrafficRecorder
 from simulation.cluster import Cluster, Counted, Fault, Process, Speeds
 from simulation.product import simulated
 from simulation.scheduler import Signal, current_owner
@@ -228,7 +227,7 @@ class Job:
             _check(communicator, "end of the run", shard)
             spec.gather_to_first(shard)
 
-        return CostRecorder(mesh, hosts).record(run).total()
+        return TrafficRecorder(mesh, hosts).record(run)
 
     def predicted_by_host(self) -> Counted:
         """The same of all stages and runs together, by host."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import io
 import re
 
@@ -206,16 +205,3 @@ def test_a_pipeline_shows_all_stages():
     else:
         assert lines[0].endswith(there)
         assert lines[1].endswith("known from its record, on rank 0; moved nothing")
-
-
-def test_a_terminal_gets_the_same_by_rich(capsys, monkeypatch):
-    pytest.importorskip("rich")
-    tree = importlib.import_module("flex_model.inspection.tree")
-    monkeypatch.setattr(tree.sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-    with FlexModel(models.mlp(), {}) as flex:
-        flex.register_forward_hook(HookFunction("fc1", editing_function=Shift("[red]x[/nothing]")))
-        flex.show()
-    shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
-    assert "├── fc1  Linear" in shown  # markup in a repr is text
-    assert "forward; edits: Shift( by=[red]x[/nothing]); not run yet" in shown

@@ -26,8 +26,15 @@ from torch.utils import _pytree
 from flex_model.integrations.absent_tensor import AbsentError
 from flex_model.pipelining.splitting.assembly import Parts, build, find_parts
 from flex_model.pipelining.splitting.clones import users_hooks
-from flex_model.pipelining.splitting.observe import find_difference, quietly, tensors_in
-from flex_model.pipelining.splitting.recording import BlockList, Recording, cannot_split, record
+from flex_model.pipelining.splitting.recording import (
+    BlockList,
+    Recording,
+    cannot_split,
+    find_difference,
+    quietly,
+    record,
+    tensors_in,
+)
 
 
 def split_modules(
