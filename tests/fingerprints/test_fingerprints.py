@@ -61,6 +61,36 @@ def test_a_sharded_run_has_the_fingerprint_of_the_unsharded_one(name, tensors, t
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "ddp"])
+def test_a_second_fingerprint_reuses_the_proofs_of_the_first(name, tmp_path):
+    way = models.TWO_RANKS[name]
+    flex = FlexModel(way.shard(models.mlp()), **way.sizes)
+    rows = way.my_rows(X)
+    for folder in ("a", "b"):
+        flex.fingerprint(tmp_path / folder, rows, loss=loss)
+        recorder = flex._core.recorder
+    assert recorder.core.tracking.num_followed == 1
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in flex.module.modules())
+    flex.fingerprint(tmp_path / "long", way.my_rows(X.repeat(2, 1, 1)), loss=loss)
+    flex.fingerprint(tmp_path / "c", rows, loss=loss)
+    assert recorder.core.tracking.num_followed == 2 and flex._core.recorder is recorder
+    if dist.get_rank() == 0:
+        a, *others = (read_run(tmp_path / folder) for folder in "abc")
+        for other in others:
+            for one, again in zip(a.sites, other.sites, strict=True):
+                assert (one.key, one.layout, one.splits) == (again.key, again.layout, again.splits)
+                assert torch.equal(one.moments, again.moments)
+                assert torch.equal(one.sample, again.sample)
+    # Another model, other sites: a recorder of its own.
+    next(one for one in flex.module.modules() if isinstance(one, nn.Linear)).more = nn.Identity()
+    flex.fingerprint(tmp_path / "a", rows)
+    assert recorder.core.is_closed and not flex._core.recorder.core.is_closed
+    last = flex._core.recorder
+    flex.restore()
+    assert last.core.is_closed
+
+
+@pytest.mark.ranks(2)
 def test_runs_of_single_ranks_are_refused(tmp_path):
     way = models.TWO_RANKS["ddp"]
     flex = FlexModel(way.shard(models.mlp()), dp_batch="local", **way.sizes)
