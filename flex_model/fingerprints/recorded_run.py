@@ -98,7 +98,8 @@ def _own_modules(root: nn.Module) -> dict[str, nn.Module]:
 
 class Recorder:
     """Hooks a model, and keeps the summaries of what the hooks are given. It stays with the
-    FlexModel, since hooks, their layouts and the proofs of these are the same in the next run.
+    FlexModel, since hooks, their layouts and the proofs of these are the same in the next run; not
+    where it records the choice of experts, or where a run has failed.
 
     Args:
         user: The core of the FlexModel.
@@ -109,9 +110,8 @@ class Recorder:
     """
 
     def __init__(self, user: HookCore, key: object, is_backward: bool, has_routing: bool) -> None:
-        timeout_s = user.communicator.timeout_s
-        self.key = key
-        self.core = second_core.second_core(user, user.module, user.mesh, timeout_s, False, "rank0")
+        self.key, self._is_kept = key, True
+        self.core = second_core.SecondCore(user, edit_on="rank0")
         self.core.table.choose(NOTHING, NOTHING)
         self._begin(None, None)
         try:
@@ -150,9 +150,11 @@ class Recorder:
             self.core.table.choose(NOTHING, NOTHING)
             return self._run(full_inputs)
         except BaseException:
-            self.core.close()
+            self._is_kept = False
             raise
         finally:
+            if not self._is_kept:
+                self.core.close()
             self._begin(None, None)
 
     def _hook(self, is_backward: bool, has_routing: bool) -> None:
@@ -166,6 +168,7 @@ class Recorder:
                 for kind in kinds:
                     self._register(name, kind, module, self._seen)
             if has_routing and transformers_private.gate_of(module) is not None:
+                self._is_kept = False  # a gate gets its own forward back after each run
                 routing, end = expert_routing.install(module, name)
                 self.core.on_close.callback(end)
                 for one, seen in (routing.choice, self._chose), (routing.indices, self._routed):

@@ -10,6 +10,7 @@ from torch import nn
 
 import browser
 import flex_model
+import frameworks
 import models
 from flex_model import FlexModel, cli
 from flex_model.fingerprints.fingerprint_folder import RunWriter, read_run
@@ -88,6 +89,18 @@ def test_a_second_fingerprint_reuses_the_proofs_of_the_first(name, tmp_path):
     last = flex._core.recorder
     flex.restore()
     assert last.core.is_closed
+
+
+def test_a_gate_has_its_own_forward_after_each_fingerprint(tmp_path):
+    pytest.importorskip("transformers")
+    model = frameworks.huggingface_model("mixtral").float().eval()
+    tokens, block = torch.arange(12).reshape(2, 6), model.model.layers[0].mlp
+    with FlexModel(model) as flex:
+        for folder in ("a", "b"):
+            flex.fingerprint(tmp_path / folder, tokens, use_cache=False)
+            assert "forward" not in vars(block.gate) and not hasattr(block, "routing")
+            assert "routing" in {one.kind for one in read_run(tmp_path / folder).sites}
+    assert not flex_model.compare(tmp_path / "a", tmp_path / "b").unmatched
 
 
 @pytest.mark.ranks(2)
