@@ -1084,7 +1084,8 @@ class FlexModel(nn.Module):
 
         No registered hook runs, and gradients stay as they were. Sites that can't be hooked are in
         the folder with the reason. A run that was interrupted leaves a folder that ``compare``
-        refuses; a fingerprint in a folder replaces the one before. Inputs are kept in full.
+        refuses; a fingerprint in a folder replaces the one before. Inputs are kept in full. The
+        first one proves the layouts for the later ones, too, except where gates choose experts.
 
         Args:
             args, kwargs: This rank's inputs, as for a forward.

@@ -5,6 +5,7 @@ time, on rank 0.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from flex_model.fingerprints.fingerprint_folder import Folder, RecordedRun, RunW
 from flex_model.fingerprints.summary import ROUTING, summarised
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
+from flex_model.hooks.table import NOTHING
 from flex_model.inspection import second_core, text
 from flex_model.inspection.tree import is_called, named
 from flex_model.integrations import expert_routing, transformers_private
@@ -69,53 +71,106 @@ def record_run(
     on_rank_0(core, "fingerprint", lambda: writers.append(RunWriter(Path(folder))))
     full_inputs = second_core.full_inputs(core, *inputs)
     with core.table.nothing_chosen():
-        timeout_s = core.communicator.timeout_s
-        second = second_core.second_core(core, core.module, core.mesh, timeout_s, False, "rank0")
-        recorder = _Recorder(second, writers[0].add if writers and tensors else None, replacement)
-        try:
-            recorder.hook(is_backward=loss is not None, has_routing=routing)
-            second_core.run_once(
-                second, second_core.detached(inputs, None), loss, recorder.take_gradients
-            )
-            run = recorder.run(full_inputs)
-        finally:
-            second.close()
+        recorder = _recorder_of(core, is_backward=loss is not None, has_routing=routing)
+        write = writers[0].add if writers and tensors else None
+        run = recorder.record(inputs, full_inputs, loss, write, replacement)
     on_rank_0(core, "fingerprint", lambda: writers[0].finish(run))
 
 
-class _Recorder:
-    """Hooks a model, and keeps the summaries of what the hooks are given.
+def _recorder_of(core: HookCore, is_backward: bool, has_routing: bool) -> Recorder:
+    """Return a recorder of the model as it is now: that of the fingerprint before, if it fits."""
+    modules = {name: weakref.ref(one) for name, one in _own_modules(core.module).items()}
+    key = (is_backward, has_routing, tuple(core.tracking.statements), modules)
+    recorder: Recorder | None = core.recorder
+    if recorder is None or recorder.core.is_closed or recorder.key != key:
+        if recorder is not None:
+            recorder.core.close()
+        core.recorder = recorder = Recorder(core, key, is_backward, has_routing)
+    return recorder
+
+
+def _own_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by name, without those that flex_model has put there."""
+    modules = named(root)
+    made = tuple(f"{name}." for name, one in modules.items() if isinstance(one, MadeSites))
+    return {name: one for name, one in modules.items() if not f"{name}.".startswith(made)}
+
+
+class Recorder:
+    """Hooks a model, and keeps the summaries of what the hooks are given. It stays with the
+    FlexModel, since hooks, their layouts and the proofs of these are the same in the next run; not
+    where it records the choice of experts, or where a run has failed.
 
     Args:
-        write: Writes the full tensor of the site of a number; None: they are not kept.
+        user: The core of the FlexModel.
+
+    Attributes:
+        key: What it was made for.
+        core: Its own core of hooks, none of which is active between runs.
     """
 
-    def __init__(
-        self,
-        core: second_core.SecondCore,
-        write: Callable[[int, Tensor], None] | None,
-        replacement: Replacement | None,
+    def __init__(self, user: HookCore, key: object, is_backward: bool, has_routing: bool) -> None:
+        self.key, self._is_kept = key, True
+        self.core = second_core.SecondCore(user, edit_on="rank0")
+        self.core.table.choose(NOTHING, NOTHING)
+        self._begin(None, None)
+        try:
+            self._hook(is_backward, has_routing)
+        except BaseException:
+            self.core.close()
+            raise
+
+    def _begin(
+        self, write: Callable[[int, Tensor], None] | None, replacement: Replacement | None
     ) -> None:
-        self._core, self._write, self._replacement = core, write, replacement
+        self._write, self._replacement = write, replacement
         self._found = RecordedRun([], {}, None, 0, has_tensors=write is not None)
         self._calls: Counter[tuple[str, str]] = Counter()
         self._choices: dict[str, Tensor] = {}  # of a block of experts, at its last call
+        self.core.unresolved.clear()
 
-    def hook(self, is_backward: bool, has_routing: bool) -> None:
+    def record(
+        self,
+        inputs: tuple[Any, Any],
+        full_inputs: Any,
+        loss: second_core.Loss | None,
+        write: Callable[[int, Tensor], None] | None,
+        replacement: Replacement | None,
+    ) -> RecordedRun:
+        """Run the model. Collective.
+
+        Args:
+            write: Writes the full tensor of the site of a number; None: they are not kept.
+        """
+        self._begin(write, replacement)
+        try:
+            second_core.run_once(
+                self.core, second_core.detached(inputs, None), loss, self._take_gradients
+            )
+            self.core.table.choose(NOTHING, NOTHING)
+            return self._run(full_inputs)
+        except BaseException:
+            self._is_kept = False
+            raise
+        finally:
+            if not self._is_kept:
+                self.core.close()
+            self._begin(None, None)
+
+    def _hook(self, is_backward: bool, has_routing: bool) -> None:
         """Hook the first input and output of each module, and with a backward their gradients; and
         the choice of each block of experts.
         """
         kinds = ["forward_pre", "forward"]
         kinds += ["full_backward_pre", "full_backward"] * is_backward
-        modules = named(self._core.module)
-        made = tuple(f"{name}." for name, one in modules.items() if isinstance(one, MadeSites))
-        for name, module in modules.items():
-            if is_called(module) and not f"{name}.".startswith(made):
+        for name, module in _own_modules(self.core.module).items():
+            if is_called(module):
                 for kind in kinds:
                     self._register(name, kind, module, self._seen)
             if has_routing and transformers_private.gate_of(module) is not None:
+                self._is_kept = False  # a gate gets its own forward back after each run
                 routing, end = expert_routing.install(module, name)
-                self._core.on_close.callback(end)
+                self.core.on_close.callback(end)
                 for one, seen in (routing.choice, self._chose), (routing.indices, self._routed):
                     site = module.get_submodule(one.removeprefix(f"{name}."))
                     self._register(one, "forward", site, seen)
@@ -126,7 +181,7 @@ class _Recorder:
         ) -> Tensor | None:
             return seen(name, kind, full)
 
-        self._core.register(HookFunction(name, None, observe, record=False), kind, [module])
+        self.core.register(HookFunction(name, None, observe, record=False), kind, [module])
 
     def _seen(self, name: str, kind: str, full: Tensor) -> Tensor | None:
         call = self._add(name, kind, full)
@@ -158,33 +213,36 @@ class _Recorder:
             margins = (best[:, -2] - best[:, -1]) / (scale * torch.finfo(choice.dtype).eps)
         self._add(name, ROUTING, full.int().sort(-1).values, margins.float())
 
-    def take_gradients(self) -> None:
+    def _take_gradients(self) -> None:
         """Record the gradients of the parameters, one at a time. Collective."""
-        root = self._core.module
+        root = self.core.module
         for name in [
             clean(root, name) for name, one in root.named_parameters() if one.requires_grad
         ]:
             try:
-                gradient = self._core.parameters.gradient(name, None)
+                gradient = self.core.parameters.gradient(name, None)
             except ValueError as error:
                 self._found.refused[f"gradient of {name}"] = str(error)
                 continue
             if gradient is not None:
                 add = functools.partial(self._add, name, "tensor", gradient)
-                on_rank_0(self._core, "fingerprint", add)
+                on_rank_0(self.core, "fingerprint", add)
 
-    def run(self, inputs: Any) -> RecordedRun:
+    def _run(self, inputs: Any) -> RecordedRun:
         """Return what was recorded, with the layouts of the sites."""
-        layouts: dict[tuple[str, str], dict[str, Any]] = {}
-        for one in self._core.table.registrations:
-            if one.index in self._core.unresolved:
+        layouts: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for one in self.core.table.registrations:
+            if one.index in self.core.unresolved:
                 site = f"{one.kind} of {text.site(one.name, 0)}"
-                self._found.refused[site] = str(self._core.unresolved[one.index])
-            if one.specs:
-                (_, shapes, *_), spec = list(one.specs.items())[-1]
-                splits = _splits(spec.layout, shapes, self._core.mesh.tp_size)
-                layouts[one.name, one.kind] = {"layout": str(spec.layout), "splits": splits}
-        sites = [replace(one, **layouts.get(one.key[:2], {})) for one in self._found.sites]
+                self._found.refused[site] = str(self.core.unresolved[one.index])
+            for (_, shapes, *_), spec in one.specs.items():  # of earlier runs, too
+                splits = _splits(spec.layout, shapes, self.core.mesh.tp_size)
+                of_spec = {"layout": str(spec.layout), "splits": splits}
+                layouts[one.name, one.kind, spec.full_shape] = of_spec
+        sites = [
+            replace(one, **layouts.get((one.name, one.kind, one.shape), {}))
+            for one in self._found.sites
+        ]
         num_bytes = sum(one.dtype.itemsize * torch.Size(one.shape).numel() for one in sites)
         return replace(self._found, sites=sites, inputs=inputs, num_bytes=num_bytes)
 

@@ -61,6 +61,7 @@ class HookCore:
         executor: Executes their calls on this rank's tensors.
         records, tracking, parameters, replicas: See their classes.
         on_close: Undoes what was changed in the model for hooks.
+        recorder: What fingerprints are recorded with; kept from the first one on.
     """
 
     def __init__(
@@ -159,6 +160,7 @@ class HookCore:
         self.run_parameter_hooks = handlers.run_parameter_hooks
         table.connect(handlers, self._hooks_changed, self._graphs.keep)
         self.on_close = contextlib.ExitStack()
+        self.recorder: Any = None
         self.is_closed = False
 
     @property
@@ -218,6 +220,8 @@ class HookCore:
         self.table.close()
         self._root.remove()
         self.on_close.close()
+        if self.recorder is not None:
+            self.recorder.core.close()
         self._graphs.leave()
 
     def _free(self) -> None:

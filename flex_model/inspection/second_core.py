@@ -31,7 +31,6 @@ from flex_model.inspection.shapes_only import same_torch_random_state
 from flex_model.inspection.tree import named
 from flex_model.integrations import fsdp
 from flex_model.layouts.exchange import exchange_chunks
-from flex_model.layouts.sources import BatchDim
 from flex_model.names import find_module
 
 Loss = Callable[[Any], Tensor]
@@ -160,10 +159,13 @@ def _twin(hook: HookFunction, number: int) -> HookFunction:
 
 
 class SecondCore(HookCore):
-    """A second HookCore besides the user's, on the same model or on the reference.
+    """A second HookCore besides the user's, on the same model or on the reference: one whose hooks
+    only read, and that continues where a layout can't be resolved, or one that edits as the user's
+    does, with its ``save_ctx`` and copies of its trainable modules. What the user states of the
+    wrapped model holds there.
 
     Args:
-        reads_only: Whether its hooks only read, and it continues where a layout can't be resolved.
+        reference: A model that this process alone runs, in place of the wrapped one.
 
     Attributes:
         unresolved: By index, the errors of registrations whose layout could not be resolved; the
@@ -172,30 +174,33 @@ class SecondCore(HookCore):
 
     def __init__(
         self,
-        module: nn.Module,
-        mesh: Mesh,
-        save_ctx: Namespace,
-        modules: nn.ModuleDict,
-        edit_on: str,
-        timeout_s: float,
-        reads_only: bool,
-        batch_dim: BatchDim,
+        user: HookCore,
+        edits: bool = False,
+        edit_on: str = "all",
+        reference: nn.Module | None = None,
     ) -> None:
         self.found: Found = {}
         self.unresolved: dict[int, Exception] = {}
+        save_ctx, modules = Namespace(), nn.ModuleDict()
+        if edits:
+            save_ctx, modules = user.save_ctx, copy.deepcopy(user.modules)
+            modules.zero_grad()
+            edit_on = "all" if user.executor.edits_on_all else "rank0"
         super().__init__(
-            module,
-            mesh,
+            user.module if reference is None else reference,
+            user.mesh if reference is None else Mesh(),
             self.found,
             save_ctx,
             modules,
             edit_on,
             "rank0",
-            timeout_s,
-            batch_dim=batch_dim,
-            on_failure=self._leave_out if reads_only else None,
+            user.communicator.timeout_s,
+            batch_dim=user.tracking.batch_dim,
+            on_failure=None if edits else self._leave_out,
             warns=False,  # the hooks may be on all modules, and the report lists those not called
         )
+        for statement in user.tracking.statements if reference is None else ():
+            self.tracking.state(statement)
 
     def watch(self, site: Site, number: int) -> bool:
         """Hook a site, recorded under its index; False if the model has no such module."""
@@ -236,29 +241,6 @@ class SecondCore(HookCore):
         if is_agreed(error) and not isinstance(error, ValueError):
             raise error
         self.unresolved[registration.index] = error
-
-
-def second_core(
-    user: HookCore,
-    module: nn.Module,
-    mesh: Mesh,
-    timeout_s: float,
-    edits: bool,
-    edit_on: str = "all",
-) -> SecondCore:
-    """Return a read-only core, or one that edits as the user's does, with its ``save_ctx`` and
-    copies of its trainable modules. What the user states of the wrapped model holds there.
-    """
-    save_ctx, modules = Namespace(), nn.ModuleDict()
-    if edits:
-        save_ctx, modules = user.save_ctx, copy.deepcopy(user.modules)
-        modules.zero_grad()
-        edit_on = "all" if user.executor.edits_on_all else "rank0"
-    batch_dim = user.tracking.batch_dim
-    second = SecondCore(module, mesh, save_ctx, modules, edit_on, timeout_s, not edits, batch_dim)
-    for statement in user.tracking.statements if module is user.module else ():
-        second.tracking.state(statement)
-    return second
 
 
 @contextlib.contextmanager
@@ -308,7 +290,7 @@ def run_reference(
         )
     parameter = next(module.parameters(), None)
     with _restored_state(core, edits):
-        second = second_core(core, module, Mesh(), 1.0, edits)
+        second = SecondCore(core, edits, reference=module)
         if parameter is not None:
             second.modules.to(parameter.device)
         try:
@@ -332,7 +314,7 @@ def run_sharded(
     the errors of sites whose layouts were not resolved. Collective.
     """
     with core.table.nothing_chosen(), _restored_state(core, edits):
-        second = second_core(core, core.module, core.mesh, core.communicator.timeout_s, edits)
+        second = SecondCore(core, edits)
         try:
             for i in reached:
                 second.watch(sites[i], i)

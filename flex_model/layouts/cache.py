@@ -12,9 +12,11 @@ as they did between the two.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -299,9 +301,12 @@ class Conditions:
         objects, self._training, self._state = _C.walk_modules(
             self._root, self._objects, Tensor, nn.Module
         )
-        if objects is not self._objects:
+        if objects is self._objects:
+            return
+        before, now = map(_without_skips, (self._objects, objects))
+        self._objects = objects
+        if len(before) != len(now) or not all(map(operator.is_, before, now)):
             self._generation += 1
-            self._objects = objects
             self._adapted = [m for m in self._root.modules() if hasattr(m, "active_adapters")]
 
     def form(
@@ -327,6 +332,14 @@ class Conditions:
             *map(_adapters, self._adapted),
         ]
         return sites_hash(*parts), tuple(sizes)
+
+
+def _without_skips(objects: list[Any]) -> list[Any]:
+    """Leave out what skips modules in ``run_from``, an argument of whose forwards tells which."""
+    return [
+        None if type(one) is FunctionType and hasattr(one, "skips_for_run_from") else one
+        for one in objects
+    ]
 
 
 def _adapters(module: nn.Module) -> str:

@@ -21,7 +21,7 @@ from flex_model.layouts.statements import Statement
 from flex_model.names import clean, find_module, find_parameter, module_names
 from flex_model.records.store.session import Session, config_hash
 from flex_model.runs.settings import Groups, Settings, refuse_of_steps
-from flex_model.runs.skipping import VALUE, Skip
+from flex_model.runs.skipping import Skip
 from flex_model.runs.until import Site, Until
 
 
@@ -166,7 +166,7 @@ class ModuleRunner:
             skip.check_arguments(kwargs)
             skip.check_hooks(core.table.active_hooks.registrations)
             with skip.installed():
-                output = core.module(*args, **kwargs, **{VALUE: value})
+                output = core.module(*args, **kwargs, **skip.arguments)
         skip.check_output(output)
         return output
 

@@ -18,9 +18,10 @@ from flex_model.integrations import cut
 from flex_model.integrations.absent_tensor import Absent, names_in
 from flex_model.names import clean, find_module
 
-#: The argument by which the root module's outermost hook gets the value: as its inputs, along dp in
-#: rows and along tp the same on all ranks.
-VALUE = "value_of_run_from"
+# The argument by which the root module's outermost hook gets the value: as its inputs, along dp in
+# rows and along tp the same on all ranks. Another one has the name of the module: layouts depend on
+# which modules are skipped.
+_VALUE, _MODULE = "value_of_run_from", "module_of_run_from"
 _CHANGES_NOTHING = (Tensor, bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
@@ -31,6 +32,7 @@ class Skip:
         name: The module whose output ``value`` is: a tensor, or the tree that it returns.
 
     Attributes:
+        arguments: Those that the root module is called with, besides the user's.
         is_reached: Whether the forward has called the module.
 
     Raises:
@@ -39,6 +41,7 @@ class Skip:
 
     def __init__(self, root: nn.Module, name: str, value: Any) -> None:
         self._root, self.name, self._value = root, name, value
+        self.arguments = {_VALUE: value, _MODULE: name}
         target = find_module(root, name)
         full_name = next(name for name, module in root.named_modules() if module is target)
         self._target = target
@@ -129,6 +132,7 @@ class Skip:
                 value = _C.replace_leaf(value, i, leaf.clone() if is_target else absent(leaf))
             return value
 
+        forward.skips_for_run_from = True  # type: ignore[attr-defined]
         return forward
 
     def check_output(self, output: Any) -> None:
@@ -166,4 +170,4 @@ def _changes_nothing(argument: Any) -> bool:
 
 
 def _without_value(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return args, {name: value for name, value in kwargs.items() if name != VALUE}
+    return args, {k: value for k, value in kwargs.items() if k not in (_VALUE, _MODULE)}

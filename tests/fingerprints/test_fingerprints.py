@@ -10,6 +10,7 @@ from torch import nn
 
 import browser
 import flex_model
+import frameworks
 import models
 from flex_model import FlexModel, cli
 from flex_model.fingerprints.fingerprint_folder import RunWriter, read_run
@@ -58,6 +59,48 @@ def test_a_sharded_run_has_the_fingerprint_of_the_unsharded_one(name, tensors, t
         saved = flex_model.compare(tmp_path / "a", tmp_path / "b")
         assert saved == found and len(saved.rows) == 6 * 4 - 2 + 8  # X has no gradient
         assert {one.kind for one in saved.rows} >= {"forward_pre", "full_backward", "tensor"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "ddp"])
+def test_a_second_fingerprint_reuses_the_proofs_of_the_first(name, tmp_path):
+    way = models.TWO_RANKS[name]
+    flex = FlexModel(way.shard(models.mlp()), **way.sizes)
+    rows = way.my_rows(X)
+    for folder in ("a", "b"):
+        flex.fingerprint(tmp_path / folder, rows, loss=loss)
+        recorder = flex._core.recorder
+    assert recorder.core.tracking.num_followed == 1
+    assert not any(one._forward_hooks or one._forward_pre_hooks for one in flex.module.modules())
+    flex.fingerprint(tmp_path / "long", way.my_rows(X.repeat(2, 1, 1)), loss=loss)
+    flex.fingerprint(tmp_path / "c", rows, loss=loss)
+    assert recorder.core.tracking.num_followed == 2 and flex._core.recorder is recorder
+    if dist.get_rank() == 0:
+        a, *others = (read_run(tmp_path / folder) for folder in "abc")
+        for other in others:
+            for one, again in zip(a.sites, other.sites, strict=True):
+                assert (one.key, one.layout, one.splits) == (again.key, again.layout, again.splits)
+                assert torch.equal(one.moments, again.moments)
+                assert torch.equal(one.sample, again.sample)
+    # Another model, other sites: a recorder of its own.
+    next(one for one in flex.module.modules() if isinstance(one, nn.Linear)).more = nn.Identity()
+    flex.fingerprint(tmp_path / "a", rows)
+    assert recorder.core.is_closed and not flex._core.recorder.core.is_closed
+    last = flex._core.recorder
+    flex.restore()
+    assert last.core.is_closed
+
+
+def test_a_gate_has_its_own_forward_after_each_fingerprint(tmp_path):
+    pytest.importorskip("transformers")
+    model = frameworks.huggingface_model("mixtral").float().eval()
+    tokens, block = torch.arange(12).reshape(2, 6), model.model.layers[0].mlp
+    with FlexModel(model) as flex:
+        for folder in ("a", "b"):
+            flex.fingerprint(tmp_path / folder, tokens, use_cache=False)
+            assert "forward" not in vars(block.gate) and not hasattr(block, "routing")
+            assert "routing" in {one.kind for one in read_run(tmp_path / folder).sites}
+    assert not flex_model.compare(tmp_path / "a", tmp_path / "b").unmatched
 
 
 @pytest.mark.ranks(2)

@@ -191,6 +191,12 @@ def test_sharded(name):
             got.square().mean().backward()
             assert_close(mine.grad / parallelism.dp, parallelism.my_rows(value.grad))
         assert_close(flex(parallelism.my_rows(BATCH)), parallelism.my_rows(expected))
+        # Each of the two was followed once; a value of another module's is another forward.
+        followed = flex._core.tracking.num_followed
+        flex.run_from("layers.1", mine, parallelism.my_rows(BATCH))
+        assert flex._core.tracking.num_followed == followed == 2
+        flex.run_from("layers.0", mine, parallelism.my_rows(BATCH))
+        assert flex._core.tracking.num_followed == 3
         if name == "tp":
             other = value.detach() + torch.distributed.get_rank()
             with pytest.raises(ValueError, match=r"'value_of_run_from'.*different values"):

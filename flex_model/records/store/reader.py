@@ -64,11 +64,11 @@ class RecordRows:
         for shard in self._shards if _madvise is not None else ():
             start = shard.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
             end = shard.data_ptr() + shard.nbytes
-            # The system reads no more than its window of readahead for one such advice. What it
-            # does not read now is read when it is needed.
+            if _advise(start, end - start, _MADV_POPULATE_READ) == 0:
+                continue
+            # Linux before 5.14: it reads no more than its window of readahead for one such advice.
             for piece in range(start, end, _READAHEAD_BYTES):
                 _advise(piece, min(_READAHEAD_BYTES, end - piece), mmap.MADV_WILLNEED)
-            _advise(start, end - start, _MADV_POPULATE_READ)
 
 
 def _flat(shard: Tensor) -> Tensor:
@@ -80,9 +80,9 @@ _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 _madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
 
 
-def _advise(address: int, num_bytes: int, advice: int) -> None:
+def _advise(address: int, num_bytes: int, advice: int) -> int:
     assert _madvise is not None
-    _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
+    return _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
 
 
 class Reader:
