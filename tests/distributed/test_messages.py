@@ -181,6 +181,7 @@ def fails():
         sys.exit(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "leave"])
 def test_a_rank_that_ends_during_a_wait_ends_as_python_does(how, tmp_path):
     """Not by a signal from a thread that still waits while the interpreter ends."""

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 import flex_model
 import frameworks
 from flex_model import FlexModel
+from tiers import grid_but
 
 pytest.importorskip("transformers")
 
@@ -220,7 +221,7 @@ def check_clean(folder, numbers, own):
 
 
 @pytest.mark.ranks(2, timeout=180)
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", grid_but([False, True], False))
 def test_a_defect_is_named_where_it_is(few, own):
     check_clean(few, range(1), own)
     check_defects(few, range(1), own)

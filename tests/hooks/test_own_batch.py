@@ -17,6 +17,7 @@ import models
 import pipelines
 from flex_model import ActivationStore, FlexModel, HookError, HookFunction, sequential
 from flex_model.distributed.mesh import Mesh
+from tiers import grid_but
 
 BATCH = models.random(4, 6)
 
@@ -247,7 +248,7 @@ def test_each_pipeline_has_its_own_steps(kind):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["tp x dp", "dtensor x fsdp2"])
+@pytest.mark.parametrize("name", grid_but(["tp x dp", "dtensor x fsdp2"], "tp x dp"))
 def test_tools_are_of_a_tensor_parallel_group(name):
     """Its ranks draw the same numbers, and its first rank has the reference."""
     parallelism, whole = models.FOUR_RANKS[name], models.seeded(models.Block).double()

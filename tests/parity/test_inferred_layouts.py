@@ -17,8 +17,10 @@ from flex_model import FlexModel, HookError, HookFunction
 from flex_model.distributed.communicator import Communicator
 from frameworks import tensor_of
 from table import in_place, mixing
+from tiers import grid_but
 
 LOGITS_TOLERANCE = 1e-5
+FRAMEWORKS = ["hf-llama-2", "native-tp-2"]
 
 
 def build(name, tmp_path):
@@ -29,7 +31,7 @@ def build(name, tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("framework", ["hf-llama-2", "native-tp-2"])
+@pytest.mark.parametrize("framework", grid_but(FRAMEWORKS, "native-tp-2"))
 @pytest.mark.parametrize("grad", [True, False])
 def test_an_edit_in_place_of_a_neuron_that_lives_on_the_other_rank(framework, grad, tmp_path):
     with frameworks.quiet(), build(framework, tmp_path) as pair:
@@ -61,8 +63,10 @@ def test_an_edit_in_place_of_a_neuron_that_lives_on_the_other_rank(framework, gr
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("edit", [in_place, mixing_features])
-@pytest.mark.parametrize("site", ["model.layers.0.mlp.act_fn", "model.layers.0.self_attn.v_proj"])
+@pytest.mark.parametrize("site", grid_but(["mlp.act_fn", "self_attn.v_proj"], "mlp.act_fn"))
 def test_greedy_generation_with_an_edit_gives_the_same_tokens(site, edit, tmp_path):
+    site = f"model.layers.0.{site}"
+
     def hook(module, args, output):
         given = output.clone()
         edited = edit(module, given, None, None)
@@ -94,7 +98,7 @@ def collectives_of(call):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("framework", ["hf-llama-2", "native-tp-2"])
+@pytest.mark.parametrize("framework", grid_but(FRAMEWORKS, "native-tp-2"))
 def test_hooks_on_replicated_tensors_move_no_payload(framework, tmp_path):
     with frameworks.quiet(), build(framework, tmp_path) as pair, torch.no_grad():
         sharded, records = pair.shard(), {}
@@ -118,7 +122,7 @@ def test_hooks_on_replicated_tensors_move_no_payload(framework, tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("framework", ["hf-llama-2", "native-tp-2"])
+@pytest.mark.parametrize("framework", grid_but(FRAMEWORKS, "native-tp-2"))
 def test_an_idle_wrapper_makes_no_collective(framework, tmp_path):
     ways = [name for name, value in vars(Communicator).items() if callable(value)]
     ways = [name for name in ways if name not in ("__init__", "close", "is_local")]
