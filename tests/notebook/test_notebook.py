@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from tiers import grid_but
+
 pytest.importorskip("ipyparallel")
 kernels = pytest.importorskip("kernels")  # with nbclient and ipykernel
 
@@ -104,12 +106,15 @@ def test_ctrl_c_stops_cells_that_python_runs(notebook):
 @pytest.mark.slow  # three seconds each
 @pytest.mark.parametrize(
     "runs",
-    [
+    grid_but(
+        [
+            "%%px\nwhile True:\n    hooked(x).sum().backward()",
+            # one run of many forwards
+            "%%px\nwith hooked.active():\n    while True:\n        model(x)",
+            "while True:\n    ranks['hooked'](x)",
+        ],
         "%%px\nwhile True:\n    hooked(x).sum().backward()",
-        # one run of many forwards
-        "%%px\nwith hooked.active():\n    while True:\n        model(x)",
-        "while True:\n    ranks['hooked'](x)",
-    ],
+    ),
 )
 def test_ctrl_c_stops_runs_on_all_ranks_together(notebook, runs):
     """Most of the time a rank is in a collective, of the model's own or of hooks."""

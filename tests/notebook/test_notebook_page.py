@@ -23,7 +23,7 @@ def test_the_cells_of_the_page_are_in_the_example():
     assert not any(cell.get("outputs") for cell in nbformat.read(EXAMPLE, 4).cells)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_example_runs_and_finds_the_induction_head(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
