@@ -37,6 +37,7 @@ def check_induction_heads(output: str, tmp_path: Path) -> None:
     assert increase > 3 * abs(losses["control head zeroed"] - losses["clean"])
 
 
+@pytest.mark.grid
 def test_induction_heads_on_one_process(tmp_path):
     pytest.importorskip("transformers")
     output = run(tmp_path, "induction_heads.py", "--out", "heads.png", "--batch", "8")

@@ -1,6 +1,6 @@
 """The parity table on real frameworks: each case in one session of its ranks.
 
-`make parity` runs all cases and writes docs/parity.md; `make test` runs two, `make check` one of
+`make parity` runs all cases and writes docs/parity.md; `make test` runs one, `make check` one of
 each framework, on the oldest versions. No cell may be wrong; errors must be those that are listed
 here, and the right cells at least as many as the page has.
 """
