@@ -207,6 +207,7 @@ def test_tensor_parallel():
     check_all("tp", {**EDITS, **WHOLE_BATCH})
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(2)
 def test_data_parallel():
     pytest.importorskip("transformers")

@@ -97,7 +97,7 @@ def test_after_fifty_caught_errors_no_record_is_of_another_batch(transport, edit
 
 
 @pytest.mark.ranks(4, timeout=120)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", grid_but(TRANSPORTS, "shared_memory"))
 def test_an_error_on_any_of_four_ranks_is_raised_by_all(transport, monkeypatch):
     monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
     parallelism, rank, failing, records = models.FOUR_RANKS["tp x dp"], dist.get_rank(), [-1], {}

@@ -79,7 +79,7 @@ def test_a_killed_rank_is_named_by_all_others(size, transport):
         print(f"{kill_one(size, transport, random.Random(seed)):.2f} s")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", grid_but(TRANSPORTS, "shared_memory"))
 @pytest.mark.parametrize("size", grid_but([2, 4], 2))
 def test_a_rank_killed_at_any_moment_is_named_by_all_others(size, transport):
     choose = random.Random(f"{size} {transport}")

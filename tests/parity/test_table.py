@@ -35,7 +35,7 @@ def test_two_ranks_equal_one(name, kind):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", grid_but(KINDS, "forward", "full_backward"))
+@pytest.mark.parametrize("kind", grid_but(KINDS, "forward"))
 @pytest.mark.parametrize("name", grid_but(models.FOUR_RANKS, "tp x dp"))
 def test_four_ranks_equal_one(name, kind):
     check_all_cells(models.FOUR_RANKS[name], kind)
