@@ -17,7 +17,6 @@ import compiling
 import models
 import scripts
 from flex_model import FlexModel, HookError, HookFunction
-from tiers import grid_but
 
 TESTS = Path(__file__).parent.parent
 BATCH = models.random(4, 6)
@@ -402,8 +401,8 @@ if __name__ == "__main__":  # as torch asks of scripts that spawn
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", grid_but([1, 2], 2))
+@pytest.mark.grid
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_workers_of_a_loader_that_is_made_after_the_wrap(ranks, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LOADING.format(tests=str(TESTS)))

@@ -8,7 +8,6 @@ from torch.testing import assert_close
 import models
 import scripts
 from flex_model import FlexModel, HookFunction
-from tiers import grid_but
 from training import SITE, mix, train
 
 pytest.importorskip("accelerate")
@@ -49,10 +48,8 @@ def test_a_trainer_of_a_hooked_model(tmp_path, monkeypatch):
     assert [tuple(one.shape) for one in wrapped[0][1][SITE]] == [(4, 6, 32)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "num_ranks"), grid_but([("", 1), ("ddp", 2), ("fsdp2", 2)], ("fsdp2", 2))
-)
+@pytest.mark.grid
+@pytest.mark.parametrize(("how", "num_ranks"), [("", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_hooks_while_a_trainer_trains(how, num_ranks, tmp_path):
     expected = by_torch(tmp_path / "torch")
     folder, count = tmp_path / "flex", str(num_ranks)
