@@ -146,7 +146,7 @@ check-sanitizers: venv  ## engine and op tests under the address and undefined-b
 	@.ci/check_sanitizers
 
 check-slow: build  ## faults, installs, emulated GPUs, slow ranks, examples
-	pytest -q -m slow $(XDIST)
+	pytest -q -m "slow and not grid" $(XDIST)
 
 check-versions: build  ## the oldest torch and transformers: a row of each framework, and fault tests
 	$(PYTHON) .ci/versions.py check

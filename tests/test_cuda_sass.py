@@ -29,6 +29,7 @@ def blocks_at_once(name):
     return int(re.search(rf"\b{name} = (\d+)", text)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
 def test_all_blocks_of_a_full_grid_run_at_once(architecture):
     """A grid has so many; a block that has to wait for another one would run alone at the end. And

@@ -63,6 +63,7 @@ def test_blocks_of_a_large_cluster_run(tmp_path):
     check_page(LONG, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", of_ranks(2))
 def test_blocks_run_on_two_ranks(name, tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import scripts
+from tiers import grid_but
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -36,6 +37,7 @@ def check_induction_heads(output: str, tmp_path: Path) -> None:
     assert increase > 3 * abs(losses["control head zeroed"] - losses["clean"])
 
 
+@pytest.mark.grid
 def test_induction_heads_on_one_process(tmp_path):
     pytest.importorskip("transformers")
     output = run(tmp_path, "induction_heads.py", "--out", "heads.png", "--batch", "8")
@@ -50,7 +52,7 @@ def test_induction_heads_on_two_processes(tmp_path):
     check_induction_heads(output, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_experts(tmp_path):
     pytest.importorskip("transformers")
     outputs = [run(tmp_path, "experts.py", num_processes=n).splitlines() for n in (1, 2)]
@@ -67,7 +69,7 @@ def test_experts(tmp_path):
     assert clean + 0.1 < around < ablated  # its next best experts know a part of it
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_a_sparse_autoencoder_recovers_the_loss(tmp_path, num_processes):
     pytest.importorskip("transformers")
@@ -82,7 +84,7 @@ def test_a_sparse_autoencoder_recovers_the_loss(tmp_path, num_processes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", grid_but([1, 2], 2))
 def test_steering_changes_the_text(tmp_path, num_processes):
     pytest.importorskip("transformers")
     if num_processes > 1:
@@ -108,7 +110,7 @@ def check_recipes(lines: list[str]) -> None:
     assert known[0] < 0.1 and known[-1] > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_recipes_on_one_process(tmp_path):
     pytest.importorskip("transformers")
     check_recipes(run(tmp_path, "recipes.py").splitlines())

@@ -129,6 +129,7 @@ def test_one_process_imports_torch_only(tmp_path):
     run(tmp_path, "python", MODELS + "steps(Layers(), LAYERS, (IMAGES, WORDS), lambda x: x[1])")
 
 
+@pytest.mark.slow
 def test_ranks_import_torch_only(tmp_path):
     script = """
 steps(
@@ -146,6 +147,7 @@ steps(
     run(tmp_path, "torchrun", MODELS + script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "differs, words",
     [("site = '0' if RANK else '2'", ["'0'", "'2'"]), ("x = x[:, RANK:]", ["(4, 6)", "(4, 5)"])],

@@ -16,4 +16,11 @@ def grid_but(values: Iterable[Any], *here: Any) -> list[Any]:
     values = list(values)
     missing = [one for one in here if one not in values]
     assert here and not missing, f"no such parameters: {missing}"
-    return [one if one in here else pytest.param(one, marks=pytest.mark.grid) for one in values]
+    return [
+        one if one in here else pytest.param(*_arguments(one), marks=pytest.mark.grid)
+        for one in values
+    ]
+
+
+def _arguments(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

@@ -65,6 +65,7 @@ def test_every_name_of_the_original_is_there():
         fm_dist.all_gather  # noqa: B018
 
 
+@pytest.mark.slow
 def test_the_names_are_not_imported_before_they_are_used():
     code = """
         import sys

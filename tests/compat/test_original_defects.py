@@ -122,6 +122,7 @@ def test_24_a_hook_function_can_be_registered_after_restore():
             assert len(flex.output_ptr["fc1"]) == 1
 
 
+@pytest.mark.slow
 def test_28_and_31_import_needs_torch_only_and_arguments_are_checked_when_optimized():
     code = """
         import sys

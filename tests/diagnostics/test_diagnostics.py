@@ -89,6 +89,7 @@ def test_every_section_that_a_message_names_is_there():
     assert {"ranks-differ", "a-rank-is-missing", "a-forked-process"} <= named <= sections()
 
 
+@pytest.mark.slow
 def test_the_doctor_tries_two_ranks():
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     run = subprocess.run(

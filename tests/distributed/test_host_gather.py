@@ -187,6 +187,7 @@ def test_four_ranks_that_differ(monkeypatch, dp):
             ]
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, alone=True)  # a wrapper that another test left behind would hold the arena
 def test_memory_is_locked_once_and_unlocked_before_it_is_unmapped(monkeypatch):
     gc.collect()

@@ -22,6 +22,7 @@ import models
 from flex_model import FlexModel, HookError, HookFunction
 from flex_model.distributed.mesh import AXES, Mesh
 from flex_model.pipelining import SplitPoint, pipeline
+from tiers import grid_but
 
 BATCH = models.random(4, 6)
 PLAN = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
@@ -102,8 +103,8 @@ def torchtitan_meshes(dp_shard, cp, tp, ep, shards="fsdp"):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("shards", ["fsdp", "dp_shard_cp"])
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("shards", grid_but(["fsdp", "dp_shard_cp"], "fsdp"))
+@pytest.mark.parametrize("ep", grid_but([2, 4], 2))
 def test_torchtitan_without_context_parallelism(shards, ep):
     dense, sparse = torchtitan_meshes(2, 1, 2, ep, shards)
     model = parallelize_module(models.mlp(), dense["tp"], PLAN)
@@ -117,7 +118,7 @@ def test_torchtitan_without_context_parallelism(shards, ep):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("dp_shard", "cp", "tp"), [(2, 2, 1), (1, 2, 2)])
-@pytest.mark.parametrize("shards", ["fsdp", "dp_shard_cp"])
+@pytest.mark.parametrize("shards", grid_but(["fsdp", "dp_shard_cp"], "fsdp"))
 def test_torchtitan_with_context_parallelism(dp_shard, cp, tp, shards):
     dense, _ = torchtitan_meshes(dp_shard, cp, tp, 1, shards)
     model = parallelize_module(models.mlp(), dense["tp"], PLAN)

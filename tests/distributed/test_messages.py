@@ -181,7 +181,8 @@ def fails():
         sys.exit(3)
 
 
-@pytest.mark.parametrize("how", ["raise", "leave"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", grid_but(["raise", "leave"], "raise"))
 def test_a_rank_that_ends_during_a_wait_ends_as_python_does(how, tmp_path):
     """Not by a signal from a thread that still waits while the interpreter ends."""
     port = str(29600 + os.getpid() % 1000)

@@ -23,6 +23,7 @@ from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError
+from tiers import grid_but
 
 DTYPES = [
     torch.float32,
@@ -526,8 +527,11 @@ def run_hooked(parallelism, batch, **settings):
             *records.get("act.grad", []), output.detach(), *gradients]  # fmt: skip
 
 
+SETTINGS = [{}, {"edit_on": "rank0"}, {"output_ranks": "all"}]
+
+
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("settings", [{}, {"edit_on": "rank0"}, {"output_ranks": "all"}], ids=str)
+@pytest.mark.parametrize("settings", grid_but(SETTINGS, {"edit_on": "rank0"}), ids=str)
 def test_a_model_with_hooks_gives_the_same_bits_by_every_transport(settings):
     parallelism = models.FOUR_RANKS["tp x dp"]
     results = {}

@@ -14,6 +14,7 @@ import models
 import pipelines
 from flex_model import FlexModel, HookError, HookFunction, editing
 from flex_model.pipelining import ScheduleGPipe, SplitPoint, pipeline
+from tiers import grid_but
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}  # Llama's norms are computed in float32
 HEADS = "model.layers.0.self_attn.o_proj"
@@ -206,6 +207,7 @@ def test_tensor_parallel():
     check_all("tp", {**EDITS, **WHOLE_BATCH})
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(2)
 def test_data_parallel():
     pytest.importorskip("transformers")
@@ -317,7 +319,7 @@ def experiments(harness):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("sharding", ["tp", "dp", "pp"])
+@pytest.mark.parametrize("sharding", grid_but(["tp", "dp", "pp"], "pp"))
 def test_experiments_and_lenses(sharding):
     pytest.importorskip("transformers")
     expected, found = experiments(Harness()), experiments(Harness(sharding))

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 import models
 import pipelines
 from flex_model import FlexModel, editing
+from tiers import grid_but
 
 pytest.importorskip("transformers")
 TOKENS = torch.randint(64, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -136,7 +137,7 @@ def test_edges_are_those_of_one_pass_after_another():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["tp", "ddp", "fsdp2"])
+@pytest.mark.parametrize("name", grid_but(["tp", "ddp", "fsdp2"], "tp"))
 def test_sharded(name):
     model = models.llama().double()
     alone = FlexModel(copy.deepcopy(model), {}, process_group=pipelines.alone_group())
@@ -200,7 +201,7 @@ def induction_flex(name):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["one", "tp", "ddp"])
+@pytest.mark.parametrize("name", grid_but(["one", "tp", "ddp"], "tp"))
 def test_the_induction_heads_of_the_example_come_first(name):
     """Text that comes twice, against text whose second part is another one. The heads that attend
     from a token to what came after it before write to the logits; they read what the head that

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tiers import grid_but
+
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "csrc" / "engine"
 TIMEOUT_S = 50
@@ -152,7 +154,7 @@ def test_the_ends_of_processes_are_seen(machine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
+@pytest.mark.parametrize("sanitizer", grid_but(["thread", "address,undefined"], "thread"))
 def test_the_protocol_under_sanitizers(sanitizer, tmp_path):
     """With threads for ranks, on one mapping, so that every access is seen.
 

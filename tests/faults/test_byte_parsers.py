@@ -104,7 +104,7 @@ def test_codes_of_plans_that_are_changed_at_random(tmp_path):
     assert RUNS / 20 < int(ran.stdout) < RUNS / 2, "of these were plans"
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_codes_of_plans_that_libfuzzer_finds(tmp_path):
     compiler = shutil.which("clang++")
     if compiler is None:

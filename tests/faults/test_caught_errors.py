@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookError, HookFunction
+from tiers import grid_but
 
 BATCH = models.random(4, 6)
 STEPS = 50
@@ -46,8 +47,8 @@ def expected_records(batch):
 
 
 @pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("edit_on", grid_but(["all", "rank0"], "all"))
+@pytest.mark.parametrize("transport", grid_but(TRANSPORTS, "shared_memory"))
 def test_after_fifty_caught_errors_no_record_is_of_another_batch(transport, edit_on, monkeypatch):
     """An edit of the forward, an edit of the backward, or the model itself, on any rank."""
     monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
@@ -96,7 +97,7 @@ def test_after_fifty_caught_errors_no_record_is_of_another_batch(transport, edit
 
 
 @pytest.mark.ranks(4, timeout=120)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", grid_but(TRANSPORTS, "shared_memory"))
 def test_an_error_on_any_of_four_ranks_is_raised_by_all(transport, monkeypatch):
     monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
     parallelism, rank, failing, records = models.FOUR_RANKS["tp x dp"], dist.get_rank(), [-1], {}
@@ -180,7 +181,7 @@ class FailingBackward(models.MLP):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", grid_but(TRANSPORTS, "shared_memory"))
 @pytest.mark.parametrize("where", ["first", "between"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_backward_that_fails_outside_of_hooks_is_told(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import scripts
+from tiers import grid_but
 
 pytestmark = pytest.mark.slow
 
@@ -93,7 +94,7 @@ print("ends well", flush=True)
 """
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", grid_but(["shared_memory", "gloo"], "shared_memory"))
 def test_forked_children_end_well(transport, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=str(TESTS)))

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
+from tiers import grid_but
 
 BATCH = models.random(4, 6)
 SITES = ["inp", "fc1", "act", "fc2", "out"]
@@ -82,7 +83,7 @@ def sites_of(hooks):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", grid_but(["shared_memory", "gloo"], "shared_memory"))
 def test_hundred_pairs_of_hook_sets_of_which_none_is_taken_for_the_other(transport, monkeypatch):
     """200 with both transports. The pairs that are alike run."""
     monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)

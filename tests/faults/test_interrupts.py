@@ -15,10 +15,12 @@ import models
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed.gather import TensorSpec
 from forked_ranks import Ranks
+from tiers import grid_but
 
 pytestmark = pytest.mark.slow
 
 TRANSPORTS = ["shared_memory", "gloo"]
+QUICK = grid_but(TRANSPORTS, "shared_memory")  # gloo: at any moment, below
 BATCH = models.random(4, 8)
 
 
@@ -128,21 +130,21 @@ def interrupt(
     return left - start, heard
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", QUICK)
 @pytest.mark.parametrize("where", ["in a gather", "in the model"])
 def test_a_rank_leaves_a_gather_at_ctrl_c_and_the_others_are_told(where, transport):
     seconds = [0.0, 2.0] if where == "in a gather" else [20.0, 0.0]  # of rank 0, who is interrupted
     print(interrupt(2, transport, seconds, after=0.5, victim=0, stays=True))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", QUICK)
 @pytest.mark.parametrize("others", [0.0, 2.0])  # of their own backward: they come later
 def test_a_rank_leaves_the_models_own_backward_at_ctrl_c(others, transport):
     seconds, backward_seconds = [0.0, 0.0], [20.0, others]
     print(interrupt(2, transport, seconds, 0.5, 0, True, backward_seconds))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", QUICK)
 def test_a_rank_leaves_what_is_queued_for_the_backwards_end_at_ctrl_c(transport):
     """No rank was told: the pass counted as ended by then."""
     print(interrupt(2, transport, [0.0, 0.0], 0.5, 0, True, end_seconds=[20.0, 0.0]))
@@ -166,7 +168,7 @@ def leave_before_a_payload(rank, tell, size):
         time.sleep(60)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", QUICK)
 def test_a_rank_leaves_between_a_header_and_its_payload_at_ctrl_c(transport):
     """The others were told that it makes another transfer."""
     environment = {"FLEX_MODEL_TRANSPORT": transport}
@@ -178,7 +180,7 @@ def test_a_rank_leaves_between_a_header_and_its_payload_at_ctrl_c(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", grid_but([2, 4], 2))
 def test_ctrl_c_at_any_moment(size, transport):
     """In a forward or a backward, in hooks or outside of them; the process lives on."""
     choose = random.Random(f"{size} {transport}")

@@ -10,6 +10,7 @@ import pytest
 import models
 from flex_model import FlexModel, HookError, HookFunction
 from forked_ranks import Ranks
+from tiers import grid_but
 
 pytestmark = pytest.mark.slow
 
@@ -72,14 +73,14 @@ def kill_one(size, transport, choose):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", grid_but([2, 4], 4))
 def test_a_killed_rank_is_named_by_all_others(size, transport):
     for seed in range(6 // size):
         print(f"{kill_one(size, transport, random.Random(seed)):.2f} s")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("transport", grid_but(TRANSPORTS, "shared_memory"))
+@pytest.mark.parametrize("size", grid_but([2, 4], 2))
 def test_a_rank_killed_at_any_moment_is_named_by_all_others(size, transport):
     choose = random.Random(f"{size} {transport}")
     took = [kill_one(size, transport, choose) for _ in range(13)]

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import _world
 
 import models
 from flex_model import FlexModel, HookFunction
+from tiers import grid_but
 
 pytestmark = pytest.mark.slow
 
@@ -77,17 +78,19 @@ EDITS = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("edit", EDITS)
 def test_ten_thousand_hook_calls(edit):
     ten_thousand_calls(EDITS[edit])
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit", ["read", "edit"])
+@pytest.mark.parametrize("edit", grid_but(["read", "edit"], "edit"))
 def test_ten_thousand_hook_calls_on_two_ranks(edit):
     ten_thousand_calls(EDITS[edit], tensor_parallel_size=2)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 def test_ten_thousand_hook_calls_on_four_ranks():
     ten_thousand_calls(None, tensor_parallel_size=2, data_parallel_size=2)
@@ -115,6 +118,7 @@ def fifty_wraps(parallelism):
     check_no_growth(model, step, 20, 50)
 
 
+@pytest.mark.grid
 def test_fifty_wraps():
     fifty_wraps(models.ONE_RANK)
 
@@ -124,6 +128,7 @@ def test_fifty_wraps_on_two_ranks():
     fifty_wraps(models.TWO_RANKS["tp"])
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4, timeout=300)
 def test_fifty_wraps_on_four_ranks():
     fifty_wraps(models.FOUR_RANKS["tp"])

@@ -10,6 +10,7 @@ import torch
 import models
 from flex_model import FlexModel, HookFunction
 from forked_ranks import Ranks
+from tiers import grid_but
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ def train(rank, tell, size, steps):
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", grid_but([2, 4], 2))
 def test_a_rank_that_is_stopped_past_the_deadline_is_named(size, transport):
     victim = random.Random(size).randrange(size)
     environment = {"FLEX_MODEL_TRANSPORT": transport}

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
+from tiers import grid_but
 
 BATCH = models.random(4, 6)
 # What rank 1 has where rank 0 has BATCH, and what both are told of it.
@@ -74,7 +75,7 @@ def run(flex, kind):
 
 
 @pytest.mark.ranks(2, timeout=100)
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("transport", grid_but(["shared_memory", "gloo"], "shared_memory"))
 @pytest.mark.parametrize("hook", HOOKS)
 def test_tensors_that_do_not_fit_are_an_error_on_every_rank(hook, transport, monkeypatch):
     monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)

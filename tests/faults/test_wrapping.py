@@ -15,6 +15,7 @@ from flex_model import _C, FlexModel, HookFunction
 from flex_model.distributed import process_groups
 from flex_model.distributed.rendezvous import Rendezvous
 from forked_ranks import Ranks
+from tiers import grid_but
 
 SITES = {
     "shared_memory": ["before it meets", "before memory is shared", "before it opens memory"],
@@ -53,7 +54,7 @@ def die_at(site):
     setattr(owner, name, dies)
 
 
-@pytest.mark.parametrize("size, victim", [(2, 0), (4, 2)])
+@pytest.mark.parametrize("size, victim", grid_but([(2, 0), (4, 2)], (2, 0)))
 @pytest.mark.parametrize(
     "transport, site", [(transport, site) for transport, sites in SITES.items() for site in sites]
 )
@@ -133,7 +134,10 @@ def wrap_without_permission(rank, tell, size, num_hosts, without):
         return str(flex.explain())
 
 
-@pytest.mark.parametrize("size, num_hosts, without", [(2, 1, 0), (2, 1, 1), (4, 2, 2), (4, 2, 3)])
+PLACES = [(2, 1, 0), (2, 1, 1), (4, 2, 2), (4, 2, 3)]
+
+
+@pytest.mark.parametrize("size, num_hosts, without", grid_but(PLACES, (2, 1, 1)))
 def test_where_one_rank_cant_open_memory_none_shares_it(size, num_hosts, without):
     with Ranks(size, wrap_without_permission, size, num_hosts, without) as ranks:
         outcomes = ranks.outcomes(30)

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 import flex_model
 import frameworks
 from flex_model import FlexModel
+from tiers import grid_but
 
 pytest.importorskip("transformers")
 
@@ -184,8 +185,8 @@ def few(tmp_path):
 
 
 @pytest.fixture
-def many(tmp_path):
-    prepare(tmp_path, range(30))
+def many(tmp_path, number):
+    prepare(tmp_path, range(number))
     return tmp_path
 
 
@@ -220,7 +221,7 @@ def check_clean(folder, numbers, own):
 
 
 @pytest.mark.ranks(2, timeout=180)
-@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("own", grid_but([False, True], False))
 def test_a_defect_is_named_where_it_is(few, own):
     check_clean(few, range(1), own)
     check_defects(few, range(1), own)
@@ -228,11 +229,13 @@ def test_a_defect_is_named_where_it_is(few, own):
 
 @pytest.mark.slow
 @pytest.mark.ranks(2, timeout=600)
-def test_sixty_defects_are_named(many):
-    check_defects(many, range(10), own=False)  # six in each
+@pytest.mark.parametrize("number", grid_but([2, 10], 2))
+def test_defects_are_named(many, number):
+    check_defects(many, range(number), own=False)  # six in each
 
 
 @pytest.mark.slow
 @pytest.mark.ranks(2, timeout=600)
-def test_nothing_is_named_in_sixty_clean_runs(many):
-    check_clean(many, range(30), own=False)  # of two models
+@pytest.mark.parametrize("number", grid_but([3, 30], 3))
+def test_nothing_is_named_in_clean_runs(many, number):
+    check_clean(many, range(number), own=False)  # of two models

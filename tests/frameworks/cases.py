@@ -75,7 +75,6 @@ CASES = {
         "decoder",
         2,
         P(pipelined, schedule="Schedule1F1B", mode="micro"),
-        is_quick=True,
     ),
     "pp-interleaved-micro-2": Case(
         PP + ", interleaved 1F1B, micro-batches",

@@ -17,6 +17,7 @@ import models
 import pipelines
 from flex_model import ActivationStore, FlexModel, HookError, HookFunction, sequential
 from flex_model.distributed.mesh import Mesh
+from tiers import grid_but
 
 BATCH = models.random(4, 6)
 
@@ -202,7 +203,9 @@ def test_of_a_pipeline_nothing_is_padded():
 
 
 @pytest.mark.ranks(4, timeout=120)
-@pytest.mark.parametrize("kind", [pipelines.SINGLE[1], pipelines.LOOPED[0]])
+@pytest.mark.parametrize(
+    "kind", [pipelines.LOOPED[0], pytest.param(pipelines.SINGLE[1], marks=pytest.mark.grid)]
+)
 def test_each_pipeline_has_its_own_steps(kind):
     """Two pipelines of two stages, with other rows, and other numbers of steps."""
     rank, model = dist.get_rank(), pipelines.make_mlp()
@@ -247,7 +250,7 @@ def test_each_pipeline_has_its_own_steps(kind):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["tp x dp", "dtensor x fsdp2"])
+@pytest.mark.parametrize("name", grid_but(["tp x dp", "dtensor x fsdp2"], "tp x dp"))
 def test_tools_are_of_a_tensor_parallel_group(name):
     """Its ranks draw the same numbers, and its first rank has the reference."""
     parallelism, whole = models.FOUR_RANKS[name], models.seeded(models.Block).double()

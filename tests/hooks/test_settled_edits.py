@@ -132,7 +132,7 @@ def run(program, num_modes):
     return [tensor.detach().clone() for tensor in made]
 
 
-@pytest.mark.parametrize("num_programs", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_programs", [100, pytest.param(1000, marks=pytest.mark.grid)])
 def test_any_choice_of_path_for_each_call_gives_the_same_numbers(num_programs):
     chosen = random.Random(0)
     names = [f"layers.{i}.hooked" for i in range(NUM_LAYERS)]

@@ -19,6 +19,7 @@ import models
 from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError
 from flex_model.inspection import verify
+from tiers import grid_but
 
 
 def double(module, full, save_ctx, modules):
@@ -121,9 +122,7 @@ TWO = [
 
 
 @pytest.mark.ranks(2, timeout=200)
-@pytest.mark.parametrize(
-    "name", [TWO[0], TWO[2], *(pytest.param(n, marks=pytest.mark.grid) for n in TWO[3:] + TWO[1:2])]
-)
+@pytest.mark.parametrize("name", grid_but(TWO, TWO[2]))
 def test_a_dry_run_tells_what_a_run_settles(name, tmp_path):
     check_dry_run(name, tmp_path)
 
@@ -140,6 +139,9 @@ def test_a_dry_run_of_two_axes(name, tmp_path):
     check_dry_run(name, tmp_path)
 
 
+AXES = ["tensor_parallel_size", "data_parallel_size"]
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "settings",
@@ -150,7 +152,7 @@ def test_a_dry_run_of_two_axes(name, tmp_path):
         {"edit_on": "rank0", "output_ranks": "all"},
     ],
 )
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
+@pytest.mark.parametrize("axis", grid_but(AXES, "tensor_parallel_size"))
 def test_costs_are_those_that_a_run_counts(settings, axis):
     """Headers and payload collectives, of the forward and of the backward."""
     is_tp = axis == "tensor_parallel_size"

@@ -12,6 +12,7 @@ import models
 import pipelines
 import stand_in_kernels
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
+from tiers import grid_but
 
 pytest.importorskip("transformers")
 
@@ -109,7 +110,11 @@ def mixed_by_hand(model, queries):
     return gradients
 
 
-CASES = [(family, kernel) for family, kernels in KERNELS.items() for kernel in kernels]
+CASES = [
+    pytest.param(family, kernel, marks=pytest.mark.slow if kernel == "flex_attention" else [])
+    for family, kernels in KERNELS.items()
+    for kernel in kernels
+]
 
 
 @pytest.mark.parametrize(("family", "kernel"), CASES)
@@ -137,7 +142,7 @@ def test_patterns_equal_eager_ones(family, kernel):
         ("sdpa", "last"),
         ("eager", slice(2, 7)),
         ("eager", [8, 0]),
-        ("flex_attention", [8, 0]),
+        pytest.param("flex_attention", [8, 0], marks=pytest.mark.slow),  # it is compiled
         (FLASH, [8, 0]),
     ],
 )
@@ -264,7 +269,7 @@ def hooked(flex, queries):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["tp", "dp"])
+@pytest.mark.parametrize("kind", grid_but(["tp", "dp"], "tp"))
 @pytest.mark.parametrize(
     ("family", "kernel", "queries"),
     [

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 import compiling
 import models
 from flex_model import FlexModel, HookFunction
+from tiers import grid_but
 
 SITES = ("", "a", "b", "a.norm", "a.attn", "a.attn.q", "a.mlp.act", "b.mlp.fc1", "b.mlp", "head")
 KINDS = ("forward", "forward_pre", "full_backward")
@@ -194,7 +195,7 @@ def check(walk):
             raise
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", grid_but(WAYS, "whole"))
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.grid)])
 def test_a_compiled_model(way, dynamic):
     check(Walk(models.ONE_RANK, way, seed=len(way), dynamic=dynamic))
@@ -203,7 +204,10 @@ def test_a_compiled_model(way, dynamic):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("name", "way"),
-    [("dtensor", "blocks"), ("fsdp2", "blocks"), ("fsdp2", "in place"), ("ddp", "whole")],
+    grid_but(
+        [("dtensor", "blocks"), ("fsdp2", "blocks"), ("fsdp2", "in place"), ("ddp", "whole")],
+        ("dtensor", "blocks"),
+    ),
 )
 def test_a_compiled_model_on_two_ranks(name, way):
     """Layouts are inferred, without expected_shape. Shapes of DTensors are static: with others,

@@ -58,21 +58,17 @@ def compile_model(flex):
     return flex
 
 
+@pytest.mark.grid
 @pytest.mark.filterwarnings("ignore::flex_model.HookNotCalledWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # Mamba's
 @pytest.mark.parametrize(
     ("make", "compiled"),
     [
         (models.gpt2, compiling.whole),
-        *(
-            pytest.param(make, compiled, marks=pytest.mark.grid)
-            for make, compiled in (
-                (models.gpt2, compiling.in_place),
-                (bert, compiling.whole),
-                (bert, compile_model),
-                (mamba, compile_model),
-            )
-        ),
+        (models.gpt2, compiling.in_place),
+        (bert, compiling.whole),
+        (bert, compile_model),
+        (mamba, compile_model),
     ],
 )
 def test_compiled_with_hooks_on_every_module(make, compiled):
@@ -295,6 +291,7 @@ def test_assisted_generation_has_the_edits():
     check_assisted(models.llama(), models.llama(layers=1), hooked)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(2)
 def test_assisted_generation_on_two_ranks():
     shard, mesh = models.tensor_parallel_llama, models.mesh(1, 2)["tp"]
@@ -404,7 +401,7 @@ if __name__ == "__main__":  # as torch asks of scripts that spawn
 """
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_workers_of_a_loader_that_is_made_after_the_wrap(ranks, tmp_path):
     script = tmp_path / "script.py"

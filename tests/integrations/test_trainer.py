@@ -48,7 +48,7 @@ def test_a_trainer_of_a_hooked_model(tmp_path, monkeypatch):
     assert [tuple(one.shape) for one in wrapped[0][1][SITE]] == [(4, 6, 32)]
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize(("how", "num_ranks"), [("", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_hooks_while_a_trainer_trains(how, num_ranks, tmp_path):
     expected = by_torch(tmp_path / "torch")

@@ -4,8 +4,6 @@ itself: shards in, claims out, put together, compared.
 See `virtual_ranks`. The samples are in one file for each family of operations.
 """
 
-import functools
-
 import pytest
 
 import device_samples
@@ -19,6 +17,7 @@ import shape_samples
 import window_samples
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.text_forms import form
+from tiers import grid_but
 from virtual_ranks import P, check_all
 
 FAMILIES = {
@@ -50,22 +49,17 @@ WITHOUT_SAMPLE = {
 }
 
 
-@functools.cache
-def claims_of(name: str) -> list:
-    """What the rule claims where an operand is split or partial, all of it checked."""
+@pytest.mark.filterwarnings("ignore")  # torch's own, about degenerate shards
+@pytest.mark.parametrize("name", sorted(BY_NAME))
+@pytest.mark.parametrize("limit", grid_but([10, 40], 10))
+def test_what_a_rule_claims_holds(name, limit):
+    """It says something where an operand is split or partial, and all that it says is right."""
     found = []
     for family, each in BY_NAME[name]:
         # One rule serves all pointwise operations; two ranks show what its table adds.
-        limit = 4 if family == "devices" else 10
-        some = {"limit": 8, "counts": (2,)} if family == "pointwise" else {"limit": limit}
-        found += check_all(each, **some)[0]
-    return found
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's own, about degenerate shards
-@pytest.mark.parametrize("name", sorted(BY_NAME))
-def test_what_a_rule_claims_holds(name):
-    assert claims_of(name), f"the rule of {name} never says anything of operands that are split"
+        counts = (2,) if family == "pointwise" else (2, 3, 4)
+        found += check_all(each, limit=4 if family == "devices" else limit, counts=counts)[0]
+    assert found, f"the rule of {name} never says anything of operands that are split"
 
 
 def test_every_rule_has_a_sample():

@@ -11,6 +11,7 @@ from torch import nn
 pytest.importorskip("ipyparallel")
 kernels = pytest.importorskip("kernels")
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 
 import flex_model.notebook
 from flex_model import FlexModel, HookFunction, editing

@@ -23,7 +23,7 @@ def test_the_cells_of_the_page_are_in_the_example():
     assert not any(cell.get("outputs") for cell in nbformat.read(EXAMPLE, 4).cells)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_example_runs_and_finds_the_induction_head(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
@@ -42,7 +42,7 @@ def test_the_example_runs_and_finds_the_induction_head(tmp_path):
     assert float(after) > 2 * float(before)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_script_runs_and_leaves_no_process(tmp_path):
     (code,) = [code for language, code in FENCE.findall(PAGE) if language == "python"]
     (tmp_path / "script.py").write_text(code)

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import models
 import pipelines
 from flex_model import FlexModel, HookFunction, HookMismatchError
+from tiers import grid_but
 
 BLOCKS = ("layers.1.fc1", "layers.6.fc1")  # of different stages, and split over tp ranks
 
@@ -152,7 +153,7 @@ class Holder:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("edit_on", grid_but(["all", "rank0"], "all"))
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_training_gives_the_modules_of_one_process(name, edit_on):
     make, layout = LAYOUTS[name]

@@ -4,6 +4,7 @@ import pytest
 
 import models
 from cells import Cell, differences, in_place, mixing_features, mixing_rows
+from tiers import grid_but
 
 WIDTH = 8
 
@@ -31,13 +32,14 @@ def test_attention_in_one_process(kind):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", SITES)
-@pytest.mark.parametrize("name", ["tp", "dtensor", "dp"])
+@pytest.mark.parametrize("name", grid_but(["tp", "dtensor", "dp"], "tp"))
 def test_attention_on_two_ranks(name, kind):
     check_all_cells(models.TWO_RANKS[name], kind)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", SITES)
-@pytest.mark.parametrize("name", [pytest.param("tp", marks=pytest.mark.grid), "tp x dp"])
+@pytest.mark.parametrize("name", ["tp", "tp x dp"])
 def test_attention_on_four_ranks(name, kind):
     check_all_cells(models.FOUR_RANKS[name], kind)

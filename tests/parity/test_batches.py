@@ -31,7 +31,7 @@ def weighted_loss(output):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", KINDS[:-1])
-@pytest.mark.parametrize("name", grid_but(["dp", "ddp", "fsdp2"], "dp", "ddp"))
+@pytest.mark.parametrize("name", grid_but(["dp", "ddp", "fsdp2"], "ddp"))
 def test_batches_of_three_and_one_equal_a_batch_of_four(name, kind):
     parallelism = ThreeAndOne(name, dp=2)
     wrong = []

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 import models
 from cells import mean_loss, mixing_features
 from flex_model import ActivationStore, FlexModel, HookFunction
+from tiers import grid_but
 
 BATCH = models.random(5, 6)
 
@@ -46,7 +47,7 @@ def test_one_process():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["tp", "dp"])
+@pytest.mark.parametrize("name", grid_but(["tp", "dp"], "tp"))
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 @pytest.mark.parametrize("output_ranks", ["rank0", "all"])
 def test_two_ranks(name, edit_on, output_ranks):

@@ -18,6 +18,7 @@ from torch.testing import assert_close
 import models
 import pipelines
 from flex_model import FlexModel, HookFunction
+from tiers import grid_but
 
 HEADS, WIDTH, LENGTH = 4, 16, 6
 
@@ -66,7 +67,7 @@ def run(flex, x, *sites):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["tp", "dp"])
+@pytest.mark.parametrize("kind", grid_but(["tp", "dp"], "tp"))
 @pytest.mark.parametrize("sites", [("q",), ("inner",), ("inner", "o")])
 def test_flex_attention_under_hooks(kind, sites):
     """No rule says that the operator keeps rows and heads apart: refused, but where the layer after

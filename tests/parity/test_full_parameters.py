@@ -155,6 +155,7 @@ def test_parameters_of_fairscale():
     check(model, sharded, partial(call, batch=TOKENS), tensor_parallel_size=2)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(2)
 def test_parameters_of_megatron():
     """The oracle is the same model on one rank; a gated ``linear_fc1`` interleaves two halves."""

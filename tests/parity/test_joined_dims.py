@@ -19,7 +19,8 @@ import frameworks
 import models
 import table
 from frameworks import Pair
-from table import Cell
+from table import KINDS, Cell
+from tiers import grid_but
 
 
 class Attention(nn.Module):
@@ -77,7 +78,7 @@ READS = (("forward", 2), ("full_backward", 0))  # and of which of a site's three
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("heads, rows", [(8, 4), pytest.param(4, 8, marks=pytest.mark.grid)])
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("kind", grid_but(KINDS[:-1], "forward", "full_backward"))
 def test_edits_of_joined_rows_and_heads(kind, heads, rows):
     """What was read behind an edit, and gradients, were put together in another order."""
     pair = pair_of(heads, rows)

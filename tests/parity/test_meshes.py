@@ -100,30 +100,3 @@ def test_a_device_mesh_says_which_ranks_are_which():
         output = flex(models.my_part(BATCH, 0, group))
     assert_close(output, models.my_part(expected, 0, group))
     assert_close(records.get("fc1", []), seen if dist.get_rank() == 0 else [])
-
-
-@pytest.mark.ranks(2)
-def test_the_sizes_of_a_dtensor_model_are_found():
-    parallelism = models.TWO_RANKS["dtensor"]
-    flex = FlexModel(parallelism.shard(models.mlp()))
-    assert (flex.tp_size, flex.pp_size, flex.dp_size) == (2, 1, 1)
-
-
-@pytest.mark.ranks(2)
-def test_dtensor_sites_need_no_expected_shape():
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    plan = {"fc1": ColwiseParallel(use_local_output=False), "fc2": RowwiseParallel()}
-    model = models.mlp()
-    sharded = parallelize_module(models.mlp(), models.mesh(1, 2)["tp"], plan)
-    for site in ("fc1", "act"):
-        expected, seen = run(model, site)
-        records = {}
-        with FlexModel(sharded, records, tensor_parallel_size=2) as flex, torch.no_grad():
-            flex.register_forward_hook(HookFunction(site, editing_function=mixing_features))
-            assert_close(flex(BATCH), expected)
-        assert_close(records.get(site, []), seen if dist.get_rank() == 0 else [])

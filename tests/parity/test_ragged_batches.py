@@ -192,18 +192,19 @@ def test_local_batches_equal_the_model_on_a_ranks_own_rows(kind, name):
 
 
 @pytest.mark.ranks(4, timeout=120)
-@pytest.mark.parametrize("name", ["dp_tp", "dtensor x fsdp2"])
-@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize("name", grid_but(["dp_tp", "dtensor x fsdp2"], "dp_tp"))
+@pytest.mark.parametrize("kind", grid_but(KINDS[:-1], "forward", "full_backward"))
 def test_local_batches_over_tensor_parallel_ranks(kind, name):
     check_local(kind, name, tp=2, batches=["both", "none first"])
 
 
 @pytest.mark.ranks(4, timeout=120)
-@pytest.mark.parametrize("kind", KINDS[:-1])
+@pytest.mark.parametrize("kind", grid_but(KINDS[:-1], "full_backward"))
 def test_global_batches_over_tensor_parallel_ranks(kind):
     check_global(kind, "dp_tp", tp=2)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
 def test_global_batches_over_tensor_parallel_ranks_whose_weights_fsdp2_shards():
     for kind in ("forward", "full_backward"):
@@ -284,7 +285,7 @@ def test_local_ranks_may_call_a_module_different_numbers_of_times(kind, name):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["dp_tp", "dtensor x fsdp2"])
+@pytest.mark.parametrize("name", grid_but(["dp_tp", "dtensor x fsdp2"], "dp_tp"))
 @pytest.mark.parametrize("kind", ["forward", "full_backward"])
 def test_local_groups_may_call_a_module_different_numbers_of_times(kind, name):
     check_local(kind, name, 2, sites=numbers_of_calls(kind), times=lambda dp: 1 + 2 * dp)

@@ -16,6 +16,7 @@ from torch.testing import assert_close
 import models
 import pipelines
 from flex_model import FlexModel, HookFunction
+from tiers import grid_but
 
 X = models.random(2, 4, 6)
 
@@ -61,7 +62,7 @@ def hook(site, shape, edit):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("edit_on", grid_but(["all", "rank0"], "all"))
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_strided_edit_in_front_of_a_dtensor_layer(plan, edit_on):
     rank, is_split = dist.get_rank(), plan == "sequence"

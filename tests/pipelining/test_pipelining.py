@@ -146,8 +146,9 @@ def test_gradients_add_up_and_tied_weights_of_one_rank_count_once(kind, scale_gr
                         assert_near(parameter.grad, wanted, name, 5e-6)
 
 
+@pytest.mark.grid
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", grid_but(ALL, ALL[4]), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
 def test_a_step_on_four_ranks(kind):
     check_steps(kind, rows=16, num_microbatches=8)
 

@@ -48,6 +48,7 @@ def seen_by_torch(model, name, inputs):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @torch.no_grad()
 def test_random_programs_in_micro_batches():

@@ -117,6 +117,7 @@ def test_it_is_called_before_it_is_deleted_or_never():
     assert called == ["early"]
 
 
+@pytest.mark.slow
 def test_it_is_not_called_while_the_interpreter_exits(tmp_path):
     script = """
 import sys

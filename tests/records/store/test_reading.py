@@ -115,6 +115,7 @@ def test_what_is_read_may_be_written_to(tmp_path):
     assert torch.equal(next(ActivationStore(tmp_path).tensors("0")), tensor(torch.float32, (2, 3)))
 
 
+@pytest.mark.slow
 def test_it_is_read_without_a_process_group(tmp_path):
     filled(tmp_path, [tensor(torch.float32, (2, 3))])
     code = (

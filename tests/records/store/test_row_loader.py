@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from flex_model import ActivationStore, FlexModel, HookFunction
 from flex_model.records.store.reader import RecordRows
+from tiers import grid_but
 
 pytest.importorskip("safetensors")
 BATCHES, ROWS, LENGTH = 9, 3, 7
@@ -99,7 +100,9 @@ def test_every_row_that_is_not_masked_comes_once_an_epoch(tmp_path, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
-@pytest.mark.parametrize("world, workers", [(2, 0), (4, 0), (1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    "world, workers", grid_but([(2, 0), (4, 0), (1, 2), (2, 1)], (4, 0), (2, 1))
+)
 def test_any_number_of_readers_has_the_same_stream(tmp_path, world, workers):
     store = filled(tmp_path, notes=masked)
     whole = stream(store, **SETTINGS)
@@ -122,6 +125,7 @@ for i, rows in enumerate(loader):
 """
 
 
+@pytest.mark.slow
 def test_a_reader_that_was_killed_continues_as_one_of_four(tmp_path):
     store = filled(tmp_path)
     whole = stream(store, **SETTINGS)

@@ -160,6 +160,7 @@ def test_a_store_that_is_dropped_is_written(tmp_path):
     assert_holds(tmp_path, expected(1))
 
 
+@pytest.mark.slow
 def test_a_script_that_just_ends_loses_nothing(tmp_path):
     code = (
         "import sys, threading, torch\n"
