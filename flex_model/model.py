@@ -771,7 +771,7 @@ class FlexModel(nn.Module):
         group_constructor: str | re.Pattern | type,
         expected_shape: Sequence[int | None] | None = None,
         editing_function: EditingFunction | None = None,
-        unpack_idx: int = 0,
+        unpack_idx: int | str = 0,
         hook_type: str = "forward",
         *,
         output_name: str | None = None,

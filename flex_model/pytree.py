@@ -33,7 +33,7 @@ The order of lookup is in ``csrc/engine/pytree/registry.h``.
 import dataclasses
 import inspect
 from collections import OrderedDict, UserDict, UserList, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ __all__ = [
     "TreeSpec",
     "flatten",
     "leaf_at",
+    "leaf_names",
     "num_leaves",
     "register",
     "replace_leaf",
@@ -107,6 +108,47 @@ def unregister(type: type) -> None:
     if not inspect.isclass(type):
         raise TypeError(f"unregister: expected a class, got {type!r}; pass the registered type")
     _C.unregister(type)
+
+
+def leaf_names(tree: Any) -> dict[str, int]:
+    """Return the numbers of the tensors by their names, which are what leads to them: keys of
+    dicts, fields and attributes, numbers in a tuple or list, with dots between them.
+
+    Example::
+
+        pytree.leaf_names({"x": tensor, "pair": (None, other)})  # {"x": 0, "pair.1": 1}
+        pytree.leaf_names(model(**batch))  # {"logits": 0, "cache.layers.0.keys": 1, ...}
+
+    A tensor that is the whole tree has the name ``""``. What a registered type holds has a name
+    where its attributes hold it. Of tensors of one name the first counts.
+    """
+    leaves, spec = flatten(tree)
+    marks = [torch.empty(0) for _ in leaves]  # each leaf is another tensor: one may be there twice
+    numbers = {id(mark): number for number, mark in enumerate(marks)}
+    found: dict[str, int] = {}
+    for name, mark in _named("", unflatten(marks, spec)):
+        if mark in numbers:
+            found.setdefault(name, numbers[mark])
+    return found
+
+
+def _named(name: str, tree: Any) -> Iterator[tuple[str, int]]:
+    if isinstance(tree, torch.Tensor):
+        yield name, id(tree)
+        return
+    if num_leaves(tree) == 0:
+        return
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(tree, Mapping):
+        items = tree.items()
+    elif isinstance(tree, Sequence):
+        items = zip(getattr(tree, "_fields", ()) or range(len(tree)), tree)
+    elif dataclasses.is_dataclass(tree):
+        items = [(one.name, getattr(tree, one.name, None)) for one in dataclasses.fields(tree)]
+    else:
+        items = getattr(tree, "__dict__", {}).items()
+    for key, child in items:
+        yield from _named(f"{name}.{key}" if name else str(key), child)
 
 
 def _check_type(operation: str, type: type) -> None:

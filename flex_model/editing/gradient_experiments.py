@@ -155,7 +155,7 @@ def integrated_gradients(
     return values
 
 
-_Place = tuple[str, str, int]
+_Place = tuple[str, str, int | str]
 
 
 def _place(site: Site) -> _Place:

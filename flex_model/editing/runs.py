@@ -45,7 +45,7 @@ class Site:
     module: str
     side: str = "output"
     where: SelectionArguments = field(default_factory=SelectionArguments)
-    unpack_idx: int = 0
+    unpack_idx: int | str = 0
     expected_shape: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:

@@ -54,11 +54,6 @@ class EditInput:
     own: Tensor | None = None
 
     @property
-    def index(self) -> int:
-        """The index of the tensor in the module's input or output."""
-        return int(self.call.registration.hook_function.unpack_idx)
-
-    @property
     def is_whole(self) -> bool:
         """Whether the hook selects the whole tensor."""
         return self.pick is None

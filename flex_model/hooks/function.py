@@ -70,7 +70,10 @@ class HookFunction:
             these tensors and returns one, with None for what it leaves as it is, or None; records
             are in ``output_ptr["name[0]"]`` and ``output_ptr["name[2]"]``; ``expected_shape`` is a
             list of one shape for each. Gradients of several may be recorded, and edited by one hook
-            each.
+            each. A name, as ``"attention_mask"`` or ``"position_embeddings.0"``, stays with its
+            tensor where others come and go: of inputs that of the argument, of outputs that of the
+            field or key, with a dot before each further one (``pytree.leaf_names``). A call without
+            a tensor of that name is an error that lists the names.
         output_name: Key of the record in ``output_ptr`` (default: ``module_name``).
         select: The part of the tensor that is needed (``flex_model.Select``): only that is moved,
             passed to the function and recorded, and an edit of it is put back in its place. Of
@@ -103,7 +106,7 @@ class HookFunction:
         module_name: str,
         expected_shape: Sequence[Any] | None = None,
         editing_function: EditingFunction | None = None,
-        unpack_idx: int | Sequence[int] = 0,
+        unpack_idx: int | str | Sequence[int | str] = 0,
         *,
         output_name: str | None = None,
         parameters: Iterable[str] = (),
@@ -124,7 +127,9 @@ class HookFunction:
         if unpack_idx is None:
             unpack_idx = 0
         several = isinstance(unpack_idx, Sequence) and not isinstance(unpack_idx, str)
-        indices = tuple(unpack_idx) if isinstance(unpack_idx, Sequence) else (unpack_idx,)
+        indices: tuple[Any, ...] = (unpack_idx,)
+        if isinstance(unpack_idx, Sequence) and several:
+            indices = tuple(unpack_idx)
         if output_name is not None and not isinstance(output_name, str):
             raise TypeError(
                 f"HookFunction: output_name must be a str or None, got {type(output_name).__name__}"
@@ -189,7 +194,7 @@ class HookFunction:
         """Set ``editing_function``, as an assignment does. Every rank must do the same."""
         self.editing_function = editing_function
 
-    def _of_one(self, index: int, shape: Any, select: Select | None) -> HookFunction:
+    def _of_one(self, index: int | str, shape: Any, select: Select | None) -> HookFunction:
         return HookFunction(
             self.module_name,
             shape,
@@ -235,7 +240,7 @@ class HookFunction:
         if edit is not None:
             parts.append(f"editing_function={name_of(edit)}")
         if self.unpack_idx:
-            parts.append(f"unpack_idx={self.unpack_idx}")
+            parts.append(f"unpack_idx={self.unpack_idx!r}")
         if self.output_name is not None:
             parts.append(f"output_name={self.output_name!r}")
         if self.select is not None:
@@ -248,10 +253,12 @@ class HookFunction:
 
 
 def _check_indices(value: object, indices: tuple[object, ...]) -> None:
-    if not indices or any(isinstance(i, bool) or not isinstance(i, int) for i in indices):
+    if not indices or any(isinstance(i, bool) or not isinstance(i, (int, str)) for i in indices):
         raise TypeError(
-            f"HookFunction: unpack_idx must be an int, or several of them, got {value!r}"
+            f"HookFunction: unpack_idx must be an int or a name, or several of them, got {value!r}"
         )
+    if "" in indices:
+        raise ValueError("HookFunction: unpack_idx is an empty name; leave it out for tensor 0")
     if any(isinstance(i, int) and i < 0 for i in indices):
         raise ValueError(f"HookFunction: unpack_idx counts from 0, got {value}")
     if len(indices) > _MAX_TENSORS:

@@ -108,7 +108,8 @@ class HookExecutor:
             edits = self._path.edit(inputs, self._parameters(call, inputs[-1].leaf))
             for one, shard in zip(inputs, edits):
                 if shard is not None:
-                    tree = _C.replace_leaf(tree, one.index, self._placed(one, shard))
+                    number = one.call.registration.number_in(tree)
+                    tree = _C.replace_leaf(tree, number, self._placed(one, shard))
             return tree
         finally:
             self._communicator.defer(False)

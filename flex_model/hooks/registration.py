@@ -15,8 +15,11 @@ from flex_model.distributed.placement import Shape
 from flex_model.distributed.plain import kind_of
 from flex_model.errors import HookError, UnpackIndexError
 from flex_model.hooks.function import HookFunction
+from flex_model.integrations.keyword_arguments import arguments_by_name
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.tensor_site import ParameterSources, Site
+from flex_model.names import wrapped_chain
+from flex_model.pytree import leaf_names
 from flex_model.selection import Select
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ class Joint:
         gathered: By batch (see ``Run``): the inputs of the call gathered so far.
     """
 
-    indices: tuple[int, ...]
+    indices: tuple[int | str, ...]
     gathered: dict[int | None, list[Any]] = field(default_factory=dict)
 
     @property
@@ -131,7 +134,7 @@ class Registration:
         function = self.hook_function
         self.hook = _C.Hook(
             self,
-            function.unpack_idx,
+            -1 if isinstance(function.unpack_idx, str) else function.unpack_idx,  # -1: not there
             function.record_name,
             self.expected_shape,
             is_served and function.record,
@@ -146,7 +149,7 @@ class Registration:
         self.places.clear()
 
     @staticmethod
-    def place_of(function: HookFunction, kind: str) -> tuple[str, str, int]:
+    def place_of(function: HookFunction, kind: str) -> tuple[str, str, int | str]:
         return kind, function.module_name, function.unpack_idx
 
     @property
@@ -225,12 +228,12 @@ class Registration:
             HookError: there is none.
             UnpackIndexError: there are fewer than ``unpack_idx`` counts to.
         """
-        index = self.hook_function.unpack_idx
+        index = self.number_in(tree)
         try:
             return _C.leaf_at(tree, index)
         except IndexError:
             count = _C.num_leaves(tree)
-        what = "input" if self.kind in ("forward_pre", "full_backward") else "output"
+        what = "input" if self.takes_inputs else "output"
         if count == 0:
             raise HookError(
                 f"{self.describe()}: expected a tensor in the module's {what}, got none "
@@ -240,6 +243,32 @@ class Registration:
         raise UnpackIndexError(
             f"{self.describe()}: unpack_idx {index} is out of range, the module's {what} holds "
             f"{count} tensor{'s' * (count > 1)}; give an unpack_idx from 0 to {count - 1}"
+        )
+
+    @property
+    def takes_inputs(self) -> bool:
+        """Whether its tensor is among the module's inputs, not its outputs."""
+        return self.kind in ("forward_pre", "full_backward")
+
+    def number_in(self, tree: Any) -> int:
+        """Return the number of its tensor in a module's output, or in ``(args, kwargs)``.
+
+        Raises:
+            UnpackIndexError: no tensor has the name that it was given.
+        """
+        index = self.hook_function.unpack_idx
+        if not isinstance(index, str):
+            return int(index)
+        if self.takes_inputs:
+            tree = arguments_by_name(wrapped_chain(self.living_targets[0])[-1], *tree)
+        names = leaf_names(tree)
+        if index in names:
+            return names[index]
+        held = ", ".join(map(repr, filter(None, names))) or "none that has a name"
+        raise UnpackIndexError(
+            f"{self.describe()}: in this call no {'input' if self.takes_inputs else 'output'} of "
+            f"the module is a tensor of the name {index!r} (it is None, no tensor, or not there); "
+            f"there are {held}; give one of these names, or the tensor's number"
         )
 
     def failure(self, error: BaseException) -> str:
@@ -287,10 +316,10 @@ class Registration:
         return self.description
 
 
-def describe_hook(name: str, kind: str, unpack_idx: int | tuple[int, ...]) -> str:
+def describe_hook(name: str, kind: str, unpack_idx: Any) -> str:
     """Return the name of a hook for messages, as ``Registration.describe``."""
     kind = "parameter-gradient" if kind == "tensor" else kind.replace("_", "-")
-    which = f", tensor {unpack_idx}" if unpack_idx else ""
+    which = f", tensor {unpack_idx!r}" if unpack_idx else ""
     return f"{kind} hook on {name!r}{which}"
 
 

@@ -305,7 +305,7 @@ class ModuleSite:
         if not torch.is_grad_enabled():
             self._note_activations("full_backward", tree)
             return tree
-        for index, registrations in self._by_tensor("full_backward"):
+        for index, registrations in self._by_tensor("full_backward", tree):
             leaf = self._leaf(registrations[0], tree)
             if leaf is None or not leaf.requires_grad:
                 continue
@@ -331,7 +331,7 @@ class ModuleSite:
             self._note_activations("full_backward_pre", output)
             return output
         input_ids = None
-        for index, registrations in self._by_tensor("full_backward_pre"):
+        for index, registrations in self._by_tensor("full_backward_pre", output):
             leaf = self._leaf(registrations[0], output)
             if leaf is None or not leaf.requires_grad:
                 continue
@@ -343,7 +343,7 @@ class ModuleSite:
         return output
 
     def _note_activations(self, kind: str, tree: Any) -> None:
-        for _, registrations in self._by_tensor(kind):
+        for _, registrations in self._by_tensor(kind, tree):
             self._owner.note_activations(registrations, tree)
 
     def _leaf(self, registration: Registration, tree: Any) -> Tensor | None:
@@ -356,13 +356,18 @@ class ModuleSite:
             self._owner.hook_failed(registration, error)
             return None
 
-    def _by_tensor(self, kind: str) -> list[tuple[int, list[Registration]]]:
-        """Group active registrations by the ``unpack_idx`` of their tensor, each group in the order
-        of registration.
+    def _by_tensor(self, kind: str, tree: Any) -> list[tuple[int, list[Registration]]]:
+        """Group active registrations by the number of their tensor, each group in the order of
+        registration. A name that no tensor has fails here.
         """
         groups: dict[int, list[Registration]] = {}
         for registration in self._owner.active_in_replay(self.sites[kind].active):
-            groups.setdefault(registration.hook_function.unpack_idx, []).append(registration)
+            try:
+                number = registration.number_in(tree)
+            except HookError as error:
+                self._owner.hook_failed(registration, error)
+                continue
+            groups.setdefault(number, []).append(registration)
         return list(groups.items())
 
     def exchange_calls(self, calls: list[Any]) -> list[Any]:

@@ -212,7 +212,7 @@ class HookTable:
             )
         return self._parameters[id(target)].site
 
-    def _free_number(self, place: tuple[str, str, int]) -> int:
+    def _free_number(self, place: tuple[str, str, int | str]) -> int:
         taken = {
             other.number
             for other in self.registrations

@@ -56,7 +56,7 @@ class DryRunRow:
 
     name: str
     kind: str
-    unpack_idx: int
+    unpack_idx: int | str
     edits: bool
     calls: int = 0
     full_shape: Shape | None = None

@@ -72,7 +72,7 @@ class Finding:
     message: str
     name: str
     kind: str
-    unpack_idx: int | tuple[int, ...]
+    unpack_idx: int | str | tuple[int | str, ...]
     function: str
     file: str
     line: int

@@ -29,7 +29,7 @@ class HookCost:
 
     name: str
     kind: str
-    unpack_idx: int
+    unpack_idx: int | str
     transport: str
     headers: int
     collectives: int

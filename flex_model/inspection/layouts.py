@@ -43,7 +43,7 @@ class SiteLayout:
 
     name: str
     kind: str
-    unpack_idx: int
+    unpack_idx: int | str
     full_shape: Shape | None = None
     local_shapes: tuple[Shape, ...] = ()
     dtype: torch.dtype | None = None
@@ -121,7 +121,7 @@ def _on_one_process(
     core: HookCore,
     registration: Registration,
     records_by_name: Mapping[str, list[Tensor]],
-    place: tuple[str, str, int],
+    place: tuple[str, str, int | str],
 ) -> SiteLayout:
     """Return the layout on one process, where nothing is sharded: the shapes are the records'."""
     name = registration.hook_function.record_name

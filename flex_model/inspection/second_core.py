@@ -50,7 +50,7 @@ class Site:
 
     name: str
     kind: str
-    unpack_idx: int
+    unpack_idx: int | str
     expected_shape: Any = None
     hook: HookFunction | None = None
     is_with_last: bool = False
@@ -59,7 +59,7 @@ class Site:
 
 def sites_to_compare(core: HookCore, with_loss: bool) -> list[Site]:
     """Return the sites of the registered hooks; without hooks, the outputs of all modules."""
-    found: dict[tuple[str, str, int], Site] = {}
+    found: dict[tuple[str, str, int | str], Site] = {}
     registrations = [r for r in core.table.registrations if r.kind != "tensor"]
     for r in registrations:
         if r.is_backward and not with_loss:

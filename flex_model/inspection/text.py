@@ -85,6 +85,6 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
-def site(name: str, unpack_idx: int) -> str:
+def site(name: str, unpack_idx: int | str) -> str:
     """Return the name of a module (the root in words), and the tensor's index if it is not 0."""
-    return (name or "(the model)") + (f", tensor {unpack_idx}" if unpack_idx else "")
+    return (name or "(the model)") + (f", tensor {unpack_idx!r}" if unpack_idx else "")

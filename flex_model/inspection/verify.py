@@ -56,7 +56,7 @@ class SiteDifference:
 
     name: str
     kind: str
-    unpack_idx: int
+    unpack_idx: int | str
     result: int
     max_abs: float = 0.0
     max_relative: float = 0.0

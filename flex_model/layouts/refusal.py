@@ -113,12 +113,14 @@ def _candidates(
 
 
 def _is_of_hook(site: Site) -> bool:
-    """Whether only the hook itself can state its tensor: ``annotate_layout`` knows no gradients."""
-    return site.is_gradient or not site.kind
+    """Whether only the hook itself can state its tensor: ``annotate_layout`` knows no gradients and
+    no names of tensors.
+    """
+    return site.is_gradient or not site.kind or isinstance(site.index, str)
 
 
 def _unpack_idx(site: Site) -> str:
-    return f", unpack_idx={site.index}" if site.index else ""
+    return f", unpack_idx={site.index!r}" if site.index else ""
 
 
 def _line(site: Site, pattern: str, axis: str, placement: Placement) -> str:

@@ -35,7 +35,7 @@ class Site:
         name: Such as ``forward hook on 'layers.0'``.
         module: The clean name of the module or parameter, for the call that states its layout.
         kind: The ``kind`` for ``annotate_layout``; empty if that can't be used.
-        index: The number of the tensor among the module's.
+        index: The number of the tensor among the module's, or its name.
         parameter: For a parameter or its gradient: what is stated about it.
         is_gradient: Whether the tensor is the gradient of an activation.
     """
@@ -43,6 +43,6 @@ class Site:
     name: str
     module: str = ""
     kind: str = ""
-    index: int = 0
+    index: int | str = 0
     parameter: ParameterSources = ParameterSources()
     is_gradient: bool = False

@@ -416,6 +416,11 @@ ROWS = [
         lambda: HookFunction("fc1", unpack_idx=(0, 1)),
     ),
     Row(
+        "is an empty name; leave it out for tensor 0",
+        lambda: HookFunction("fc1", unpack_idx=""),
+        lambda: run(HookFunction("fc1")),
+    ),
+    Row(
         "parameters must be names of parameters",
         lambda: HookFunction("fc1", parameters=3),
         lambda: run(HookFunction("fc1", editing_function=double, parameters=("out.weight",))),
@@ -476,6 +481,11 @@ ROWS = [
     Row(
         "give an unpack_idx from 0 to",
         lambda: run(HookFunction("fc1", unpack_idx=1)),
+        lambda: run(HookFunction("fc1", unpack_idx=0)),
+    ),
+    Row(
+        "give one of these names, or the tensor's number",
+        lambda: run(HookFunction("fc1", unpack_idx="mask")),
         lambda: run(HookFunction("fc1", unpack_idx=0)),
     ),
     Row(

@@ -95,22 +95,23 @@ def reference(edit, order=(0, 1)):
     return seen, output, model, module["probe"]
 
 
-def check(parallelism, edit, order=(0, 1), recomputes=False, **settings):
+def check(parallelism, edit, order=(0, 1), recomputes=False, names=None, **settings):
     seen, output, expected, trained = reference(edit, order)
     records, sharded = {}, parallelism.shard(gated(recomputes=recomputes))
     settings = {"output_ranks": "all"} | settings
     with FlexModel(sharded, records, **parallelism.sizes, **settings) as flex:
         flex.register_trainable_module("probe", probe())
-        function = HookFunction("pair", editing_function=edit, unpack_idx=order)
+        function = HookFunction("pair", editing_function=edit, unpack_idx=names or order)
         flex.register_forward_hook(function)
         got = flex(parallelism.my_rows(BATCH))
         (got.sum() * parallelism.dp / BATCH.numel()).backward()
         flex.sync_trainable_modules()
         ours = flex.trainable_modules["probe"].weight.grad
     assert_close(got, parallelism.my_rows(output))
-    assert set(records) == {"pair[0]", "pair[1]"}
+    keys = dict(zip(order, names or order))
+    assert set(records) == {f"pair[{key}]" for key in keys.values()}
     for index in (0, 1):
-        (record,) = records[f"pair[{index}]"]
+        (record,) = records[f"pair[{keys[index]}]"]
         assert_close(record, seen[0][index], rtol=1e-12, atol=1e-14)
     gradients = parallelism.full_gradients(gated(), sharded)
     for name, parameter in expected.named_parameters():
@@ -134,6 +135,14 @@ def test_a_function_that_is_given_after_the_hook_was_made():
 def test_one_process(edit):
     check(models.ONE_RANK, edit)
     check(models.ONE_RANK, edit, order=(1, 0))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "dp"])
+def test_by_name(name):
+    for settings in KINDS.values():
+        check(models.TWO_RANKS[name], both, names=("left", "right.0"), **settings)
+    check(models.TWO_RANKS[name], both, (1, 0), recomputes=True, names=("right.0", "left"))
 
 
 @pytest.mark.ranks(2)
