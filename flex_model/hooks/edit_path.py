@@ -179,7 +179,7 @@ class _ShardedPath(ABC):
         )
         part = leaf if spec.pick is None else spec.pick.take(leaf)
         if records.keeps_parts and call.records:
-            records.later(call, own, known)
+            records.later(call, own, known, spec.pick if own is leaf else None)
         full = _gathered(self.gather_in_graph, part, context)
         if call.records and not records.keeps_parts:
             self._record(call, part, full, context)

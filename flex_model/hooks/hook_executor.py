@@ -179,7 +179,11 @@ class HookExecutor:
             self._records.now(call, leaf if pick is None else pick.take(leaf.detach()))
             return
         call, shard, known = self.layouts.shard_of(call, leaf)
-        self._records.later(call, plain(shard), known)
+        shard = plain(shard)
+        pick = None
+        if not cuda_graphs.is_captured(shard):  # its indices would be copied to the GPU
+            pick = self.layouts.pick_of_shard(call, shard, known)
+        self._records.later(call, shard, known, pick)
 
     def _gather(self, call: HookCall, leaf: Any) -> list[EditInput]:
         """Gather the tensor that a hook edits, and record it. Return all tensors of the edit: none

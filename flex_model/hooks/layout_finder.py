@@ -70,6 +70,31 @@ class LayoutFinder:
             return None
         return self.lookup(call, [tuple(leaf.shape)], leaf.dtype, None, leaf).pick
 
+    def pick_of_shard(
+        self, call: HookCall, shard: Tensor, known: ShardLayout | None
+    ) -> Pick | None:
+        """Return what a read-only hook selects of this rank's shard, so that only that is copied;
+        None where the end of the run finds it. Collective at the first call in forwards of a key,
+        which decides the shapes on all ranks in later ones.
+        """
+        registration, forward = call.registration, call.evidence.key
+        select = registration.select
+        if select is None or select.experts is not None or forward is None:
+            return None
+        of_key = (shard.dtype, known, registration.split_dim, forward)
+        found = [
+            spec
+            for (number, _, *others), spec in registration.specs.items()
+            if number == call.number and tuple(others) == of_key
+        ]
+        if not found and len(registration.specs) < _REMEMBERED_SPECS:
+            shapes, _ = check_call(self._communicator, call, shard, registration.kind)
+            try:
+                found = [self.lookup(call, shapes, shard.dtype, known, shard)]
+            except (IndexError, TypeError, ValueError):  # the end of the run raises it
+                return None
+        return found[0].pick if len(found) == 1 and found[0].padding is None else None
+
     def lookup(
         self,
         call: HookCall,

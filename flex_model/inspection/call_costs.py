@@ -437,6 +437,9 @@ class _KnownLayouts:
     def pick_of_full(self, call: HookCall, leaf: Tensor) -> Pick | None:
         return self._specs[call.registration.site].pick
 
+    def pick_of_shard(self, *of_call: Any) -> None:
+        """The end of the run takes it out: the same bytes move."""
+
     def lookup(self, call: HookCall, *of_tensors: Any) -> TensorSpec:
         return self._specs[call.registration.site]
 

@@ -76,9 +76,11 @@ class DryRunRow:
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes of shards that one rank keeps for records until the run ends."""
+        """The most bytes of shards, or of what is selected of them, that one rank keeps for records
+        until the run ends.
+        """
         of_shard = max((_num_bytes(shape, self.dtype) for shape in self.local_shapes), default=0)
-        return 0 if self.edits else self.calls * of_shard
+        return 0 if self.edits else self.calls * min(of_shard, self.full_bytes)
 
     def with_calls(self, other: DryRunRow) -> DryRunRow:
         """Return this row with the calls of another one, which meet tensors of the same shape."""

@@ -20,6 +20,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import DTYPES, Header, sites_hash
 from flex_model.distributed.mesh import GRID
+from flex_model.distributed.picked import Pick
 from flex_model.distributed.placement import Replicate, Shape, ShardLayout
 from flex_model.distributed.transports import host_copies
 from flex_model.distributed.transports.transport import Gathered
@@ -45,6 +46,7 @@ class PendingRecord:
     snapshot: Snapshot
     known: ShardLayout | None  # the layout that the tensor itself states
     slot: tuple[list[Any], int] | None  # the record's list and index; None on ranks that keep none
+    shard: tuple[torch.dtype, Shape] | None = None  # of which the snapshot is what a hook selects
 
 
 def owned_copy(tensor: Tensor) -> Tensor:
@@ -158,12 +160,16 @@ class Records:
         else:
             self._list(call.registration).append(owned_copy(full))
 
-    def later(self, call: HookCall, shard: Tensor, known: ShardLayout | None) -> None:
-        """Keep this rank's shard until the run ends. Its place in the list is reserved now: records
-        are in call order.
+    def later(
+        self, call: HookCall, shard: Tensor, known: ShardLayout | None, pick: Pick | None = None
+    ) -> None:
+        """Keep this rank's shard, or what is picked of it, until the run ends. Its place in the
+        list is reserved now: records are in call order.
         """
         slot = self._reserve(call) if self.keeps_full or self.keeps_parts else None
-        call.run.pending.append(PendingRecord(call, self._snapshots.take(shard), known, slot))
+        part = shard if pick is None else pick.take(shard.detach())
+        of = None if pick is None else (shard.dtype, tuple(shard.shape))
+        call.run.pending.append(PendingRecord(call, self._snapshots.take(part), known, slot, of))
 
     def _reserve(self, call: HookCall) -> tuple[list[Any], int]:
         records = self._list(call.registration)
@@ -217,7 +223,10 @@ class Records:
         if any(map(cuda_graphs.is_captured, tensors)):
             error = cuda_graphs.refusal(listed, "the run ends, and their records go to the host")
             self._communicator.fail(str(error), error)
-        local = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]
+        local = [
+            record.shard or (tensor.dtype, tuple(tensor.shape))
+            for record, tensor in zip(pending, tensors)
+        ]
         digest = sites_hash(*local)
         header = Header(
             kind,
@@ -288,7 +297,8 @@ class Records:
             snapshot.wait()
             shard = snapshot.tensor
             try:
-                spec = resolve(record.call, shapes, shard.dtype, record.known, shard)
+                dtype = shard.dtype if record.shard is None else record.shard[0]
+                spec = resolve(record.call, shapes, dtype, record.known, shard)
             except ValueError as error:
                 if self._on_failure is None:
                     raise
@@ -298,7 +308,7 @@ class Records:
             self.note_lengths(record.call, spec)
             if spec.padding is not None:
                 snapshot.change(spec.padding.put)
-            if spec.pick is not None:
+            if spec.pick is not None and record.shard is None:
                 snapshot.change(spec.pick.take)
             if spec.layout.partial_axes:  # reducing needs the same device type on all ranks
                 self._snapshots.to_cpu([snapshot])

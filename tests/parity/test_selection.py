@@ -17,6 +17,7 @@ from torch.testing import assert_close
 import models
 import pipelines
 from flex_model import FlexModel, HookError, HookFunction, Select
+from flex_model.records.snapshots import Snapshots
 
 BATCH = models.random(5, 6)
 PARALLELISMS = models.TWO_RANKS
@@ -166,6 +167,39 @@ def check_records(parallelism, output_ranks):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["forward", "full_backward_pre"])
+@pytest.mark.parametrize("name", ["tp", "dp"])
+def test_only_what_a_record_selects_is_copied(name, kind, monkeypatch):
+    """On each rank, from a tensor of which it holds some units or rows; as batches change."""
+    copied, take = [], Snapshots.take
+
+    def taken(snapshots, tensor):
+        copied.append(tensor.numel())
+        return take(snapshots, tensor)
+
+    monkeypatch.setattr(Snapshots, "take", taken)
+    parallelism, records = models.TWO_RANKS[name], {}
+    reference, seen = models.mlp(), {}
+    fc1 = reference.fc1
+    if kind == "forward":
+        fc1.register_forward_hook(lambda module, args, output: seen.update(fc1=output.detach()))
+    else:
+        fc1.register_full_backward_pre_hook(lambda module, grads: seen.update(fc1=grads[0]))
+    select, rank = Select(rows=[4, 1], units=[7, 6, 0]), torch.distributed.get_rank()
+    expected = {"tp": (2 * 1, 2 * 2), "dp": (1 * 3, 1 * 3)}[name][rank]
+    with FlexModel(parallelism.shard(models.mlp()), records, **parallelism.sizes) as flex:
+        getattr(flex, f"register_{kind}_hook")(HookFunction("fc1", select=select))
+        for batch in (BATCH, BATCH.flip(0), models.random(7, 6), BATCH):
+            copied.clear()
+            (reference(batch).sum() / len(batch)).backward()
+            (flex(parallelism.my_rows(batch)).sum() * parallelism.dp / len(batch)).backward()
+            if rank == 0:
+                assert_close(records["fc1"], [seen["fc1"][[4, 1]][:, [7, 6, 0]]])
+            assert copied == [expected if len(batch) == 5 else copied[0]]
+            assert copied[0] <= 6
+
+
+@pytest.mark.ranks(2)
 def test_a_dtype():
     """It is moved, handed over and recorded in it, and the edit comes back in the tensor's own."""
     seen = []
@@ -277,6 +311,7 @@ def test_one_position_of_many_moves_little():
     assert 0 < moved[part] * 1000 <= moved[None]
     rank = torch.distributed.get_rank()
     assert told[part].forward.bytes_by_rank[rank] == moved[part]
+    assert told[part].kept_bytes * 1000 <= told[None].kept_bytes
 
 
 def test_a_part_that_is_not_there_is_an_error():
