@@ -196,10 +196,6 @@ def _note_facts(
         proofs.permutations.add(value)
     if factories.makes_zeros(operation):
         proofs.zeros.add(value)
-    elif values and values[0] in proofs.zeros:
-        dim = chunks.own_slice(operation)
-        if dim is not None:
-            proofs.zero_slices[value] = (values[0], dim)
     if name in collectives.SAME_ELEMENTS and not proofs.gathered_elsewhere.isdisjoint(values):
         proofs.gathered_elsewhere.add(value)
     if chunks.splits_or_joins(operation):

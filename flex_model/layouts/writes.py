@@ -43,9 +43,8 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], tex
         proofs.note_step(value, f"{text} (written through a view)", (old, written))
         gradients.note_made([old, written], [value])
         gradients.note_alias(value)
-        place = proofs.zero_slices.get(before)
         of_old = proofs.placements.get(old)
-        if same and place is not None and place[0] == old and new == Shard(place[1]):
+        if same and isinstance(new, Shard) and new == _own_slice_of_zeros(proofs, before, old):
             proofs.set_placement(value, Partial())  # a shard at its place, and zeros elsewhere
         elif same and new is not None and new == was:
             is_own = isinstance(new, Shard) and of_old == REPLICATED
@@ -63,6 +62,15 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], tex
             is_split = isinstance(moved, Shard) and moved.dim in proofs.open[old]
             if is_split or (moved == REPLICATED and (proofs.axis == "tp" or old in proofs.plain)):
                 proofs.set_placement(value, moved)
+
+
+def _own_slice_of_zeros(proofs: AxisProofs, piece: Value, whole: Value) -> Shard | None:
+    """Return how the ranks' pieces split a tensor of zeros, if each has sliced its own from it."""
+    maker = proofs.makers.get(piece)
+    if maker is None or maker[2] != (whole,) or whole not in proofs.zeros:
+        return None
+    dim = chunks.own_slice(maker[0])
+    return None if dim is None else Shard(dim)
 
 
 def _dims_of_piece(proofs: AxisProofs, piece: Value, whole: Value) -> tuple[int | None, ...] | None:
