@@ -9,12 +9,7 @@ from typing import Any
 
 from flex_model.distributed.placement import Placement
 from flex_model.layouts.propagation.operation import REPLICATED, Operation, differ
-from flex_model.layouts.propagation.slicing import (
-    SPLITS,
-    follow_to_end,
-    own_part,
-    slice_ranges,
-)
+from flex_model.layouts.propagation.slicing import SPLITS, own_part, slice_ranges
 
 #: Operations that make chunks.
 CHUNKS = frozenset(SPLITS) | {"slice", "narrow"}
@@ -69,19 +64,3 @@ def _range(operation: Operation, output: int, dim: int) -> tuple[int, int] | Non
             return None
     found = set(slice_ranges(starts, ends, [size] * len(starts)))
     return found.pop() if len(found) == 1 else None
-
-
-def own_slice(operation: Operation) -> int | None:
-    """Return the dim along which each rank slices its own part of a tensor, if these follow one
-    another without gap or overlap; None for all other operations.
-    """
-    if operation.name != "slice" or set(operation.by_rank("step")) != {1}:
-        return None
-    operand, dims = operation["self"], set(operation.by_rank("dim"))
-    if len(dims) > 1:
-        return None
-    dim = dims.pop() % operand.ndim
-    sizes = [shape[dim] for shape in operand.shapes]
-    ranges = slice_ranges(operation.by_rank("start"), operation.by_rank("end"), sizes)
-    is_all = len(set(sizes)) == 1 and follow_to_end(ranges, sizes[0])
-    return dim if is_all else None

@@ -98,8 +98,19 @@ class Composites(nn.Module):
         self.column = column
         self.multiplied, self.subtracted, self.clipped = (nn.Identity() for _ in range(3))
         self.joined, self.swapped = nn.Identity(), nn.Identity()
+        self.turned, self.cast, self.taken, self.sorted = (nn.Identity() for _ in range(4))
+        self.leaky, self.outer, self.pooled = (nn.Identity() for _ in range(3))
+        self.slope = nn.PReLU().double()
 
     def forward(self, x):
+        h = self.column(x)
+        self.turned(h.mT)
+        self.cast(h.to(torch.float32).type_as(h))
+        self.taken(torch.take_along_dim(h, x.argsort(0)[:, :1], 0))
+        self.sorted(h.msort())
+        self.leaky(self.slope(h))
+        self.outer(torch.outer(x[0], h[0]))
+        self.pooled(nn.functional.adaptive_max_pool1d(h.t()[:, None], 2))
         self.multiplied(self.column(x).multiply_(2))
         self.subtracted((self.column(x).sum(-1, keepdim=True) * x).subtract_(1))
         self.clipped(self.column(x).clip_(0, 1))
