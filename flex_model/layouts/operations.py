@@ -203,8 +203,9 @@ def _note_facts(
     if call.is_comparable:
         _note_open(proofs, call, operation, value)
         if value not in proofs.placements:
-            rows = own_rows.infer(operation, output, values, proofs.own_rows)
-            if rows is not None and proofs.axis == "dp":
+            is_dp = proofs.axis == "dp"
+            rows = own_rows.infer(operation, output, values, proofs.own_rows) if is_dp else None
+            if rows is not None:
                 proofs.own_rows[value] = rows
             split = positions.infer(operation, values, proofs.positions, proofs.split_sizes)
             if split is not None:

@@ -131,6 +131,30 @@ def test_composites_are_followed_by_their_steps(inference):
     compare(found, expected, unknown=["subtracted"])  # a partial sum less 1 on each rank
 
 
+class OwnUnit(nn.Module):
+    """Reads another unit on each rank."""
+
+    def __init__(self, column):
+        super().__init__()
+        self.column, self.unit = column, nn.Identity()
+
+    def forward(self, x):
+        h = self.column(x)
+        self.unit(h.select(1, dist.get_rank()))
+        return h
+
+
+@pytest.mark.ranks(2)
+def test_an_index_of_each_ranks_own_along_a_split_dim_is_not_known():
+    """It was an error without a message."""
+    x, linear = models.random(4, 6), models.seeded(nn.Linear, 6, 8).double()
+    column = models.ColumnLinear(linear, dist.group.WORLD)
+    column.in_features, column.out_features = 6, 8
+    expected = unsharded(OwnUnit(linear), [x])
+    found, _, _ = follow(OwnUnit(column), mesh_of(tp_size=2), [x], [WHOLE])
+    compare(found, expected, unknown=["unit"])
+
+
 class Heads(nn.Module):
     """A column layer of which each rank has so many features."""
 

@@ -105,6 +105,29 @@ def slice_ranges(
     return ranges
 
 
+def range_taken(operation: Operation, output: int, dim: int) -> Range | None:
+    """Return the range along ``dim`` that an output of a slice, ``select``, ``unbind`` or of one of
+    ``SPLITS`` has in its operand; None if the ranks took different ones, or not all indices of it.
+    """
+    size, name = operation.operands[0].shapes[0][dim], operation.name
+    if name in SPLITS:
+        sizes = [made.shapes[0][dim] for made in operation.outputs]
+        return sum(sizes[:output]), sum(sizes[: output + 1])
+    if name == "unbind":
+        return output, output + 1
+    starts = operation.by_rank("index" if name == "select" else "start")
+    if name in ("select", "narrow"):
+        starts = [start + size * (start < 0) for start in starts]
+        lengths = operation.by_rank("length") if name == "narrow" else [1] * len(starts)
+        ends = [start + length for start, length in zip(starts, lengths)]
+    elif set(operation.by_rank("step")) == {1}:
+        ends = operation.by_rank("end")
+    else:
+        return None
+    found = set(slice_ranges(starts, ends, [size] * len(starts)))
+    return found.pop() if len(found) == 1 else None
+
+
 def slice_(operation: Operation) -> Placements:
     """Read ``x[..., start:end:step, ...]`` along one dim."""
     dim, step = operation["dim"] % operand_of(operation).ndim, operation["step"]
