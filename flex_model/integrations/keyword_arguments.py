@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -23,17 +24,33 @@ def takes_keyword(model: nn.Module, name: str) -> bool:
     return any(name in inspect.signature(module.forward).parameters for module in model.modules())
 
 
+def positional_names(function: Any) -> tuple[tuple[str, ...], str]:
+    """Return the names of a function's positional arguments, and that of its ``*args`` (empty:
+    none). Of a wrapper they are those of the function inside, as of ``inspect.signature``, which
+    takes longer than all else that is done in a forward.
+    """
+    skipped = 0
+    while True:
+        if isinstance(function, MethodType):
+            function, skipped = function.__func__, 1
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            break
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return (), ""
+    has_rest = code.co_flags & inspect.CO_VARARGS
+    rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount] if has_rest else ""
+    return code.co_varnames[skipped : code.co_argcount], rest
+
+
 def arguments_by_name(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a call of a module by their names, in the order in which they are
     passed: those of ``*args`` together, as a tuple.
     """
-    named: dict[str, Any] = {}
-    parameters = inspect.signature(module.forward).parameters.values() if args else ()
-    for parameter, value in zip(parameters, args):
-        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            named[parameter.name] = tuple(args[len(named) :])
-            break
-        named[parameter.name] = value
-    return {**named, **kwargs}
+    names, rest = positional_names(module.forward)
+    more = {rest: tuple(args[len(names) :])} if rest and len(args) > len(names) else {}
+    return {**dict(zip(names, args)), **more, **kwargs}

@@ -4,6 +4,7 @@ model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,64 +23,24 @@ def align(
     Args:
         skipped: Called with every entry, of any rank, that is left out.
     """
-    places = [0] * len(logs)
-    open_modules: list[Any] = []
-    while True:
-        entries = [log[place] if place < len(log) else None for log, place in zip(logs, places)]
-        if all(entry is None for entry in entries):
-            return
-        if all(entry is not None for entry in entries) and _are_alike(entries):  # type: ignore[arg-type]
-            first = entries[0]
-            assert first is not None
-            if first[0] == "enter":
-                open_modules.append(first[1])
-            elif first[0] == "exit" and open_modules and open_modules[-1] == first[1]:
-                open_modules.pop()
-            yield tuple(entries)  # type: ignore[arg-type]
-            places = [place + 1 for place in places]
-            continue
-        following = _next_marker(logs, places, open_modules)
-        for log, place, end in zip(logs, places, following):
-            for entry in log[place:end]:
+    marks = ({entry for entry in log if entry[0] in MARKERS} for log in logs)
+    common = set.intersection(*marks)
+    for segments in itertools.zip_longest(*(_cut(log, common) for log in logs), fillvalue=[]):
+        alike = list(itertools.takewhile(_are_alike, zip(*segments)))
+        yield from alike
+        for segment in segments:
+            for entry in segment[len(alike) :]:
                 skipped(entry)
-        places = following
 
 
-def _next_marker(
-    logs: Sequence[Sequence[Entry]], places: list[int], open_modules: list[Any]
-) -> list[int]:
-    """Return each rank's index of the next marker that all have, inside the innermost open
-    module.
-    """
-    ends = _next_end(logs, places, open_modules)
-    found = [
-        {entry: i for i, entry in reversed(list(enumerate(log[:end]))[place:]) if _marks(entry)}
-        for log, place, end in zip(logs, places, ends)
-    ]
-    for marker, place in sorted(found[0].items(), key=lambda item: item[1]):
-        if all(marker in of_rank for of_rank in found[1:]):
-            return [place, *(of_rank[marker] for of_rank in found[1:])]
-    return ends
-
-
-def _marks(entry: Entry) -> bool:
-    return entry[0] in MARKERS
-
-
-def _next_end(
-    logs: Sequence[Sequence[Entry]], places: list[int], open_modules: list[Any]
-) -> list[int]:
-    """Return each rank's index of the end of the innermost open module that ends on all ranks."""
-    while open_modules:
-        end = ("exit", open_modules.pop())
-        found = [
-            next((i for i in range(place, len(log)) if log[i][:2] == end), None)
-            for log, place in zip(logs, places)
-        ]
-        if all(place is not None for place in found):
-            open_modules.append(end[1])
-            return found  # type: ignore[return-value]
-    return [len(log) for log in logs]
+def _cut(log: Sequence[Entry], markers: set[Entry]) -> list[list[Entry]]:
+    """Return the log in segments, of which all but the first begin with one of these markers."""
+    segments: list[list[Entry]] = [[]]
+    for entry in log:
+        if entry[0] in MARKERS and entry in markers:
+            segments.append([])
+        segments[-1].append(entry)
+    return segments
 
 
 def _are_alike(entries: Sequence[Entry]) -> bool:

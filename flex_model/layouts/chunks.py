@@ -9,12 +9,7 @@ from typing import Any
 
 from flex_model.distributed.placement import Placement
 from flex_model.layouts.propagation.operation import REPLICATED, Operation, differ
-from flex_model.layouts.propagation.slicing import (
-    SPLITS,
-    follow_to_end,
-    own_part,
-    slice_ranges,
-)
+from flex_model.layouts.propagation.slicing import SPLITS, own_part, range_taken
 
 #: Operations that make chunks.
 CHUNKS = frozenset(SPLITS) | {"slice", "narrow"}
@@ -46,42 +41,9 @@ def combine(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | N
         if len(sources) != 1 or sources[0] is None or operand.placement != REPLICATED:
             return None
         dim = operation.get("dim", 0) % operand.ndim
-        ranges.append(_range(operation, output, dim))
+        ranges.append(range_taken(operation, output, dim))
         of.add((sources[0], dim, operand.shapes[0][dim]))
     if len(of) > 1 or any(found is None for found in ranges):
         return None
     ((_, dim, size),) = of
     return own_part(dim, [found for found in ranges if found is not None], size)
-
-
-def _range(operation: Operation, output: int, dim: int) -> tuple[int, int] | None:
-    """Return the range of an output in its operand; None if ranks took different ones."""
-    size = operation.operands[0].shapes[0][dim]
-    if operation.name in SPLITS:
-        sizes = [made.shapes[0][dim] for made in operation.outputs]
-        return sum(sizes[:output]), sum(sizes[: output + 1])
-    if operation.name == "narrow":
-        starts, lengths = operation.by_rank("start"), operation.by_rank("length")
-        ends = [start + length for start, length in zip(starts, lengths)]
-    else:
-        starts, ends = operation.by_rank("start"), operation.by_rank("end")
-        if operation["step"] != 1:
-            return None
-    found = set(slice_ranges(starts, ends, [size] * len(starts)))
-    return found.pop() if len(found) == 1 else None
-
-
-def own_slice(operation: Operation) -> int | None:
-    """Return the dim along which each rank slices its own part of a tensor, if these follow one
-    another without gap or overlap; None for all other operations.
-    """
-    if operation.name != "slice" or set(operation.by_rank("step")) != {1}:
-        return None
-    operand, dims = operation["self"], set(operation.by_rank("dim"))
-    if len(dims) > 1:
-        return None
-    dim = dims.pop() % operand.ndim
-    sizes = [shape[dim] for shape in operand.shapes]
-    ranges = slice_ranges(operation.by_rank("start"), operation.by_rank("end"), sizes)
-    is_all = len(set(sizes)) == 1 and follow_to_end(ranges, sizes[0])
-    return dim if is_all else None

@@ -17,7 +17,6 @@ _FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_
 #: Factories that also take a tensor, for its dtype.
 BY_SIZES = {"new_zeros", "new_ones", "new_full"}
 _BLANKS = {"empty", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
-_DRAWS = {"rand", "randn", "randint", "normal"}
 _OVERWRITES = {
     "bernoulli", "uniform", "normal", "random", "exponential", "cauchy", "log_normal", "geometric",
     "fill", "zero",

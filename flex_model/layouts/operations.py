@@ -196,10 +196,6 @@ def _note_facts(
         proofs.permutations.add(value)
     if factories.makes_zeros(operation):
         proofs.zeros.add(value)
-    elif values and values[0] in proofs.zeros:
-        dim = chunks.own_slice(operation)
-        if dim is not None:
-            proofs.zero_slices[value] = (values[0], dim)
     if name in collectives.SAME_ELEMENTS and not proofs.gathered_elsewhere.isdisjoint(values):
         proofs.gathered_elsewhere.add(value)
     if chunks.splits_or_joins(operation):
@@ -207,8 +203,9 @@ def _note_facts(
     if call.is_comparable:
         _note_open(proofs, call, operation, value)
         if value not in proofs.placements:
-            rows = own_rows.infer(operation, output, values, proofs.own_rows)
-            if rows is not None and proofs.axis == "dp":
+            is_dp = proofs.axis == "dp"
+            rows = own_rows.infer(operation, output, values, proofs.own_rows) if is_dp else None
+            if rows is not None:
                 proofs.own_rows[value] = rows
             split = positions.infer(operation, values, proofs.positions, proofs.split_sizes)
             if split is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from flex_model.distributed.placement import Shard
 from flex_model.layouts.propagation.operation import REPLICATED, Operation
-from flex_model.layouts.propagation.slicing import SPLITS, slice_ranges
+from flex_model.layouts.propagation.slicing import SPLITS, range_taken
 
 
 class OwnRows(NamedTuple):
@@ -45,19 +45,8 @@ def _taken(operation: Operation, output: int) -> OwnRows | None:
     operand, dim = operands[0], operation.get("dim", 0) % max(operands[0].ndim, 1)
     if operand.placement != Shard(dim):
         return None
-    total = operand.shapes[0][dim]
-    if name == "unbind":
-        return OwnRows(output, output + 1, total)
-    if name == "select":
-        index = operation["index"] % total
-        return OwnRows(index, index + 1, total)
-    if name == "slice":
-        if operation["step"] != 1:
-            return None
-        ((start, stop),) = slice_ranges([operation["start"]], [operation["end"]], [total])
-        return OwnRows(start, stop, total)
-    sizes = [made.shapes[0][dim] for made in operation.outputs]
-    return OwnRows(sum(sizes[:output]), sum(sizes[: output + 1]), total)
+    found = range_taken(operation, output, dim)
+    return None if found is None else OwnRows(*found, operand.shapes[0][dim])
 
 
 def infer_joined(

@@ -64,7 +64,6 @@ class AxisProofs:
         own_rows: For values that belong to some of a rank's own rows: which.
         permutations: Values that are the indices of a sort: each place once.
         zeros: Values of which all elements are 0.
-        zero_slices: For each rank's own slice of a value of zeros: that value, and the sliced dim.
         templates: For values of ``torch.empty_like``: the placement of the tensor that they are
             like.
         makers: For values that an operation split off or joined: that operation.
@@ -95,7 +94,6 @@ class AxisProofs:
         self.permutations: set[Value] = set()
         self.zeros: set[Value] = set()
         self.ranges: dict[Value, positions.Ranges] = {}
-        self.zero_slices: dict[Value, tuple[Value, int]] = {}
         self.difference = ""
         self._modules: list[str] = []  # those whose forwards run, by name
         self.conflicts: list[tuple[Value, str, Placement, Placement]] = []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator, Mapping
-from types import MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from flex_model import _C
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.integrations import adapters, dtensor, fsdp, layers, quantized
+from flex_model.integrations.keyword_arguments import positional_names
 from flex_model.layouts.memory_map import version_of
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.layouts.placement_encoding import decode, encode
@@ -237,6 +237,9 @@ def stated_by_dtensor(tensor: Any, mesh: Mesh) -> Placements | None:
 # ---- Inputs ------------------------------------------------------------------------------------
 
 
+_LEAVES = (Tensor, int, float, str, bytes, type(None))
+
+
 class Argument(NamedTuple):
     """A tensor in a forward's arguments.
 
@@ -261,7 +264,7 @@ def named_inputs(module: nn.Module, args: Any, kwargs: Any) -> list[Argument]:
         passed = {id(tensor) for tensor in _passed(value)}
         flat = _C.flatten(value)[0]
         found += [Argument(name, tensor, id(tensor) not in passed) for tensor in flat]
-        if not _is_plain(value):
+        if states_of(value):
             seen = {id(tensor) for tensor in flat}
             of_value = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
             inside += [Argument(name, one, True) for one in of_value if id(one) not in seen]
@@ -289,7 +292,7 @@ def leaves(value: Any, depth: int = 6) -> Iterator[Any]:
     """Yield the tensors and plain values in any object, such as a cache, from its attributes and
     their items, to a limited depth.
     """
-    if isinstance(value, (Tensor, int, float, str, bytes, type(None))):
+    if isinstance(value, _LEAVES):
         yield value
     elif depth == 0 or isinstance(value, (type, nn.Module)) or callable(value):
         return
@@ -307,35 +310,17 @@ def states_of(value: Any) -> list[Any]:
     """Return the objects of the user in arguments, or in an output: those that a forward may
     change, such as caches.
     """
-    if _is_plain(value):
+    if isinstance(value, _LEAVES):
         return []
+    if isinstance(value, Mapping):
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
         return [state for item in value for state in states_of(item)]
-    if isinstance(value, Mapping):
-        return states_of(list(value.values()))
     return [value]
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (Tensor, int, float, str, bytes, type(None))):
-        return True
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return isinstance(value, Mapping) and all(map(_is_plain, value.values()))
-
-
 def _argument_names(root: nn.Module, count: int) -> list[str]:
-    function: Any = _unwrapped(root).forward
-    skipped = 0
-    while True:  # as inspect.signature does, which takes longer than all the rest of a forward
-        if isinstance(function, MethodType):
-            function, skipped = function.__func__, 1
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        else:
-            break
-    code = getattr(function, "__code__", None)
-    names = () if code is None else code.co_varnames[skipped : code.co_argcount][:count]
+    names = positional_names(_unwrapped(root).forward)[0][:count]
     return [*names, *(f"argument {i}" for i in range(len(names), count))]
 
 

@@ -275,7 +275,8 @@ class Statements:
 
     def of_parameter(self, name: str, module: nn.Module) -> Statement | None:
         """Return the last statement that applies to the parameter of this clean name."""
-        return self._last("parameter", name, module)
+        found = [s for s in self._statements if s.kind == "parameter" and s.matches(name, module)]
+        return found[-1] if found else None
 
     def of_modules(self) -> list[tuple[str, nn.Module, Statement]]:
         """Return every module with a statement about its tensors, with the statement."""
@@ -293,10 +294,6 @@ class Statements:
             for s in self._statements
             if s.kind == "forward_pre" and s.matches(name, module)
         }
-
-    def _last(self, kind: Kind, name: str, module: nn.Module) -> Statement | None:
-        found = [s for s in self._statements if s.kind == kind and s.matches(name, module)]
-        return found[-1] if found else None
 
     @property
     def digest(self) -> str:

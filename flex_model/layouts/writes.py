@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
-from flex_model.layouts import chunks
+from flex_model.layouts import chunks, constants
 from flex_model.layouts.operation_log import Value
+from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], tex
         proofs.note_step(value, f"{text} (written through a view)", (old, written))
         gradients.note_made([old, written], [value])
         gradients.note_alias(value)
-        place = proofs.zero_slices.get(before)
         of_old = proofs.placements.get(old)
-        if same and place is not None and place[0] == old and new == Shard(place[1]):
+        is_own_slice = isinstance(new, Shard) and new == Shard(new.dim)  # and no other rank's
+        if same and is_own_slice and new == _own_slice_of_zeros(proofs, before, old):
             proofs.set_placement(value, Partial())  # a shard at its place, and zeros elsewhere
         elif same and new is not None and new == was:
             is_own = isinstance(new, Shard) and of_old == REPLICATED
@@ -63,6 +64,16 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], tex
             is_split = isinstance(moved, Shard) and moved.dim in proofs.open[old]
             if is_split or (moved == REPLICATED and (proofs.axis == "tp" or old in proofs.plain)):
                 proofs.set_placement(value, moved)
+
+
+def _own_slice_of_zeros(proofs: AxisProofs, piece: Value, whole: Value) -> Placement | None:
+    """Return how the ranks' pieces split a tensor of zeros, if each has sliced its own from it."""
+    maker = proofs.makers.get(piece)
+    if maker is None or maker[0].name != "slice" or whole not in proofs.zeros:
+        return None
+    operation, _, values = maker
+    as_whole = constants.with_placements(operation, {id(operation.operands[0]): REPLICATED})
+    return rules.propagate(as_whole)[0] if values == (whole,) else None
 
 
 def _dims_of_piece(proofs: AxisProofs, piece: Value, whole: Value) -> tuple[int | None, ...] | None:

@@ -98,8 +98,19 @@ class Composites(nn.Module):
         self.column = column
         self.multiplied, self.subtracted, self.clipped = (nn.Identity() for _ in range(3))
         self.joined, self.swapped = nn.Identity(), nn.Identity()
+        self.turned, self.cast, self.taken, self.sorted = (nn.Identity() for _ in range(4))
+        self.leaky, self.outer, self.pooled = (nn.Identity() for _ in range(3))
+        self.slope = nn.PReLU().double()
 
     def forward(self, x):
+        h = self.column(x)
+        self.turned(h.mT)
+        self.cast(h.to(torch.float32).type_as(h))
+        self.taken(torch.take_along_dim(h, x.argsort(0)[:, :1], 0))
+        self.sorted(h.msort())
+        self.leaky(self.slope(h))
+        self.outer(torch.outer(x[0], h[0]))
+        self.pooled(nn.functional.adaptive_max_pool1d(h.t()[:, None], 2))
         self.multiplied(self.column(x).multiply_(2))
         self.subtracted((self.column(x).sum(-1, keepdim=True) * x).subtract_(1))
         self.clipped(self.column(x).clip_(0, 1))
@@ -118,6 +129,30 @@ def test_composites_are_followed_by_their_steps(inference):
         expected = unsharded(Composites(linear), [x])
         found, _, _ = follow(Composites(column), mesh_of(tp_size=2), [x], [WHOLE])
     compare(found, expected, unknown=["subtracted"])  # a partial sum less 1 on each rank
+
+
+class OwnUnit(nn.Module):
+    """Reads another unit on each rank."""
+
+    def __init__(self, column):
+        super().__init__()
+        self.column, self.unit = column, nn.Identity()
+
+    def forward(self, x):
+        h = self.column(x)
+        self.unit(h.select(1, dist.get_rank()))
+        return h
+
+
+@pytest.mark.ranks(2)
+def test_an_index_of_each_ranks_own_along_a_split_dim_is_not_known():
+    """It was an error without a message."""
+    x, linear = models.random(4, 6), models.seeded(nn.Linear, 6, 8).double()
+    column = models.ColumnLinear(linear, dist.group.WORLD)
+    column.in_features, column.out_features = 6, 8
+    expected = unsharded(OwnUnit(linear), [x])
+    found, _, _ = follow(OwnUnit(column), mesh_of(tp_size=2), [x], [WHOLE])
+    compare(found, expected, unknown=["unit"])
 
 
 class Heads(nn.Module):

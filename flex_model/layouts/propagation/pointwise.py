@@ -149,13 +149,6 @@ def dropout(operation: Operation) -> Placements:
     return form(f"input:... -> ...{terms} ; ...")(operation)
 
 
-def prelu(operation: Operation) -> Placements:
-    """Apply ``prelu``, whose ``weight`` has one element, or one for each channel, dim 1."""
-    operand, weight = operation["self"], operation["weight"]
-    is_one = weight.shapes[0] == (1,) or weight.ndim == 0 or operand.ndim < 2
-    return form("self:... weight:_ -> ..." if is_one else "self:nc... weight:c -> nc...")(operation)
-
-
 RULES_OF_NUMBERS = {"mul": scaled}
 
 # Operations with the tag, `names`, have the rule `pointwise`, too.
@@ -165,5 +158,4 @@ RULES = {
     **dict.fromkeys(_RANDOM, pointwise),
     "copy": copy,
     **dict.fromkeys(words("dropout native_dropout alpha_dropout"), dropout),
-    "prelu": prelu,
 }

@@ -61,7 +61,7 @@ def own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
     ranks may share one.
     """
     count = len(ranges)
-    if follow_to_end(ranges, size):
+    if _follow_to_end(ranges, size):
         return Shard(dim)
     for pieces in range(2, count):
         for stride in range(1, count):
@@ -71,14 +71,14 @@ def own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
             by_piece: dict[int, Range] = {}
             if any(by_piece.setdefault(shard.piece(i), r) != r for i, r in enumerate(ranges)):
                 continue
-            if len(by_piece) == pieces and follow_to_end(
+            if len(by_piece) == pieces and _follow_to_end(
                 [by_piece[i] for i in range(pieces)], size
             ):
                 return shard
     return None
 
 
-def follow_to_end(ranges: Sequence[Range], size: int) -> bool:
+def _follow_to_end(ranges: Sequence[Range], size: int) -> bool:
     """Whether the ranges follow one another and cover the dim."""
     end = 0
     for start, stop in ranges:
@@ -103,6 +103,29 @@ def slice_ranges(
         first = _clamped(start, size, 0)
         ranges.append((first, max(first, _clamped(end, size, size))))
     return ranges
+
+
+def range_taken(operation: Operation, output: int, dim: int) -> Range | None:
+    """Return the range along ``dim`` that an output of a slice, ``select``, ``unbind`` or of one of
+    ``SPLITS`` has in its operand; None if the ranks took different ones, or not all indices of it.
+    """
+    size, name = operation.operands[0].shapes[0][dim], operation.name
+    if name in SPLITS:
+        sizes = [made.shapes[0][dim] for made in operation.outputs]
+        return sum(sizes[:output]), sum(sizes[: output + 1])
+    if name == "unbind":
+        return output, output + 1
+    starts = operation.by_rank("index" if name == "select" else "start")
+    if name in ("select", "narrow"):
+        starts = [start + size * (start < 0) for start in starts]
+        lengths = operation.by_rank("length") if name == "narrow" else [1] * len(starts)
+        ends = [start + length for start, length in zip(starts, lengths)]
+    elif set(operation.by_rank("step")) == {1}:
+        ends = operation.by_rank("end")
+    else:
+        return None
+    found = set(slice_ranges(starts, ends, [size] * len(starts)))
+    return found.pop() if len(found) == 1 else None
 
 
 def slice_(operation: Operation) -> Placements:

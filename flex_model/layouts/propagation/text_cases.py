@@ -91,14 +91,6 @@ def _added(labels: str, product: str) -> Callable[[Operation], Placements]:
 # ---- Indices -------------------------------------------------------------------------------------
 
 
-def take_along_dim(operation: Operation) -> Placements:
-    """Read as ``gather``, but with the other dims broadcast; without ``dim``, of all elements."""
-    if operation["dim"] is None:
-        return form("self:_ indices:i -> i = self*!indices")(operation)
-    text = "self:~...[dim] indices:~...[dim:i] -> ...[dim:i] = self*!indices"
-    return form(text)(operation)
-
-
 def scatter(operation: Operation) -> Placements:
     """Write elements at the same place along the other dims."""
     is_linear = operation.get("reduce") in (None, "add", "sum")
@@ -183,11 +175,8 @@ RULES = {
     "einsum": einsum,
     "linalg_solve_triangular": solve_triangular,
     "addmm": _added("~ik", "mat1:ij mat2:jk -> ik = mat1*mat2"),
-    "addmv": _added("~i", "mat:ij vec:j -> i = mat*vec"),
-    "addr": _added("~ij", "vec1:i vec2:j -> ij = vec1*vec2"),
     "baddbmm": _added("~bik", "batch1:bij batch2:bjk -> bik = batch1*batch2"),
     "addbmm": _added("~ik", "batch1:bij batch2:bjk -> ik = batch1*batch2"),
-    "take_along_dim": take_along_dim,
     **dict.fromkeys(words("scatter scatter_add scatter_reduce"), scatter),
     "one_hot": one_hot,
     **dict.fromkeys(BATCH_NORMS, batch_norm),

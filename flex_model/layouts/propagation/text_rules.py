@@ -6,8 +6,6 @@ from flex_model.layouts.propagation.labels import as_dims, operand_of, sizes_alo
 from flex_model.layouts.propagation.text_forms import form
 
 _POINTWISE = {
-    "to": "self:... other?:_ -> ... = self",
-    "type_as": "self:... other:_ -> ... = self",
     "_fused_dropout": "self:... -> ...+",
     "feature_dropout feature_alpha_dropout": "input:nc_ -> nc_",  # drops whole channels
     "view_as_real": "self:... -> ...* = self",
@@ -30,7 +28,6 @@ _SCANS = {
     "cumprod cummax cummin logcumsumexp sort argsort topk log_softmax softmax special_softmax "
     "special_log_softmax _softmax _log_softmax _safe_softmax glu": ":...[dim] -> ...[dim]+",
     "cumsum _fft_c2c _fft_r2c _fft_c2r": "self:...[dim] -> ...[dim] = self",
-    "msort": "self:*... -> *...",
     "flip roll rot90": "self:...[dims] -> ...[dims] = self",
     "searchsorted": (
         "sorted_sequence:* self:... sorter?:* -> ... | "
@@ -46,7 +43,6 @@ _PRODUCTS = {
     "mv": "self:ij vec:j -> i = self*vec",
     "dot": "self:i tensor:i -> = self*tensor",
     "vdot": "self:i other:i -> = self*other",
-    "ger outer": "self:i vec2:j -> ij = self*vec2",
     "_addmm_activation": "self:~i* mat1:i* mat2:** -> i*",
     "linear": "input:...i weight:oi bias?:o -> ...o = input*weight + bias",
     "linalg_cross": "self:~...[dim] other:~...[dim] -> ...[dim] = self*other",
@@ -66,7 +62,6 @@ _PRODUCTS = {
 }
 
 _SHAPES = {
-    "mT mH adjoint": "self:...ab -> ...ba = self",
     "t": "self:ab -> ba = self | self:a -> a = self",
     "transpose": "self:...[dim0:a,dim1:b] -> ...[dim0:b,dim1:a] = self",
     "unsqueeze": "self:...[-dim] -> ...[dim] = self",
@@ -100,7 +95,6 @@ _LAYERS = {
     "group_norm": "input:n_ weight?:_ bias?:_ -> n_+",
     "max_pool2d_with_indices adaptive_max_pool2d": ":...** -> ...**+",
     "max_pool3d_with_indices adaptive_max_pool3d": ":...*** -> ...***+",
-    "adaptive_max_pool1d": ":...* -> ...*+",
     "avg_pool2d _adaptive_avg_pool2d reflection_pad2d replication_pad2d upsample_nearest2d "
     "_upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa "
     "_upsample_bicubic2d_aa": ":...** -> ...** = self + input",
