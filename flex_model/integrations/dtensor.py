@@ -115,6 +115,13 @@ def _axes_of(device_mesh: dist.DeviceMesh, mesh: Mesh) -> tuple[list[Axis | None
             axes.append(BOTH)
             continue
         matching = [axis for name in ("dp", "tp") if (axis := _axis_over(ranks, name, mesh))]
+        tp_ranks = {mesh.stage_ranks[place] for place in mesh.ranks_along(("tp",))}
+        if not matching and mesh.dp_size > 1 and tp_ranks < set(ranks) < set(mesh.stage_ranks):
+            return [], (
+                f"its DTensor is on ranks {ranks}, which span tp and a part of dp of this "
+                f"FlexModel ({mesh.describe()}), in parts of which no order is known; split it "
+                "over tp, a part of dp, or all ranks: of experts, choose another ep_size"
+            )
         if not matching:
             return [], (
                 f"its DTensor is on ranks {ranks}, which are not an axis of this FlexModel "

@@ -5,7 +5,7 @@ with what is made here. Every framework runs on CPU and gloo; a package that is 
 asked for with ``pytest.importorskip``.
 """
 
-from frameworks.cases import CASES, HF, HF_PP, changed
+from frameworks.cases import CASES, HF, HF_EP, HF_PP, changed
 from frameworks.decoder_model import (
     DECODER_INPUTS,
     DECODER_PARAMETERS,
@@ -15,7 +15,7 @@ from frameworks.decoder_model import (
     decoder,
     parallelized,
 )
-from frameworks.hugging_face import huggingface, huggingface_model
+from frameworks.hugging_face import huggingface, huggingface_batches, huggingface_model
 from frameworks.megatron_gpt import megatron_on_cpu
 from frameworks.pair import (
     ROUNDED,
@@ -41,6 +41,7 @@ __all__ = [
     "DECODER_PARAMETERS",
     "DECODER_SITES",
     "HF",
+    "HF_EP",
     "HF_PP",
     "ROUNDED",
     "Case",
@@ -55,6 +56,7 @@ __all__ = [
     "gathered",
     "gradients",
     "huggingface",
+    "huggingface_batches",
     "huggingface_model",
     "megatron_on_cpu",
     "num_ranks",

@@ -101,6 +101,7 @@ def huggingface(
     fsdp: int = 1,
     pp: int = 1,
     ep: int = 1,
+    replicas: int = 1,
     dtype: torch.dtype | None = None,
     **settings,
 ) -> Iterator[Pair]:
@@ -115,6 +116,7 @@ def huggingface(
         huggingface_model(name).save_pretrained(folder)
     dist.barrier()
     sizes = {"tp_size": tp, "fsdp_size": fsdp, "pp_size": pp, "ep_size": ep}
+    sizes |= {"dp_replicate_size": replicas}
     sizes = {name: size for name, size in sizes.items() if size > 1}
 
     def load(**how):
@@ -127,12 +129,12 @@ def huggingface(
     yield Pair(
         load(),
         lambda: load(distributed_config=DistributedConfig(**sizes, **settings)),
-        (tokens(2 * fsdp),),
+        (tokens(2 * fsdp * replicas),),
         sites,
         parameters,
         gradients,
         outputs={f"model.layers.{i}.self_attn": (1,) for i in (0, 1)},
-        dp=fsdp,
+        dp=fsdp * replicas,
         dp_rank=dist.get_rank() // tp,
         keywords={"use_cache": False},
         tolerance=ROUNDED,

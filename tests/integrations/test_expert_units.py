@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from counted_traffic import counting, hosts, take
+from experts_by_hand import ByHand
 from flex_model import (
     ActivationStore,
     FlexModel,
@@ -26,36 +27,6 @@ from tiers import grid_but
 pytest.importorskip("transformers")
 
 EXPERTS = f"{BLOCK}.experts"
-
-
-class ByHand:
-    """Experts of one process: what they made in the last call, with edits of units and weights."""
-
-    def __init__(self, experts, edit=lambda units, indices: units):
-        self.experts, self.edit = experts, edit
-        experts.forward = self
-
-    def __call__(self, hidden, indices, weights):
-        experts, k = self.experts, indices.shape[1]
-        flip = (lambda one: one) if experts.is_transposed else (lambda one: one.transpose(1, 2))
-        of_slot = indices.flatten()
-
-        def linear(rows, name):
-            made = torch.bmm(rows[:, None], flip(getattr(experts, name))[of_slot])[:, 0]
-            return made + getattr(experts, f"{name}_bias")[of_slot] if experts.has_bias else made
-
-        both = linear(hidden.repeat_interleave(k, 0), "gate_up_proj")
-        if experts.has_bias:  # gpt-oss
-            gate, up = both[:, ::2].clamp(max=7), both[:, 1::2].clamp(-7, 7)
-            units = gate * torch.sigmoid(1.702 * gate) * (up + 1)
-        else:
-            units = F.silu(both.chunk(2, 1)[0]) * both.chunk(2, 1)[1]
-        self.indices, self.weights, self.units = indices, weights, units.view(-1, k, units.shape[1])
-        self.edited = self.edit(self.units, indices)
-        for one in (self.edited, self.weights):
-            one.retain_grad()
-        self.outputs = linear(self.edited.flatten(0, 1), "down_proj").view(-1, k, hidden.shape[1])
-        return (self.outputs * weights[..., None]).sum(1)
 
 
 def mixed(module, full, *_):
@@ -99,7 +70,7 @@ def test_records(family, implementation):
     model, records = make(family), {}
     model.set_experts_implementation(implementation)
     reference = copy.deepcopy(model)
-    hand = ByHand(reference.get_submodule(EXPERTS))
+    hand = ByHand.put_in(reference.get_submodule(EXPERTS))
     run(reference)
     plain = model(TOKENS).logits
     flex = FlexModel(model, records)
@@ -136,7 +107,7 @@ def test_edits(family, edit):
     """Outputs and gradients; also where layers are recomputed, by when the edit is removed."""
     select, by_hand = EDITS[edit]
     reference = make(family)
-    ByHand(reference.get_submodule(EXPERTS), by_hand)
+    ByHand.put_in(reference.get_submodule(EXPERTS), edit=by_hand)
     expected = run(reference)
     for use_reentrant in (None, False, True):
         model = make(family)
@@ -163,7 +134,7 @@ KINDS = ["tp", "ep", "ep all_reduce", "ep of fsdp", "dp", "fsdp"]
 def test_edits_of_shards(kind, edit, tmp_path):
     model, (select, by_hand) = make("Mixtral"), EDITS[edit]
     reference = copy.deepcopy(model)
-    hand = ByHand(reference.get_submodule(EXPERTS), by_hand)
+    hand = ByHand.put_in(reference.get_submodule(EXPERTS), edit=by_hand)
     is_split = kind in ("dp", "fsdp", "ep of fsdp")
     flex = sharded(kind, model, tmp_path)
     experts = flex.experts(EXPERTS)
@@ -268,9 +239,31 @@ def test_what_is_refused():
     assert down is model.get_submodule(EXPERTS).down_proj
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["ep", "dp"])
+def test_another_implementation_is_an_error_on_every_rank(kind, tmp_path):
+    flex = sharded(kind, make("Mixtral"), tmp_path, timeout=20)
+    tokens = TOKENS.chunk(2)[dist.get_rank()] if kind == "dp" else TOKENS
+    names = "expected the experts' implementation 'grouped_mm' or 'eager', got 'batched_mm'"
+    flex.set_experts_implementation("batched_mm")
+    with pytest.raises(ValueError, match=names):
+        flex.experts(EXPERTS)
+    flex.set_experts_implementation("eager")
+    flex.register_forward_hook(HookFunction(flex.experts(EXPERTS).units))
+    flex.set_experts_implementation("batched_mm")
+    with pytest.raises(HookError, match=names):
+        flex(tokens)
+    if kind == "dp":  # rank 1's own: rank 0 hears of it
+        flex.set_experts_implementation("batched_mm" if dist.get_rank() else "eager")
+        with pytest.raises(HookError, match=names):
+            flex(tokens)
+    flex.set_experts_implementation("eager")
+    flex(tokens)
+
+
 def test_weights_and_outputs_are_edited():
     reference = make("Qwen3Moe")
-    hand = ByHand(reference.get_submodule(EXPERTS))
+    hand = ByHand.put_in(reference.get_submodule(EXPERTS))
     flex = FlexModel(make("Qwen3Moe"), {})
     experts = flex.experts(EXPERTS)
     block = {}
@@ -380,7 +373,7 @@ def test_a_store_of_rows(kind, settings, tmp_path):
         expected.append(rows.detach())
         return units.masked_scatter((indices == 3)[..., None], twice(None, rows))
 
-    ByHand(reference.get_submodule(EXPERTS), edited)
+    ByHand.put_in(reference.get_submodule(EXPERTS), edit=edited)
 
     store = ActivationStore(tmp_path / "store")
     flex = sharded(kind, model, tmp_path / "model", store, **settings)
@@ -464,7 +457,7 @@ def test_experts_that_are_units_of_fsdp2():
     """Whose weights are whole only in their forward."""
     model, rank = make("Mixtral"), dist.get_rank()
     reference = copy.deepcopy(model)
-    ByHand(reference.get_submodule(EXPERTS), EDITS["all"][1])
+    ByHand.put_in(reference.get_submodule(EXPERTS), edit=EDITS["all"][1])
     expected = run(reference).chunk(2)[rank]
     for layer in model.model.layers:
         fully_shard(layer.mlp.experts)
@@ -479,8 +472,7 @@ def kernel_forward(block, hidden):
     """A stand-in for ``MegaBlocksMoeMLP``, which reads weights and calls no module."""
     rows, experts = hidden.flatten(0, 1), block.experts
     scores, indices = F.linear(rows, block.router.weight, block.router.bias).topk(TOP_K)
-    by_hand = ByHand.__new__(ByHand)
-    by_hand.experts, by_hand.edit = experts, lambda units, indices: units
+    by_hand = ByHand(experts)
     return by_hand(rows, indices, scores.softmax(-1)).view_as(hidden), scores
 
 

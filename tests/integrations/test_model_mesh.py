@@ -18,7 +18,7 @@ from torch.testing import assert_close
 import models
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed.mesh import AXES, Mesh
-from flex_model.integrations import model_mesh
+from flex_model.integrations import dtensor, model_mesh
 from flex_model.integrations.mesh_sources import Source, axes_of_dims
 from flex_model.integrations.model_mesh import ModelGroups, merge
 
@@ -401,6 +401,33 @@ def test_a_mesh_of_dims_that_are_not_ours():
         FlexModel(model)
     named = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
     assert FlexModel(model, device_mesh=named).tp_size == 4
+
+
+class MeshOfExperts:
+    """The mesh (efsdp, ep) of rank 0 among eight, as far as it is read."""
+
+    ndim = 2
+
+    def __init__(self, ep):
+        self.mesh = torch.arange(8).view(8 // ep, ep)
+
+    def size(self, dim):
+        return self.mesh.shape[dim]
+
+    def get_coordinate(self):
+        return [0, 0]
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_experts_over_tp_and_a_part_of_dp_are_refused(ep):
+    mesh = Mesh(tuple(range(8)), dp_size=4, tp_size=2)
+    if ep == 4:
+        text = r"^'experts': its DTensor is on ranks \[0, 1, 2, 3\], which span tp and a part of dp"
+        with pytest.raises(ValueError, match=f"{text} .*choose another ep_size"):
+            dtensor.axes_of(MeshOfExperts(ep), mesh, "'experts'")
+        return
+    found = dtensor.axes_of(MeshOfExperts(ep), mesh, "'experts'")
+    assert found == {2: ["dp", "tp"], 8: [None, dtensor.BOTH]}[ep]
 
 
 @pytest.mark.ranks(4)

@@ -16,12 +16,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import models
-from flex_model import FlexModel, HookError, HookFunction
+from flex_model import FlexModel, HookError, HookFunction, Select
 from frameworks import Pair, apply, num_ranks, quiet, rank
 
 KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")
 TIMEOUT_S = 20
 PATTERN = "attention_pattern"  # a child of attention layers
+OF = "of_"  # a child for the rows of some experts begins so, with their numbers
 
 
 # ---- What a hook does ----------------------------------------------------------------------------
@@ -186,8 +187,8 @@ def readable(pair: Pair, kind: str) -> list[Cell]:
         parameters = pair.oracle.named_parameters()
         return [Cell(kind, name) for name, value in parameters if value.requires_grad]
     names = [name for name, _ in pair.oracle.named_modules()]
-    if kind in ("forward_pre", "full_backward"):  # only the output of these is a pattern
-        names = [name for name in names if not name.endswith(PATTERN)]
+    if kind in ("forward_pre", "full_backward"):  # only the output of these is a pattern, or rows
+        names = [name for name in names if not name.split(".")[-1].startswith((PATTERN, OF))]
     cells = [Cell(kind, name) for name in names]
     more = pair.outputs if kind in ("forward", "full_backward_pre") else pair.inputs_of
     cells += [Cell(kind, name, leaf=leaf) for name, leaves in more.items() for leaf in leaves]
@@ -289,6 +290,9 @@ def hook_function(flex: FlexModel, cell: Cell) -> HookFunction:
     layer, _, child = cell.site.rpartition(".")
     if child == PATTERN:
         return flex.attention(layer, cell.edit, output_name=cell.record)
+    if child.startswith(OF):
+        rows = Select(experts=list(map(int, child.removeprefix(OF).split("_"))))
+        return HookFunction(layer, None, cell.edit, output_name=cell.record, select=rows)
     return HookFunction(cell.site, None, cell.edit, cell.leaf, output_name=cell.record)
 
 
