@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flex_model.integrations.past_positions import positions_of_forward
 from flex_model.runs.step import current_rows
 from flex_model.selection.selectors import Selection, as_slice
 
@@ -45,7 +46,8 @@ class Region(Selection):
         """Return an index for ``full[...]`` that keeps the number and order of its dims."""
         rows = self.rows_of_microbatch(full) if "rows" in self.arguments else None
         chosen: list[Any] = [slice(None)] * full.dim()
-        for dim, numbers in self.numbers(full.shape, rows).items():
+        call = positions_of_forward(f"an edit of {self!r}") if self.counts_sequence else None
+        for dim, numbers in self.numbers(full.shape, rows, call).items():
             chosen[dim] = as_slice(numbers)
         listed = [dim for dim, item in enumerate(chosen) if not isinstance(item, slice)]
         if len(listed) < 2:  # one index tensor stays at its own dim

@@ -153,6 +153,7 @@ class HookCore:
             self._graphs,
             self._watch,
             watches=step is None,
+            counts_positions=mesh.pp_size == 1,
         )
         handlers = HookHandlers(
             self.runs, backwards, self._graphs, communicator, tracking, executor, step, on_failure

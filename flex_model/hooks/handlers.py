@@ -98,7 +98,10 @@ class HookHandlers:
             with follow.paused():
                 leaf = registration.leaf(tree)
                 evidence = self._tracking.evidence(registration, leaf, number)
-                call = HookCall(registration, module, run, False, number, evidence)
+                positions = registration.positions_of_forward()
+                call = HookCall(
+                    registration, module, run, False, number, evidence, positions=positions
+                )
                 after = self._executor.activation(call, leaf, tree)
             self._settle(registration, run)
             return after
@@ -184,7 +187,10 @@ class HookHandlers:
             with follow.paused():
                 leaf = registration.leaf(tree)
                 evidence = self._tracking.evidence_of_replay(registration, run.keys)
-                call = HookCall(registration, module, run, True, None, evidence)
+                positions = registration.positions_of_forward()
+                call = HookCall(
+                    registration, module, run, True, None, evidence, positions=positions
+                )
                 return self._executor.activation(call, leaf, tree)
         except Exception as error:
             if type(error).__name__ == _STOPS_RECOMPUTATION or self.communicator.is_local:

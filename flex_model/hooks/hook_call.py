@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from flex_model.hooks.evidence import Evidence
+from flex_model.integrations.past_positions import Positions
 from flex_model.layouts.follow import UNKNOWN, Pair
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class HookCall:
             whose calls may come in another order.
         evidence: The evidence of the tensor's placements (of a backward hook: the activation's).
         stated: Placements that a DTensor states, along the axes that its mesh has.
+        positions: Those of the forward in its sequence, if the hook counts them.
     """
 
     registration: Registration
@@ -37,11 +39,17 @@ class HookCall:
     number: int | None = 0
     evidence: Evidence = NOTHING
     stated: Pair = UNKNOWN
+    positions: Positions | None = None
 
     @property
     def records(self) -> bool:
         """Whether the tensor is recorded."""
         return self.registration.hook_function.record and not self.is_replay
+
+    @property
+    def num_past(self) -> int:
+        """The number of positions before the forward, if the hook counts them; else 0."""
+        return 0 if self.positions is None else self.positions.past
 
     def describe(self) -> str:
         return self.registration.description

@@ -81,7 +81,7 @@ class LayoutFinder:
         select = registration.select
         if select is None or select.experts is not None or forward is None:
             return None
-        of_key = (shard.dtype, known, registration.split_dim, forward)
+        of_key = (shard.dtype, known, (registration.split_dim, call.num_past), forward)
         found = [
             spec
             for (number, _, *others), spec in registration.specs.items()
@@ -105,7 +105,9 @@ class LayoutFinder:
     ) -> TensorSpec:
         """Return the tensor's spec for these shapes, cached. Collective where the layout is new."""
         registration, forward = call.registration, call.evidence.key
-        key = (call.number, tuple(shapes), dtype, known, registration.split_dim, forward)
+        split_dim = registration.split_dim
+        place = split_dim, call.num_past
+        key = (call.number, tuple(shapes), dtype, known, place, forward)
         spec = registration.specs.get(key)
         if spec is None and call.number is None:
             spec = self._of_recomputed(call, key[1:-1])
@@ -115,7 +117,7 @@ class LayoutFinder:
         try:
             layout, all_padded = self._layout(call, shapes, known, shard)
             padded = list(shapes) if all_padded is None else [one.padded for one in all_padded]
-            select, split_dim = registration.select, registration.split_dim
+            select = registration.select and registration.select.at(call.positions)
             spec = TensorSpec.of(self._communicator, layout, padded, dtype, select, split_dim)
             if all_padded is not None:
                 spec = replace(spec, padding=all_padded[self._mesh.group_rank])

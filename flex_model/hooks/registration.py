@@ -16,6 +16,7 @@ from flex_model.distributed.plain import kind_of
 from flex_model.errors import HookError, UnpackIndexError
 from flex_model.hooks.function import HookFunction
 from flex_model.integrations.keyword_arguments import arguments_by_name
+from flex_model.integrations.past_positions import Positions, positions_of_forward
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.tensor_site import ParameterSources, Site
 from flex_model.names import wrapped_chain
@@ -244,6 +245,16 @@ class Registration:
             f"{self.describe()}: unpack_idx {index} is out of range, the module's {what} holds "
             f"{count} tensor{'s' * (count > 1)}; give an unpack_idx from 0 to {count - 1}"
         )
+
+    def positions_of_forward(self) -> Positions | None:
+        """Return the positions of the running forward in its sequence, if the selection counts
+        those.
+
+        Raises:
+            HookError: they are not known.
+        """
+        counts = self.select is not None and self.select.counts_sequence
+        return positions_of_forward(self.describe()) if counts else None
 
     @property
     def takes_inputs(self) -> bool:

@@ -152,6 +152,11 @@ class HookTable:
             )
         for member in members:
             self._check_record_name(member, kind)
+            if not comes_together and member.select is not None and member.select.counts_sequence:
+                raise ValueError(
+                    f"{function!r}: a {kind} hook can't count positions of the sequence: a forward "
+                    "with gradients has no cache before it; leave out of='sequence'"
+                )
         joint = Joint(function.unpack_idx) if function.members and comes_together else None
         registrations = [
             self._place(function, member, joint, kind, targets, moment) for member in members

@@ -19,7 +19,7 @@ from flex_model.errors import agreed
 from flex_model.hooks.evidence import Evidence, Forward, Part
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import ActiveHooks
-from flex_model.integrations import compiled, mesh_sources
+from flex_model.integrations import compiled, mesh_sources, past_positions
 from flex_model.layouts import follow, replicas
 from flex_model.layouts.cache import Conditions, ForwardLayouts, LayoutCache, Place
 from flex_model.layouts.exchange import exchange_chunks
@@ -142,7 +142,8 @@ class Tracking:
             self._conditions = Conditions(self._root)
         assert self._buffers is not None
         self._buffers.observe()
-        site = sites_hash(stage, part and part.name, active.digest)
+        counted = past_positions.compared()
+        site = sites_hash(stage, part and part.name, active.digest, counted)
         is_shared = later is not None and self._communicator.mesh.tp_size > 1
         inputs = self._inputs_of(args, kwargs) if part or is_shared else ()
         kept = tuple(self._kept.pair(one.tensor) for one in inputs if one.is_kept)

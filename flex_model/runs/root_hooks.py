@@ -14,7 +14,7 @@ from torch import nn
 from flex_model.hooks.evidence import Part
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Tracking
-from flex_model.integrations import compiled, continuous_batching
+from flex_model.integrations import compiled, continuous_batching, past_positions
 from flex_model.names import find_module, wrapped_chain
 from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.graphs import Graphs
@@ -27,6 +27,7 @@ class RootHooks:
 
     Args:
         watches: Whether backward passes are watched here; a pipeline's schedule runs its own.
+        counts_positions: Whether the module's cache has all layers; not where it is a stage.
 
     Attributes:
         runs: The runs that a call of the module begins.
@@ -41,10 +42,12 @@ class RootHooks:
         graphs: Graphs,
         watch: BackwardWatch,
         watches: bool,
+        counts_positions: bool,
     ) -> None:
         self._root, self.runs, self._table, self._tracking = module, runs, table, tracking
         self._graphs, self._watch, self._watches = graphs, watch, watches
         self._has_parts = not tracking.is_local and watches
+        self._counts_positions = counts_positions and watches
         self._hooked: dict[nn.Module, tuple[Any, Any]] = {}
         self._parts: dict[nn.Module, Part] = {}  # of those, the parts of the model
         self._installed: set[int] = set()  # the hooks whose modules are among them
@@ -112,6 +115,8 @@ class RootHooks:
             continuous_batching.check_arguments(kwargs)
         if backward_task() != -1:
             return
+        if self._table.active_hooks.indices and self._counts_positions:
+            past_positions.begin(module, args, kwargs)
         part = self._parts.get(module)
         self.runs.begin_direct(() if part is None else self._beside(part))
         if not self._tracking.is_local:
@@ -127,6 +132,7 @@ class RootHooks:
     @compiled.outside_graphs
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """End a forward, also one that failed: torch's hook."""
+        past_positions.end(module)
         run = self.runs.current
         if module not in self._hooked or run is None or backward_task() != -1:
             return

@@ -4,6 +4,7 @@ selections of several dims.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.placement import Shape
+from flex_model.integrations import past_positions
+from flex_model.integrations.past_positions import Positions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -135,8 +138,12 @@ class SelectionArguments(TypedDict, total=False):
     positions: Dim 1 of ``(rows, positions, units)``, counted within one call of the module. In
         ``generate()`` with a cache, the first call has the whole prompt, and each later one has one
         position, with index 0: only ``"every"`` (the default) and ``"last"`` make sense for all
-        calls. A boolean mask ``(rows, positions)`` of the whole batch selects positions for each
-        row.
+        calls, or ``of="sequence"``. A boolean mask ``(rows, positions)`` of the whole batch selects
+        positions for each row.
+    of: ``"call"`` (the default), or ``"sequence"``: positions count from the first token of the
+        prompt on, padding included, also where a cache of transformers holds those before the call.
+        Ints and slices that don't count from the end. A call that has none of them has an empty
+        part. Not in a forward with a cache and gradients, nor in pipelines: a HookError.
     heads: Equal parts of the last dim, ``num_heads`` of them, as before an output projection.
     num_heads: The number of heads over all ranks.
     units: The last dim.
@@ -148,6 +155,7 @@ class SelectionArguments(TypedDict, total=False):
     rows: Selector
     positions: Selector
     heads: Selector
+    of: str
     num_heads: int
     units: Selector
     dims: Mapping[str, int]
@@ -187,11 +195,32 @@ class Selection:
         }
         self.mask_by_row: Tensor | None = None
         positions = self._selected.get("positions")
+        self.counts_sequence = self._counts_sequence(arguments.get("of", "call"), positions)
         if isinstance(positions, Tensor) and positions.dim() == 2:
             if "rows" in self._selected:
                 raise ValueError("positions is a mask (rows, positions): leave out rows=")
             del self._selected["positions"]
             self.mask_by_row = positions
+
+    @staticmethod
+    def _counts_sequence(of: object, positions: Parsed | Tensor | None) -> bool:
+        if of not in ("call", "sequence"):
+            raise ValueError(f"of: expected 'call' or 'sequence', got {of!r}")
+        if of == "call":
+            return False
+        if isinstance(positions, slice):
+            ends = [end for end in (positions.start, positions.stop, positions.step) if end]
+        elif isinstance(positions, list):
+            ends = positions
+        else:
+            raise ValueError("of='sequence' needs positions=, ints or a slice")
+        if any(end < 0 for end in ends):
+            raise ValueError(
+                "positions: with of='sequence' they count from the first token on, since its end "
+                f"is not known; got {positions!r}"
+            )
+        past_positions.count()
+        return True
 
     def _check_heads(self, arguments: SelectionArguments) -> None:
         heads, units = arguments.get("heads"), arguments.get("units")
@@ -240,13 +269,17 @@ class Selection:
         return dim % len(shape)
 
     def numbers(
-        self, shape: Shape, rows: tuple[Sequence[int], int] | None = None
+        self,
+        shape: Shape,
+        rows: tuple[Sequence[int], int] | None = None,
+        call: Positions | None = None,
     ) -> dict[int, Sequence[int]]:
         """Return the selected indices of each dim (counted from the front) that is not selected in
         full.
 
         Args:
             rows: (The batch's rows that the tensor has, their number in all); None for all rows.
+            call: The positions of the forward in its sequence; None: none come before them.
 
         Raises:
             IndexError, ValueError: an index is out of range, or the tensor has no such dim.
@@ -261,7 +294,10 @@ class Selection:
                     "dims with dims="
                 )
             names[dim] = name
-            found[dim] = self._along(name, selected, shape, dim, rows)
+            if name == "positions" and self.counts_sequence:
+                found[dim] = _in_call(selected, call or Positions(), shape[dim])
+            else:
+                found[dim] = self._along(name, selected, shape, dim, rows)
         return found
 
     def _along(
@@ -291,6 +327,20 @@ class Selection:
 
     def __repr__(self) -> str:
         return ", ".join(f"{name}={show(value)}" for name, value in self.arguments.items())
+
+
+def _in_call(selected: Parsed, call: Positions, size: int) -> list[int]:
+    """Return the selected positions of a sequence that a call has, counted in the call."""
+    if call.length not in (None, size):
+        raise ValueError(
+            f"positions: the tensor has {size}, and the forward {call.length} (logits may be those "
+            "of the last position only), so which of the sequence they are is not known; hook a "
+            "tensor of all positions, or leave out of='sequence'"
+        )
+    assert isinstance(selected, (slice, list))
+    end = call.past + size
+    chosen = range(*selected.indices(end)) if isinstance(selected, slice) else selected
+    return [one - call.past for one in chosen if call.past <= one < end]
 
 
 class Select:
@@ -331,6 +381,7 @@ class Select:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"Select: dtype must be a floating torch.dtype or None, got {dtype!r}")
         self.dtype, self.experts = dtype, experts
+        self._positions: Positions | None = None  # of the forward, where it counts in the sequence
         self._selection = Selection(**arguments)
         if experts is not None:
             parse("experts", experts)
@@ -356,7 +407,7 @@ class Select:
             ValueError: the tensor has no such dim, or an index is given twice.
         """
         found: dict[int, list[int]] = {}
-        for dim, numbers in self._selection.numbers(shape).items():
+        for dim, numbers in self._selection.numbers(shape, call=self._positions).items():
             if split_dim is not None and dim == split_dim % len(shape):
                 raise ValueError(
                     f"{self} selects along dim {dim}, along which the batch is split into "
@@ -365,6 +416,19 @@ class Select:
             found[dim] = list(numbers)
             if len(set(numbers)) < len(found[dim]):
                 raise ValueError(f"{self}: an index of dim {dim} of {shape} is given twice")
+        return found
+
+    @property
+    def counts_sequence(self) -> bool:
+        """Whether positions count in the sequence."""
+        return self._selection.counts_sequence
+
+    def at(self, positions: Positions | None) -> Select:
+        """Return the selection in a forward of these positions of its sequence."""
+        if positions is None:
+            return self
+        found = copy.copy(self)
+        found._positions = positions
         return found
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:

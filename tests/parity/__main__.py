@@ -121,7 +121,7 @@ def store(rows):
 
 
 def page():
-    """The newest version's table, and where others differ from it."""
+    """The newest version's table, and the rows of others that differ from it, or are not in it."""
     paths = sorted(RESULTS.glob("*.json"), key=lambda path: natural(path.stem), reverse=True)
     newest, *others = [json.loads(path.read_text()) for path in paths]
     titles = " | ".join(kind.replace("_", " ") for kind in KINDS[:-1])
@@ -133,7 +133,7 @@ def page():
     for rows in others:
         differ = [name for name in CASES if name in rows and is_other(rows[name], newest.get(name))]
         lines += [*summary(rows), ""]
-        lines += ["Where they differ:\n", *header, *table(rows, differ), ""] if differ else []
+        lines += ["Rows that differ:\n", *header, *table(rows, differ), ""] if differ else []
     lines.append("## Errors\n")
     for name, row in newest.items():
         case = CASES[name]
@@ -147,7 +147,7 @@ def natural(text):
 
 
 def is_other(row, newest):
-    return newest is not None and row["cells"] != newest["cells"]
+    return newest is None or row["cells"] != newest["cells"]
 
 
 def summary(rows):

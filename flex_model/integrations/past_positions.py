@@ -1,0 +1,125 @@
+"""How many positions of its sequence a model had seen when the running forward began, which are in
+the cache of transformers that it was passed, and how many the forward has. Hooks that count
+positions in the sequence look it up.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flex_model.errors import HookError
+from flex_model.integrations.torch_private import current_graph_task
+from flex_model.integrations.transformers_private import cache_of, is_cache
+
+_INPUTS = ("input_ids", "inputs_embeds")  # (rows, positions, ...)
+
+
+class Positions(NamedTuple):
+    """The positions of a forward in its sequence: the number before them, and their number; None:
+    any, since no cache has others.
+    """
+
+    past: int = 0
+    length: int | None = None
+
+
+class _Forward(NamedTuple):
+    module: nn.Module
+    past: Any  # a number; a tensor, which a static cache has; None: the cache has no length
+    length: int | None
+    outer: _Forward | None  # of another model, which runs this one
+
+
+_forward: ContextVar[_Forward | None] = ContextVar("the running forward", default=None)
+_had_gradients = False  # whether a forward with positions before it may have a backward
+_are_counted = False  # whether any selection counts positions in the sequence
+
+
+def count() -> None:
+    """Note that a selection counts positions in the sequence: ranks compare them from now on."""
+    global _are_counted
+    _are_counted = True
+
+
+def begin(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Note the forward that begins, unless it is a part of the running one."""
+    global _had_gradients
+    outer = _forward.get()
+    if not _are_counted or (
+        outer is not None and any(module is one for one in outer.module.modules())
+    ):
+        return
+    cache = cache_of(kwargs)
+    cache = next(filter(is_cache, args), None) if cache is None else cache
+    past = 0 if cache is None else getattr(cache, "get_seq_length", lambda: None)()
+    if isinstance(past, Tensor):  # the host waits for it only where a hook needs it
+        past = past.clone()
+    if torch.is_grad_enabled() and (isinstance(past, Tensor) or past != 0):
+        _had_gradients = True
+    inputs = [kwargs.get(name) for name in _INPUTS] + list(args[:1])
+    sizes = [one.shape[1] for one in inputs if isinstance(one, Tensor) and one.dim() > 1]
+    _forward.set(_Forward(module, past, sizes[0] if sizes else None, outer))
+
+
+def end(module: nn.Module) -> None:
+    """Forget the forward that this module began."""
+    forward = _forward.get()
+    if forward is not None and forward.module is module:
+        _forward.set(forward.outer)
+
+
+def compared() -> int:
+    """Return what ranks compare when a forward begins: 0 where nobody counts."""
+    forward = _forward.get()
+    if forward is None or forward.past is None:
+        return 0
+    return hash((int(forward.past), forward.length))
+
+
+def positions_of_forward(what: str) -> Positions:
+    """Return the positions of the running forward.
+
+    Args:
+        what: Whose positions are counted, for messages.
+
+    Raises:
+        HookError: they are not known.
+    """
+    forward, problem = _forward.get(), ""
+    if current_graph_task() != -1:  # a recomputation, or a gradient
+        if not _had_gradients:
+            return Positions()
+        problem = "a forward had a cache and gradients"
+    elif forward is None:
+        problem = "a part of the model is called on its own, or a stage of a pipeline"
+    else:
+        problem = _problem(forward)
+    if forward is None or problem:
+        raise HookError(
+            f"{what}: with of='sequence', where its positions are in the sequence is not known: "
+            f"{problem}; or give positions of the call, such as 'last', without of="
+        )
+    return Positions(int(forward.past), forward.length)
+
+
+def _problem(forward: _Forward) -> str:
+    transformers: Any = sys.modules.get("transformers")
+    models = [] if transformers is None else list(forward.module.modules())
+    model: Any = next((m for m in models if isinstance(m, transformers.PreTrainedModel)), None)
+    if model is None:
+        return f"{type(forward.module).__name__} is not a model of transformers"
+    if model.config.is_encoder_decoder:
+        return "an encoder-decoder has two sequences"
+    if forward.past is None:
+        return "its cache has no get_seq_length()"
+    if forward.length is None:
+        return "it was given neither input_ids nor inputs_embeds"
+    if forward.past and torch.is_grad_enabled():
+        return "the forward has a cache and gradients; run it under torch.no_grad()"
+    return ""

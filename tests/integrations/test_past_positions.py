@@ -1,0 +1,195 @@
+"""Positions that count in the sequence, where a cache holds those before the call."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import frameworks
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError, Select, editing
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH, NEW = 6, 4
+POSITIONS = [2, 5, 7, 8, 20]  # of the prompt, of what is generated, and of what never comes
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).double().eval()
+
+
+def prompts(num_rows=4):
+    return torch.randint(1, 64, (num_rows, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def mixed(module, part, save_ctx, modules):
+    """An edit of the positions that mixes units."""
+    mixer = torch.randn(32, 32, generator=torch.Generator().manual_seed(2), dtype=part.dtype)
+    return part @ mixer / 4
+
+
+def by_select(positions):
+    select = Select(positions=positions, of="sequence")
+    return HookFunction("model.layers.0", editing_function=mixed, select=select)
+
+
+def ready(positions):
+    direction = torch.randn(32, generator=torch.Generator().manual_seed(3))
+    return editing.steer(direction, 4.0, positions=positions, of="sequence").at("model.layers.0")
+
+
+def expected(hook, tokens, positions):
+    """Tokens of the unsharded model, computed anew for each token under torch's hooks."""
+    model = llama()
+
+    def edit(module, args, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        chosen = [one for one in positions if one < hidden.shape[1]]
+        hidden = hidden.clone()
+        if hook is ready:
+            direction = torch.randn(32, generator=torch.Generator().manual_seed(3))
+            hidden[:, chosen] += 4.0 * direction.to(hidden)
+        else:
+            hidden[:, chosen] = mixed(None, hidden[:, chosen], None, None)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    model.model.layers[0].register_forward_hook(edit)
+    for _ in range(NEW):
+        with torch.no_grad():
+            logits = model(tokens, use_cache=False).logits[:, -1]
+        tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
+    return tokens
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("hook", [by_select, ready])
+def test_positions_of_the_sequence_are_edited_in_the_call_that_has_them(hook, cache):
+    records = {}
+    with FlexModel(llama(), records) as flex:
+        flex.register_forward_hook(hook(POSITIONS))
+        tokens = flex.generate(
+            prompts(), max_new_tokens=NEW, do_sample=False, cache_implementation=cache
+        )
+    assert torch.equal(tokens, expected(hook, prompts(), POSITIONS))
+    assert not torch.equal(tokens, expected(hook, prompts(), []))
+
+
+def test_records_have_the_positions_of_each_call():
+    whole, parts = {}, {}
+    for records, settings in ((whole, {}), (parts, {"positions": slice(4, 8), "of": "sequence"})):
+        with FlexModel(llama(), records) as flex:
+            select = Select(**settings) if settings else None
+            flex.register_forward_hook(HookFunction("model.layers.0", select=select))
+            flex.generate(prompts(), max_new_tokens=NEW, do_sample=False)
+    assert [one.shape[1] for one in parts["model.layers.0"]] == [2, 1, 1, 0]
+    every = torch.cat(whole["model.layers.0"], 1)
+    assert torch.equal(torch.cat(parts["model.layers.0"], 1), every[:, 4:8])
+
+
+def gradients(hook, recomputes):
+    model = llama()
+    if recomputes:
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    with FlexModel(model) as flex:
+        flex.register_forward_hook(hook)
+        logits = flex(prompts(), use_cache=False).logits
+        logits.square().sum().backward()
+    return [logits.detach(), *(one.grad for one in model.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_without_a_cache_they_are_positions_of_the_call(recomputes):
+    select = Select(positions=[2, 5])
+    in_call = HookFunction("model.layers.0", editing_function=mixed, select=select)
+    found = gradients(by_select(POSITIONS), recomputes)
+    torch.testing.assert_close(found, gradients(in_call, recomputes))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("hook", [by_select, ready])
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_on_tensor_parallel_ranks(hook, edit_on):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plan = {}
+    for i in range(2):
+        for name in ("q", "k", "v"):
+            plan[f"model.layers.{i}.self_attn.{name}_proj"] = ColwiseParallel()
+        plan[f"model.layers.{i}.self_attn.o_proj"] = RowwiseParallel()
+    model = parallelize_module(llama(), init_device_mesh("cpu", (2,)), plan)
+    records = {}
+    with FlexModel(model, records, edit_on=edit_on) as flex:
+        flex.register_forward_hook(hook(POSITIONS))
+        head = Select(positions=slice(4, 8), units=[3, 20], of="sequence")
+        flex.register_forward_hook(HookFunction("model.layers.1.self_attn.q_proj", select=head))
+        tokens = flex.generate(prompts(), max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(tokens, expected(hook, prompts(), POSITIONS))
+    if frameworks.rank() == 0:
+        shapes = [tuple(one.shape) for one in records["model.layers.1.self_attn.q_proj"]]
+        assert shapes == [(4, 2, 2), (4, 1, 2), (4, 1, 2), (4, 0, 2)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("hook", [by_select, ready])
+def test_on_data_parallel_ranks(hook):
+    rows = prompts().chunk(2)[frameworks.rank()]
+    with FlexModel(DistributedDataParallel(llama())) as flex:
+        flex.register_forward_hook(hook(POSITIONS))
+        tokens = flex.generate(rows, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(tokens, expected(hook, rows, POSITIONS))
+
+
+def test_what_can_t_be_counted_is_an_error():
+    with pytest.raises(ValueError, match="count from the first token"):
+        Select(positions="last", of="sequence")
+    with pytest.raises(ValueError, match="needs positions="):
+        Select(units=3, of="sequence")
+    with pytest.raises(ValueError, match="expected 'call' or 'sequence'"):
+        Select(positions=3, of="prompt")
+    with FlexModel(llama()) as flex:
+        hook = HookFunction("model.layers.0", select=Select(positions=3, of="sequence"))
+        with pytest.raises(ValueError, match="can't count positions of the sequence"):
+            flex.register_full_backward_hook(hook)
+        flex.register_forward_hook(hook)
+        cache = flex(prompts()).past_key_values
+        with pytest.raises(HookError, match=r"a cache and gradients; run it under torch.no_grad"):
+            flex(prompts()[:, :1], past_key_values=cache)
+    with FlexModel(llama()) as flex, torch.no_grad():
+        select = Select(positions=0, of="sequence")
+        flex.register_forward_hook(HookFunction("lm_head", select=select))
+        with pytest.raises(ValueError, match="the tensor has 1, and the forward 6"):
+            flex.generate(prompts(), max_new_tokens=1)
+    with FlexModel(nn.Sequential(nn.Identity())) as flex:
+        flex.register_forward_hook(HookFunction("0", select=Select(positions=1, of="sequence")))
+        with pytest.raises(HookError, match="is not a model of transformers"):
+            flex(torch.zeros(2, 3, 4))
+
+
+@pytest.mark.ranks(2)
+def test_data_parallel_ranks_at_other_places_are_an_error():
+    model = llama()
+    rank = frameworks.rank()
+    with torch.no_grad():
+        cache = model(prompts()[:2, : 3 + rank], use_cache=True).past_key_values
+        flex = FlexModel(DistributedDataParallel(model))
+        flex.register_forward_hook(ready(POSITIONS))
+        with pytest.raises(HookMismatchError, match="the start of a forward"):
+            flex(prompts()[:2, :1], past_key_values=cache)
+        flex.restore()
