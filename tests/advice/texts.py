@@ -20,6 +20,9 @@ ELSEWHERE = {
     "loader: this state is not of this stream": "records/store/test_row_loader",
     "give a smaller batch_rows": "records/store/test_row_loader",
     "give names of records that differ in their last dim alone": "records/store/test_row_loader",
+    "leave out of='sequence'": "integrations/test_past_positions",
+    "positions of the call, such as 'last', without of=": "integrations/test_past_positions",
+    "has a cache and gradients; run it under torch.no_grad()": "integrations/test_past_positions",
     "use a FlexModel of this model without dp_batch": "fingerprints/: refused runs",
     "give batches of that size, or make the stage without input_args": "pipelining/"
     "test_pipelining_models: GPT-2, traced",

@@ -167,19 +167,31 @@ def test_what_can_t_be_counted_is_an_error():
         hook = HookFunction("model.layers.0", select=Select(positions=3, of="sequence"))
         with pytest.raises(ValueError, match="can't count positions of the sequence"):
             flex.register_full_backward_hook(hook)
+        flex.register_full_backward_hook(
+            HookFunction("model.layers.1", select=Select(positions=3))
+        ).remove()
         flex.register_forward_hook(hook)
         cache = flex(prompts()).past_key_values
         with pytest.raises(HookError, match=r"a cache and gradients; run it under torch.no_grad"):
             flex(prompts()[:, :1], past_key_values=cache)
+        with torch.no_grad():
+            flex(prompts(), past_key_values=flex(prompts()).past_key_values)
     with FlexModel(llama()) as flex, torch.no_grad():
         select = Select(positions=0, of="sequence")
-        flex.register_forward_hook(HookFunction("lm_head", select=select))
+        hook = flex.register_forward_hook(HookFunction("lm_head", select=select))
         with pytest.raises(ValueError, match="the tensor has 1, and the forward 6"):
             flex.generate(prompts(), max_new_tokens=1)
+        hook.remove()
+        flex.register_forward_hook(HookFunction("lm_head", select=Select(positions="last")))
+        flex.generate(prompts(), max_new_tokens=1)
     with FlexModel(nn.Sequential(nn.Identity())) as flex:
-        flex.register_forward_hook(HookFunction("0", select=Select(positions=1, of="sequence")))
+        select = Select(positions=1, of="sequence")
+        hook = flex.register_forward_hook(HookFunction("0", select=select))
         with pytest.raises(HookError, match="is not a model of transformers"):
             flex(torch.zeros(2, 3, 4))
+        hook.remove()
+        flex.register_forward_hook(HookFunction("0", select=Select(positions="last")))
+        flex(torch.zeros(2, 3, 4))
 
 
 @pytest.mark.ranks(2)
