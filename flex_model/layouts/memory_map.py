@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -188,15 +187,6 @@ def statistics_written_by(name: str, args: Sequence[Any]) -> list[Tensor]:
     return [one for one in args[3:5] if isinstance(one, Tensor)]
 
 
-def number_of(constant: Tensor) -> Any:
-    """Return the element of a tensor of one on the host; None for others."""
-    letter = _LETTERS.get(constant.dtype)
-    if letter is None or constant.device.type != "cpu" or constant.numel() != 1:
-        return None
-    data = bytes_of(constant)
-    return None if data is None else struct.unpack(letter, data)[0]
-
-
 def bytes_of(constant: Tensor) -> bytes | None:
     """Return the memory of a tensor, and of a non-contiguous one all of its storage; None for what
     is not plain memory. It is read without torch's operations, which modes may run on shapes alone.
@@ -211,10 +201,6 @@ def bytes_of(constant: Tensor) -> bytes | None:
     return ctypes.string_at(storage.data_ptr(), storage.nbytes())
 
 
-_LETTERS = {
-    torch.float64: "d", torch.float32: "f", torch.float16: "e", torch.int64: "q",
-    torch.int32: "i", torch.int16: "h", torch.int8: "b", torch.uint8: "B",
-}  # fmt: skip
 _SENDS = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"}
 
 
