@@ -527,11 +527,11 @@ def run_hooked(parallelism, batch, **settings):
             *records.get("act.grad", []), output.detach(), *gradients]  # fmt: skip
 
 
-SETTINGS = [{}, {"edit_on": "rank0"}, {"output_ranks": "all"}]
+OF_MODELS = [{}, {"edit_on": "rank0"}, {"output_ranks": "all"}]
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("settings", grid_but(SETTINGS, {"edit_on": "rank0"}), ids=str)
+@pytest.mark.parametrize("settings", grid_but(OF_MODELS, {"edit_on": "rank0"}), ids=str)
 def test_a_model_with_hooks_gives_the_same_bits_by_every_transport(settings):
     parallelism = models.FOUR_RANKS["tp x dp"]
     results = {}

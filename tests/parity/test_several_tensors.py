@@ -322,8 +322,9 @@ def test_ready_edits_are_about_one_tensor():
 
 def test_bad_arguments():
     for wrong, message in [
-        ((), "must be an int, or several"),
-        ((0, "1"), "must be an int, or several"),
+        ((), "must be an int or a name, or several"),
+        ((0, 1.5), "must be an int or a name, or several"),
+        ((0, ""), "is an empty name"),
         ((0, -1), "counts from 0"),
         ((1, 1), "twice"),
         (range(9), "8 at most"),
