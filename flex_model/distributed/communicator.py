@@ -183,8 +183,7 @@ class Communicator(GroupPool):
         rows = [packed] if self.is_local else self.call("exchange_bytes", GRID, packed)
         seed = Header.seed_if_alike(rows, packed) if state == OK else None
         if seed is not None:
-            header.seed = seed
-            return [header] * len(rows)
+            return [header.with_seed(seed)] * len(rows)
         site = header.site ^ mark
         header = replace(header, site=site, sequence=self.sequence, state=state)
         try:

@@ -161,6 +161,11 @@ class Header:
                 return None
         return int.from_bytes(rows[0][24:32], "little")
 
+    def with_seed(self, seed: int) -> Header:
+        """Set rank 0's seed; return the header."""
+        self.seed = seed
+        return self
+
     @property
     def is_wide(self) -> bool:
         return bool(self.flags & Header.WIDE)

@@ -85,7 +85,8 @@ def _recorder_of(core: HookCore, is_backward: bool, has_routing: bool) -> Record
     if recorder is None or recorder.core.is_closed or recorder.key != key:
         if recorder is not None:
             recorder.core.close()
-        core.recorder = recorder = Recorder(core, key, is_backward, has_routing)
+        recorder = Recorder(core, key, is_backward, has_routing)
+        core.keep_recorder(recorder)
     return recorder
 
 

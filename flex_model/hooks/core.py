@@ -164,6 +164,10 @@ class HookCore:
         self.recorder: Any = None
         self.is_closed = False
 
+    def keep_recorder(self, recorder: Any) -> None:
+        """Record fingerprints with this from now on."""
+        self.recorder = recorder
+
     @property
     def runs_edits(self) -> bool:
         """Whether this rank runs editing functions, and so uses trainable modules."""

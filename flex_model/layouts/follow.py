@@ -90,7 +90,7 @@ class Follower:
             id(module): clean(self._root, name) for name, module in self._root.named_modules()
         }
         # The forward of the root has begun already, so no hook reports it.
-        self.recorder.stated_sizes = layers.stated_last_sizes(self._root)
+        self.recorder.set_stated_sizes(layers.stated_last_sizes(self._root))
         self._handles = list(self._statement_hooks())
         # The root gets no hooks: removing them would change the hooks that torch iterates over
         # after an error.
@@ -132,14 +132,14 @@ class Follower:
         if name is not None and not self.recorder.is_paused:
             outside = self.recorder.stated_sizes
             self._open.append((id(module), self.log.enter(name), outside))
-            self.recorder.stated_sizes = layers.stated_last_sizes(module) or outside
+            self.recorder.set_stated_sizes(layers.stated_last_sizes(module) or outside)
             self._weights.enter(module, name)
 
     def _exit_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.recorder.is_paused and any(key == id(module) for key, _, _ in self._open):
             while True:  # also modules inside that an exception ended
                 key, path, outside = self._open.pop()
-                self.recorder.stated_sizes = outside
+                self.recorder.set_stated_sizes(outside)
                 self.log.exit(path)
                 if key == id(module):
                     return

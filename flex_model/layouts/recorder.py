@@ -90,8 +90,7 @@ class Recorder(DispatchMode):
         self.comparisons: list[tuple[str, Any, Any]] = []  # of sizes, with this rank's numbers
         self.sizes = CallSizes(self.key)
         self.reduction = ""  # of the running call of torch.distributed
-        #: The sizes of last dims that the running module states.
-        self.stated_sizes: frozenset[int] = frozenset()
+        self.stated_sizes: frozenset[int] = frozenset()  # stated by the running module
         #: Whether what runs passes gradients although torch records no graph: it is recomputed.
         self.is_recomputed = False
 
@@ -163,6 +162,10 @@ class Recorder(DispatchMode):
             yield
         finally:
             self.sizes, self.reduction = before
+
+    def set_stated_sizes(self, stated_sizes: frozenset[int]) -> None:
+        """Set the sizes of last dims that the running module states."""
+        self.stated_sizes = stated_sizes
 
     def _note_comparison(self, by: str, own: Any, other: Any) -> None:
         if self.pauses == 0 and any(expression_of(one, self.key) for one in (own, other)):

@@ -182,7 +182,7 @@ def test_who_waits_is_told():
     assert first > 50e3 and second < first
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, alone=True)  # a group is made by its number, in which ranks must agree
 def test_clocks_of_several_hosts_are_set(monkeypatch):
     """Rank 1's host was started 5 s before."""
     me = dist.get_rank()
