@@ -7,11 +7,8 @@ import time
 
 import pytest
 
-from tiers import grid_but
-
 pytest.importorskip("ipyparallel")
 kernels = pytest.importorskip("kernels")  # with nbclient and ipykernel
-pytestmark = pytest.mark.slow
 
 LAUNCH = """\
 import flex_model.notebook
@@ -104,17 +101,15 @@ def test_ctrl_c_stops_cells_that_python_runs(notebook):
     assert notebook.run("%%px\nflex(x).shape").startswith("[0, 1] torch.Size([4, 8])")
 
 
+@pytest.mark.slow  # three seconds each
 @pytest.mark.parametrize(
     "runs",
-    grid_but(
-        [
-            "%%px\nwhile True:\n    hooked(x).sum().backward()",
-            # one run of many forwards
-            "%%px\nwith hooked.active():\n    while True:\n        model(x)",
-            "while True:\n    ranks['hooked'](x)",
-        ],
+    [
         "%%px\nwhile True:\n    hooked(x).sum().backward()",
-    ),
+        # one run of many forwards
+        "%%px\nwith hooked.active():\n    while True:\n        model(x)",
+        "while True:\n    ranks['hooked'](x)",
+    ],
 )
 def test_ctrl_c_stops_runs_on_all_ranks_together(notebook, runs):
     """Most of the time a rank is in a collective, of the model's own or of hooks."""
@@ -128,6 +123,7 @@ def test_ctrl_c_stops_runs_on_all_ranks_together(notebook, runs):
     notebook.run("%%px\nhooked.restore()")
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_one_that_failed_is_ended(notebook):
     began = time.monotonic()
     shown = notebook.fail("%%px\nif dist.get_rank():\n    raise ValueError('mine')\ndist.barrier()")
@@ -140,6 +136,7 @@ def test_a_rank_that_waits_for_one_that_failed_is_ended(notebook):
     assert "NameError" in notebook.fail("%%px\nflex")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_collective_ends_the_ranks_in_it(notebook):
     began = time.monotonic()
     code = "%%px\nif dist.get_rank():\n    dist.barrier()"
@@ -149,6 +146,7 @@ def test_ctrl_c_in_a_collective_ends_the_ranks_in_it(notebook):
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow  # it starts ranks afresh once more
 def test_a_killed_rank_ends_the_cell(notebook):
     notebook.run("ranks.restart()")
     pids = notebook.run("%%px\nimport os\nprint(os.getpid())")
