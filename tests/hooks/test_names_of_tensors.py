@@ -4,6 +4,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -146,3 +147,26 @@ def test_a_transformers_model():
     assert_close(records[keys][0], output[cache].layers[1].keys)
     assert records["hidden_states"][0].shape == (2, 5, 16)
     assert_close(records["position_embeddings.0"][0][0, 0], torch.ones(8))
+
+
+class Masked(Outer):
+    """Passes a mask on, but on some ranks."""
+
+    def __init__(self, without):
+        super().__init__()
+        self.without = without
+
+    def forward(self, x, mask):
+        return self.named(x, mask=None if dist.get_rank() in self.without else mask)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("without", [(0,), (0, 1)])
+def test_a_name_without_a_tensor_on_some_rank_is_an_error_on_all(without):
+    model = Masked(without)
+    with FlexModel(model, {}, tensor_parallel_size=2) as flex:
+        flex.register_forward_pre_hook(HookFunction("named", None, plus, "mask"))
+        with pytest.raises(HookError, match=r"rank 0: .*no input .* of the name 'mask'"):
+            flex(X, mask=X.exp())
+        model.without = ()
+        flex(X, mask=X.exp())

@@ -117,10 +117,7 @@ def test_without_a_cache_they_are_positions_of_the_call(recomputes):
     torch.testing.assert_close(found, gradients(in_call, recomputes))
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("hook", [by_select, ready])
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
-def test_on_tensor_parallel_ranks(hook, edit_on):
+def tensor_parallel(model):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -133,9 +130,15 @@ def test_on_tensor_parallel_ranks(hook, edit_on):
         for name in ("q", "k", "v"):
             plan[f"model.layers.{i}.self_attn.{name}_proj"] = ColwiseParallel()
         plan[f"model.layers.{i}.self_attn.o_proj"] = RowwiseParallel()
-    model = parallelize_module(llama(), init_device_mesh("cpu", (2,)), plan)
+    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("hook", [by_select, ready])
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_on_tensor_parallel_ranks(hook, edit_on):
     records = {}
-    with FlexModel(model, records, edit_on=edit_on) as flex:
+    with FlexModel(tensor_parallel(llama()), records, edit_on=edit_on) as flex:
         flex.register_forward_hook(hook(POSITIONS))
         head = Select(positions=slice(4, 8), units=[3, 20], of="sequence")
         flex.register_forward_hook(HookFunction("model.layers.1.self_attn.q_proj", select=head))
@@ -144,6 +147,36 @@ def test_on_tensor_parallel_ranks(hook, edit_on):
     if frameworks.rank() == 0:
         shapes = [tuple(one.shape) for one in records["model.layers.1.self_attn.q_proj"]]
         assert shapes == [(4, 2, 2), (4, 1, 2), (4, 1, 2), (4, 0, 2)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+def test_gradients_on_tensor_parallel_ranks(edit_on):
+    """Of an edit that mixes the units of all ranks."""
+    site, found = "model.layers.1.self_attn.q_proj", []
+
+    def in_torch(module, args, output):
+        edited = output.clone()
+        edited[:, [2, 5]] = mixed(None, output[:, [2, 5]], None, None)
+        return edited
+
+    for is_sharded in (False, True):
+        model = tensor_parallel(llama()) if is_sharded else llama()
+        embeds = model.get_input_embeddings()(prompts()).detach().requires_grad_()
+        flex = FlexModel(model, edit_on=edit_on) if is_sharded else None
+        if flex is None:
+            model.get_submodule(site).register_forward_hook(in_torch)
+        else:
+            select = Select(positions=POSITIONS, of="sequence")
+            flex.register_forward_hook(HookFunction(site, editing_function=mixed, select=select))
+        logits = (flex or model)(inputs_embeds=embeds, use_cache=False).logits
+        logits.square().sum().backward()
+        of_weight = model.get_submodule(site).weight.grad
+        of_weight = of_weight.full_tensor() if is_sharded else of_weight
+        found.append([logits.detach(), embeds.grad, of_weight])
+        if flex is not None:
+            flex.restore()
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.ranks(2)
