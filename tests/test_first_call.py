@@ -168,7 +168,7 @@ try:
 except (HookMismatchError, ValueError) as error:
     seconds = time.perf_counter() - begin
     assert all(word in str(error) for word in {words}), error
-    assert seconds < 2, seconds
+    assert seconds < 20, seconds  # gloo waits 30 minutes
     print("raised")
 check("a mismatch")
 """
