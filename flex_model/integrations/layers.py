@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Placement, Replicate, Shard, ShardLayout
-from flex_model.integrations import quantized
+from flex_model.integrations import quantized, transformers_private
 from flex_model.integrations.dtensor import axis_names, is_dtensor
 
 # Attributes in which layers state the full sizes of the dims of ``weight``. The first one is the
@@ -53,6 +54,23 @@ def parameter_layout(
     is_split = leaf_name == "weight" or split == 0
     tp: Placement = Shard(split) if is_split else Replicate()
     return ShardLayout(tp=tp, source="the sizes that its layer states")
+
+
+def as_computed_with(
+    module: nn.Module, leaf_name: str, tensor: Tensor, tp: Placement | None
+) -> Placement | None:
+    """Return the placement along tp of a DTensor, as its layer computes with it. Local.
+
+    Experts of transformers take halves of what a rank's part of ``gate_up_proj`` gives, so the part
+    has a part of the gate and one of the other half. A plan that shards what is stored interleaved
+    (of Inkling 2) states consecutive shards, and the loader then sorts each by halves.
+    """
+    is_last = leaf_name.endswith("_bias") or getattr(module, "is_transposed", False)
+    halves = Shard(tensor.ndim - 1 if is_last else tensor.ndim - 2)
+    if tp != halves or not leaf_name.startswith("gate_up_proj"):
+        return tp
+    is_sorted = transformers_private.is_experts(module) and module.is_concatenated
+    return replace(halves, parts=2) if is_sorted else tp
 
 
 def gives_the_same_to_all(module: nn.Module) -> bool:

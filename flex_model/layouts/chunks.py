@@ -47,3 +47,40 @@ def combine(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | N
         return None
     ((_, dim, size),) = of
     return own_part(dim, [found for found in ranges if found is not None], size)
+
+
+def taken_from(
+    source: Any, joined: Any, readers: Sequence[Any], makers: Mapping[Any, Maker]
+) -> list[Any] | None:
+    """Return those of a joined tensor's readers that read a part of ``source``, one of the tensors
+    that were joined: ``torch.cat([a, b], -1).split([len_a, len_b], -1)``. None if it was not joined
+    of others, or something reads no chunk along that dim.
+    """
+    operation, _, sources = makers.get(joined, (None, 0, ()))
+    if operation is None or operation.name != "cat" or len(sources) != len(operation.operands):
+        return None
+    dim, end, own = operation.get("dim", 0) % operation.outputs[0].ndim, 0, []
+    for operand, value in zip(operation.operands, sources):
+        if operand.ndim != operation.outputs[0].ndim:  # an empty one
+            return None
+        sizes = {shape[dim] for shape in operand.shapes}
+        if len(sizes) > 1:
+            return None
+        start, end = end, end + sizes.pop()
+        if value == source:
+            own.append(range(start, end))
+    found = []
+    for reader in readers:
+        chunk, output, of = makers.get(reader, (operation, 0, ()))
+        if chunk.name not in CHUNKS or of != (joined,) or _dim(chunk) != dim:
+            return None
+        taken = range_taken(chunk, output, dim)
+        if taken is None:
+            return None
+        if any(max(part.start, taken[0]) < min(part.stop, taken[1]) for part in own):
+            found.append(reader)
+    return found
+
+
+def _dim(chunk: Operation) -> int:
+    return int(chunk.get("dim", 0)) % chunk.operands[0].ndim

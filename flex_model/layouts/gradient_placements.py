@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
 from flex_model.integrations.torch_private import CUSTOM_BACKWARD
+from flex_model.layouts import chunks
 from flex_model.layouts.operation_log import Entry, Value
 
 if TYPE_CHECKING:
@@ -200,10 +201,23 @@ class Gradients:
         """Return the values that pass gradients to it."""
         if self._unread is None:
             self._unread = self._find_unread()
-        found = list(self._made.get(value, ()))
+        found = self._made_of(value)
         for node in self._nodes_of.get(value, ()):
             found += node.outputs.values()
         return [made for made in found if made not in self._detached and made not in self._unread]
+
+    def _made_of(self, value: Value) -> list[Value]:
+        """Return the values that operations made of it; of a tensor that it was joined to, and that
+        was only split again, the parts that hold elements of it.
+        """
+        found = []
+        for made in self._made.get(value, ()):
+            parts = None
+            if not (made in self._outputs or made in self._nodes_of or made in self._hooked):
+                readers = self._made.get(made, ()) if made not in self._unknown else ()
+                parts = chunks.taken_from(value, made, readers, self._proofs.makers)
+            found += [made] if parts is None else parts
+        return found
 
     def _find_unread(self) -> set[Value]:
         """Return the aliases that nothing reads, such as the former contents of a buffer."""
@@ -221,7 +235,7 @@ class Gradients:
             kinds.add(self._unknown[value])
         if self._not_followed:
             kinds.add(_not_followed(self._not_followed))
-        kinds |= {self._local(one) for one in self._made.get(value, ()) if one in self._found}
+        kinds |= {self._local(one) for one in self._made_of(value) if one in self._found}
         for node in self._nodes_of.get(value, ()):
             kinds |= self._of_node(node)
         kinds -= {None}

@@ -185,6 +185,8 @@ class Weights:
     def _stated_by_model(self, module: nn.Module, leaf: str, tensor: Tensor) -> Placements:
         """Return the placements that a DTensor or the layer states."""
         dp, tp = stated_by_dtensor(tensor, self._mesh) or (None, None)
+        if tp is not None:
+            tp = encode(layers.as_computed_with(module, leaf, tensor, decode(tp)))
         if self._mesh.tp_size > 1 and not self._states_along_tp(tensor, leaf):
             layout = layers.parameter_layout(module, leaf, tensor, self._mesh)
             tp = None if layout is None else encode(layout.tp)

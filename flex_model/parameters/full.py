@@ -385,7 +385,8 @@ class Parameters:
         if dtensor.is_dtensor(tensor):
             layout = dtensor.layout(tensor, mesh, f"parameter {name!r}", batch_on_dp=False)
             dp = layout.dp
-            tp = layout.tp if "tp" in axes else tp
+            stated_tp = layers.as_computed_with(found.module, leaf_name, tensor, layout.tp)
+            tp = stated_tp if "tp" in axes else tp
         if tp is None:
             stated = layers.parameter_layout(found.module, leaf_name, found.parameter, mesh)
             if stated is not None:

@@ -323,6 +323,52 @@ def test_a_tensor_that_is_read_whole_and_in_parts_is_refused_until_it_is_stated(
             flex(BATCH.clone().requires_grad_()).sum().backward()
 
 
+class Latent(nn.Module):
+    """Latent attention under transformers' ``mla_kv_a_proj``: one part of a latent tensor goes to a
+    column layer, the other one to each rank's heads; they are joined and split again between.
+    """
+
+    def __init__(self, linear, copy, total):
+        super().__init__()
+        self.same, self.joined, self.heads = nn.Identity(), nn.Identity(), linear
+        self.copy, self.total = copy, total
+
+    def forward(self, x):
+        latent, shared = self.same(x).split([4, 2], -1)
+        joined = self.joined(torch.cat([latent, self.copy(shared)], -1))
+        latent, shared = joined.split([4, 2], -1)
+        heads = self.heads(self.copy(latent)) * shared.sum(-1, keepdim=True)
+        return self.total(heads.square().sum(-1, keepdim=True))
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_goes_through_what_is_joined_and_split_again_part_by_part():
+    group = models.mesh(1, 2)["tp"].get_group()
+    linear = models.seeded(nn.Linear, 4, 8).double()
+    whole = Latent(linear, nn.Identity(), nn.Identity())
+    copy, total = Call(CopyToRanks.apply, group), Call(SumOverRanks.apply, group)
+    sharded, records, expected = Latent(Columns(linear, group), copy, total), {}, {}
+    for model in (sharded, whole):
+        x = BATCH.clone().requires_grad_()
+        if model is whole:
+            model.same.register_forward_hook(lambda m, args, output: mix(m, output, None, None))
+            model.same.register_full_backward_pre_hook(lambda m, g: expected.update(same=g[0]))
+            model(x).sum().backward()
+            continue
+        with FlexModel(model, records, tensor_parallel_size=2, output_ranks="all") as flex:
+            flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Replicate())
+            flex.register_forward_hook(HookFunction("same", editing_function=mix))
+            flex.register_full_backward_pre_hook(HookFunction("same", output_name="gradient"))
+            flex(x).sum().backward()
+            given, (found,) = x.grad, records["gradient"]
+            # Of what was joined a part is whole, and the other one a sum: no placement says that.
+            flex.register_full_backward_pre_hook(HookFunction("joined"))
+            with pytest.raises(ValueError, match="read both whole and in parts"):
+                flex(x).sum().backward()
+    assert_close(given, x.grad)
+    assert_close(found, expected["same"])
+
+
 @torch.library.custom_op("flex_model_tests::double", mutates_args=())
 def double(x: torch.Tensor) -> torch.Tensor:
     return 2 * x

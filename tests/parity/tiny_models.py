@@ -18,6 +18,7 @@ TASKS = {
     "QUESTION_ANSWERING": "answers",
     "MULTIPLE_CHOICE": "choices",
 }
+KEY_VALUE_HEADS = r".*(key_value|kv)_heads.*|num_key_value_groups|attention_heads_kv"
 #: By pattern of an attribute's name: the number that makes a model tiny. The first one counts.
 SIZES = {
     r".*vocab_size|n_words|vocab_size_per_layer_input": WORDS,
@@ -25,7 +26,7 @@ SIZES = {
     r"num_experts_per_tok|moe_topk|moe_k|top_?k|num_selects|num_experts_per_token|top_k_experts": 2,
     r".*(num|n)_.*experts.*|num_local_experts|moe_num_experts": 4,
     r"n_group|topk_group|n_groups": 1,
-    r".*(key_value|kv)_heads.*|num_key_value_groups|attention_heads_kv": 3,
+    KEY_VALUE_HEADS: 3,
     r".*(num|n)_.*heads|n_heads?|.*attention_heads|n_head": 6,
     r".*head_dim|d_kv|.*head_size|attention_head_dim": 8,
     r"(num_|n_)?(hidden_|encoder_|decoder_|text_)*layers?|n_layer|num_layers|n_layers|depth": 2,
