@@ -2,6 +2,7 @@
 the tree keeps the rules of CONTRIBUTING.md.
 """
 
+import ast
 import importlib.util
 import re
 from collections import Counter
@@ -59,6 +60,20 @@ def test_no_file_holds_two_ideas():
         if path.suffix in SOURCES and len(path.read_text().splitlines()) > 700
     }
     assert long <= {"flex_model/model.py"}
+
+
+FRAGMENT = re.compile("(Of|That|Those|As|What) |.*of which .*of which", re.DOTALL)
+
+
+@pytest.mark.parametrize("package", ["fingerprints", "hooks", "layouts"])
+def test_docstrings_begin_with_a_sentence(package):
+    found = []
+    for path in sorted((ROOT / "flex_model" / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node) or ""
+                found += [f"{path.name}: {text}"] * bool(FRAGMENT.match(text))
+    assert found == []
 
 
 def assigned_in(source):

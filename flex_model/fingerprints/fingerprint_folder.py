@@ -1,4 +1,4 @@
-"""The folder of a fingerprint: ``run.json`` is written last, so a folder without it is no run."""
+"""The folder of a fingerprint: ``run.json`` is written last, and a folder without it unfinished."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class RunWriter:
         names = {one.name.removesuffix(ASIDE) for one in folder.iterdir()}
         if names - {_RUN, _VALUES, _TENSORS}:
             raise ValueError(f"fingerprint: {folder} has other files; give a folder of its own")
-        (folder / _RUN).unlink(missing_ok=True)  # first: from now on it is no run
+        (folder / _RUN).unlink(missing_ok=True)  # first: from now on it is unfinished
         for old in (folder / _TENSORS).glob("*"):
             old.unlink()
         self.folder = folder
@@ -88,7 +88,7 @@ def read_run(folder: Folder) -> RecordedRun:
     """Read a run; full tensors are read when they are needed.
 
     Raises:
-        ValueError: it is no folder of a finished fingerprint.
+        ValueError: the folder does not hold a finished fingerprint.
     """
     folder = Path(folder)
     try:

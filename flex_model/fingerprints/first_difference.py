@@ -121,7 +121,7 @@ def judged(
 
 @dataclass(frozen=True)
 class _Source:
-    """What a site is computed from: the largest difference, and the most terms of a sum."""
+    """The inputs of a site: their largest difference, and the most terms of a sum."""
 
     ulps: float = 0.0
     width: int = 1

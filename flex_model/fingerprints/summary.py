@@ -1,4 +1,4 @@
-"""What a fingerprint keeps of one full tensor: moments, and values at a few positions."""
+"""A fingerprint keeps moments of each full tensor, and its values at a few positions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Summary:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What identifies it among those of a run."""
+        """The name, kind and call, which no other summary of a run has."""
         return self.name, self.kind, self.call
 
 

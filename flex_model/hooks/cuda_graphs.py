@@ -1,5 +1,5 @@
-"""What hooks may do while a CUDA graph is captured: nothing that the host takes part in, since a
-replay of the graph does not repeat it.
+"""Refuses hooks that need the host while a CUDA graph is captured: a replay of the graph does not
+repeat what the host does.
 """
 
 from __future__ import annotations

@@ -123,8 +123,7 @@ class LocalPath:
 
 
 class _ShardedPath(ABC):
-    """What the paths on several ranks have in common: they gather this rank's shard with those of
-    the others.
+    """Gathers this rank's shard with those of the others, for the paths on several ranks.
 
     Attributes:
         gather_in_graph: Gathers with autograd inside.

@@ -187,7 +187,7 @@ class HookFunction:
 
     @property
     def settings_of_module(self) -> tuple[str, ...]:
-        """What else ranks must agree on: what its module was told for it, the values of an edit."""
+        """Return what else must be the same on all ranks: settings of its module, edits' values."""
         return ()
 
     def replace_editing_function(self, editing_function: EditingFunction | None) -> None:

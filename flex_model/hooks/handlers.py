@@ -1,4 +1,4 @@
-"""What happens when torch calls a hook of one FlexModel: in a forward, in its recomputation, with a
+"""Handles the calls of one FlexModel's hooks by torch: in a forward, in its recomputation, with a
 gradient.
 """
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.failure import ERROR, FAILED, RankState
 from flex_model.errors import HookError, agreed, is_agreed
+from flex_model.hooks.backward_lock import BackwardLock
 from flex_model.hooks.edit_path import copy_for_model
 from flex_model.hooks.evidence import Evidence
 from flex_model.hooks.hook_call import HookCall
@@ -22,7 +23,6 @@ from flex_model.hooks.hook_executor import HookExecutor
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
-from flex_model.hooks.turns import Turns
 from flex_model.hooks.user_function import Before, changed, late_draws
 from flex_model.layouts import follow
 from flex_model.runs import remembered_runs
@@ -59,7 +59,7 @@ class HookHandlers:
         self.runs, self._backwards, self._graphs = runs, backwards, graphs
         self.communicator, self._tracking, self._executor = communicator, tracking, executor
         self._step, self._on_failure = step, on_failure
-        self._turns = Turns(communicator.timeout_s, communicator.is_local)
+        self._backward_lock = BackwardLock(communicator.timeout_s, communicator.is_local)
 
     # ---- Forward ---------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ class HookHandlers:
         if self._is_silent():
             return tree
         if in_backward():
-            with self._turns:
+            with self._backward_lock:
                 self.runs.check_entry()
                 return self._replay(registration, module, tree)
         self.runs.check_entry()
@@ -253,7 +253,7 @@ class HookHandlers:
             module = module_ref()
             if grad is None or module is None or self._is_silent():
                 return grad
-            with self._turns:
+            with self._backward_lock:
                 graph.enter()
                 self._backwards.begin(run)
                 for registration, number, evidence in zip(registrations, numbers, evidences):
@@ -271,7 +271,7 @@ class HookHandlers:
         """Run the hooks on a parameter's gradient; return the gradient that replaces it. Without a
         gradient they are not called; ranks that have one find this one at the end of the backward.
         """
-        with self._turns:
+        with self._backward_lock:
             run = self.runs.of_parameters()
             self._backwards.begin(run)
             if grad is None:

@@ -32,7 +32,7 @@ from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import Observer, UserFunction
 from flex_model.integrations import dtensor, profiler
-from flex_model.layouts import resolve
+from flex_model.layouts import follow, resolve
 from flex_model.layouts.follow import Pair
 from flex_model.records.records import Records
 
@@ -204,10 +204,10 @@ class HookExecutor:
 
     def _placed(self, one: EditInput, shard: Tensor) -> Tensor:
         """Return the tensor that the model continues with, with the original's placements, and
-        register it with the follower.
+        register it with the followers that record.
         """
         edited = one.like_original(shard)
-        is_followed = one.call.evidence.follower is not None and one.gather_context is not None
+        is_followed = one.gather_context is not None and follow.recording()
         if is_followed and one.call.registration.kind in ("forward", "forward_pre"):
             layout = one.gathered_by.spec.layout
             placed: Pair = (layout.dp, layout.tp)

@@ -165,7 +165,7 @@ class Registration:
 
     @property
     def living_targets(self) -> list[Any]:
-        """Those of its targets that still exist."""
+        """The modules or parameters among its targets that still exist."""
         return [target for ref in self.targets if (target := ref()) is not None]
 
     @property

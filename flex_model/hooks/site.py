@@ -98,7 +98,7 @@ def _put_in_order(hooks: Any, number: int) -> None:
 
 
 class SiteOwner(Protocol):
-    """What sites call: ``HookHandlers``."""
+    """The methods of ``HookHandlers`` that sites call."""
 
     @property
     def runs(self) -> Runs: ...

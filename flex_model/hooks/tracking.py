@@ -488,9 +488,12 @@ class Tracking:
             raise agreed(ValueError(refuted or "a statement is refuted on another rank"))
 
     def note(self, evidence: Evidence, tensor: Tensor, original: Tensor, placed: Pair) -> None:
-        """Note the placements of a hook's replacement for a tensor. Local."""
+        """Note the placements of a hook's replacement for a tensor, also in the forwards that other
+        FlexModels follow. Local.
+        """
+        follow.place_edited(self._communicator.mesh, tensor, original, placed)
         if evidence.follower is not None and evidence.follower in follow.recording():
-            evidence.note_edit(evidence.follower.place_edited(tensor, original, placed))
+            evidence.note_edit(evidence.follower.value(tensor))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -30,10 +30,12 @@ class Positions(NamedTuple):
 
 
 class _Forward(NamedTuple):
-    module: nn.Module
+    module: nn.Module  # that is called
+    model: nn.Module  # whose sequence it is: the module, or the one that it is a part of
+    cache: Any
     past: Any  # a number; a tensor, which a static cache has; None: the cache has no length
     length: int | None
-    outer: _Forward | None  # of another model, which runs this one
+    outer: _Forward | None
 
 
 _forward: ContextVar[_Forward | None] = ContextVar("the running forward", default=None)
@@ -48,27 +50,32 @@ def count() -> None:
 
 
 def begin(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Note the forward that begins, unless it is a part of the running one."""
+    """Note a forward that begins. A part of the running one has its positions, unless it is passed
+    another sequence: a model may be run in another one's editing function.
+    """
     global _had_gradients
-    outer = _forward.get()
-    if not _are_counted or (
-        outer is not None and any(module is one for one in outer.module.modules())
-    ):
+    if not _are_counted:
         return
+    outer = _forward.get()
     cache = cache_of(kwargs)
     cache = next(filter(is_cache, args), None) if cache is None else cache
+    inputs = [kwargs.get(name) for name in _INPUTS] + list(args[:1])
+    sizes = [one.shape[1] for one in inputs if isinstance(one, Tensor) and one.dim() > 1]
+    length = sizes[0] if sizes else None
+    is_same = outer is not None and cache is outer.cache and length in (None, outer.length)
+    if outer is not None and is_same and any(module is one for one in outer.model.modules()):
+        _forward.set(outer._replace(module=module, outer=outer))
+        return
     past = 0 if cache is None else getattr(cache, "get_seq_length", lambda: None)()
     if isinstance(past, Tensor):  # the host waits for it only where a hook needs it
         past = past.clone()
     if torch.is_grad_enabled() and (isinstance(past, Tensor) or past != 0):
         _had_gradients = True
-    inputs = [kwargs.get(name) for name in _INPUTS] + list(args[:1])
-    sizes = [one.shape[1] for one in inputs if isinstance(one, Tensor) and one.dim() > 1]
-    _forward.set(_Forward(module, past, sizes[0] if sizes else None, outer))
+    _forward.set(_Forward(module, module, cache, past, length, outer))
 
 
 def end(module: nn.Module) -> None:
-    """Forget the forward that this module began."""
+    """Forget the forward that this module began, if it began one."""
     forward = _forward.get()
     if forward is not None and forward.module is module:
         _forward.set(forward.outer)
@@ -110,10 +117,10 @@ def positions_of_forward(what: str) -> Positions:
 
 def _problem(forward: _Forward) -> str:
     transformers: Any = sys.modules.get("transformers")
-    models = [] if transformers is None else list(forward.module.modules())
+    models = [] if transformers is None else list(forward.model.modules())
     model: Any = next((m for m in models if isinstance(m, transformers.PreTrainedModel)), None)
     if model is None:
-        return f"{type(forward.module).__name__} is not a model of transformers"
+        return f"{type(forward.model).__name__} is not a model of transformers"
     if model.config.is_encoder_decoder:
         return "an encoder-decoder has two sequences"
     if forward.past is None:

@@ -45,6 +45,18 @@ def paused(*others: Follower) -> AbstractContextManager[None]:
     return active.all_paused(*(follower.recorder for follower in others))
 
 
+def place_edited(mesh: Mesh, tensor: Tensor, original: Tensor, placements: Pair) -> None:
+    """Log a tensor that a hook put in place of ``original`` in all followed forwards: with
+    its placements where the ranks are the same, else as unknown.
+    """
+    for follower in recording():
+        if follower._mesh == mesh:
+            dp, tp = placements
+            follower.recorder.place(tensor, (encode(dp), encode(tp)), original)
+        else:
+            follower.recorder.invalidate(tensor)
+
+
 class Follower:
     """Follows one forward: records it, and infers placements. Local, except for ``sync``.
 
@@ -210,18 +222,6 @@ class Follower:
         value = self.recorder.value(other)
         if isinstance(value, int):
             self.recorder.values.note(tensor, value)
-
-    def place_edited(self, tensor: Tensor, original: Tensor, placements: Pair) -> Any:
-        """Log a tensor that a hook put in place of ``original``; return its value. FlexModels with
-        the same ranks log it with its placements, others as unknown.
-        """
-        for follower in dict.fromkeys([self, *recording()]):
-            if follower._mesh == self._mesh:
-                dp, tp = placements
-                follower.recorder.place(tensor, (encode(dp), encode(tp)), original)
-            else:
-                follower.recorder.invalidate(tensor)
-        return self.recorder.value(tensor)
 
     def value(self, tensor: Tensor) -> Any:
         """Return this rank's value of the tensor as it is now, for ``placements`` after the next

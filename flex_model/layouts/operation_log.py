@@ -11,7 +11,7 @@ An entry is a tuple of plain values (numbers, strings, None, and tuples of them)
 - ``("op", name, args, kwargs, outputs, writes, carriers)``: an operation; ``carriers``: the values
   that it read and passes gradients to.
 - ``("collective", name, reduction, axes, args, kwargs, outputs, writes)``: along ``axes``, which
-  are None for a group that is no axis of the mesh; ``reduction``: "sum" and the like, "" where
+  are None for a group that is not an axis of the mesh; ``reduction``: "sum" and the like, "" where
   there is none or it is not known.
 - ``("call", name, inputs, outputs, stated)``: a call with a contract, see
   `contracts.logged_calls`: the values of its tensors, and what the first states, a DTensor.

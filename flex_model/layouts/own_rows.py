@@ -1,9 +1,9 @@
 """Tracks some of a rank's own rows: ``for row in x``, ``x.split(1)``, ``x[i]``.
 
-A row has the place in the batch that it has on its rank, so a tensor of some rows is no part of
-one that the unsharded program has. What is computed of them and of what all rows share belongs to
-the same rows; all of them joined in their order, ``torch.stack([f(row) for row in x])``, are rows
-of the batch again.
+A row has the place in the batch that it has on its rank, so a tensor of some rows is not a part
+of one that the unsharded program has. What is computed of them and of what all rows share belongs
+to the same rows; all of them joined in their order, ``torch.stack([f(row) for row in x])``, are
+rows of the batch again.
 """
 
 from __future__ import annotations

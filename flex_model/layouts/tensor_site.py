@@ -13,7 +13,7 @@ Share = tuple[Shard, Shape]
 
 @dataclass(frozen=True)
 class ParameterSources:
-    """What is stated about a parameter, and so about its gradient.
+    """The layout that is stated for a parameter, and so for its gradient.
 
     Attributes:
         placements: Along dp and tp.

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from flex_model import FlexModel, HookError, HookFunction
 from flex_model.distributed import kernels
-from flex_model.hooks.turns import Turns
+from flex_model.hooks.backward_lock import BackwardLock
 from flex_model.records.snapshots import Snapshots
 from tests import device_maps, models
 
@@ -126,7 +126,7 @@ def test_gradient_hooks_in_the_threads_of_several_devices():
 
 
 def test_a_gradient_hook_waits_for_another_thread_until_the_deadline():
-    turns, raised = Turns(0.05, is_local=False), []
+    turns, raised = BackwardLock(0.05, is_local=False), []
 
     def wait():
         try:

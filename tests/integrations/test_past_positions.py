@@ -1,5 +1,7 @@
 """Positions that count in the sequence, where a cache holds those before the call."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -238,3 +240,63 @@ def test_data_parallel_ranks_at_other_places_are_an_error():
         with pytest.raises(HookMismatchError, match="the start of a forward"):
             flex(prompts()[:2, :1], past_key_values=cache)
         flex.restore()
+
+
+def of_sequence(positions, **names):
+    select = Select(positions=positions, of="sequence")
+    return HookFunction("model.layers.0", select=select, **names)
+
+
+def lengths(records):
+    return [part.shape[1] for part in records["model.layers.0"]]
+
+
+@torch.no_grad()
+def test_a_teacher_in_an_editing_function_has_positions_of_its_own():
+    """Also where the student holds it as a module: a call of its whole input has no past."""
+    student, teacher = llama(), llama()
+    student.teacher, tokens, seen = teacher, prompts(2), []
+    with FlexModel(teacher, records := {}) as flex_teacher, FlexModel(student, {}) as flex:
+        flex_teacher.register_forward_hook(of_sequence([0, 1, LENGTH + 1]))
+
+        def edit(module, full, save_ctx, modules):
+            flex_teacher(tokens[:, : full.shape[1]])
+            seen.append(lengths(records))
+            return full
+
+        select = Select(positions=slice(0, 100), of="sequence")
+        flex.register_forward_hook(HookFunction("model.layers.1", None, edit, select=select))
+        flex.generate(tokens, max_new_tokens=NEW, do_sample=False)
+    assert seen == [[2]] + [[1]] * (NEW - 1)
+
+
+@torch.no_grad()
+def test_two_models_over_one_have_the_positions_of_its_forward():
+    model, tokens, others = llama(), prompts(2), {}
+    with FlexModel(model, records := {}) as flex, FlexModel(model, others) as other:
+        other.register_forward_hook(of_sequence([LENGTH]))
+        flex.register_forward_hook(of_sequence([LENGTH]))
+        flex.register_forward_pre_hook(of_sequence([LENGTH + 1], output_name="later"))
+        with other.active(), flex.active():
+            model.generate(tokens, max_new_tokens=3, do_sample=False)
+    assert lengths(records) == lengths(others) == [0, 1, 0]
+    assert [part.shape[1] for part in records["later"]] == [0, 0, 1]
+
+
+def test_two_threads_have_positions_of_their_own():
+    found = {}
+
+    def generate(name, length):
+        with torch.no_grad(), FlexModel(llama(), records := {}) as flex:
+            flex.register_forward_hook(of_sequence([length]))
+            both.wait()
+            flex.generate(prompts(2)[:, :length], max_new_tokens=3, do_sample=False)
+            found[name] = lengths(records)
+
+    both = threading.Barrier(2)
+    threads = [threading.Thread(target=generate, args=(n, n)) for n in (3, LENGTH)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {3: [0, 1, 0], LENGTH: [0, 1, 0]}

@@ -86,3 +86,26 @@ def test_both_edit_on_one_process(second_site):
 @pytest.mark.parametrize("second_site", ["fc1", "act"])
 def test_both_edit_on_two_ranks(name, second_site):
     check_both_edit(name, second_site)
+
+
+@pytest.mark.ranks(2)
+def test_an_edit_of_a_model_that_is_followed_no_more_is_placed():
+    """The first one's layouts are known when the second one's are inferred, after its edit."""
+    model, whole = models.TWO_RANKS["tp"].shard(models.mlp()), models.mlp()
+    hidden = mix(None, mix(None, whole.fc1(whole.inp(BATCH)), None, None), None, None)
+    acted = whole.act(hidden)
+    expected = whole.out(whole.fc2(acted))
+    gradient = torch.autograd.grad(expected.square().sum(), acted)[0]
+    edit, records = HookFunction("fc1", editing_function=mix), {}
+    with FlexModel(model, {}, tensor_parallel_size=2) as first:
+        first.register_forward_hook(edit)
+        first(BATCH), first(BATCH)
+        with FlexModel(model, records, tensor_parallel_size=2, output_ranks="all") as second:
+            second.register_forward_hook(HookFunction("fc1", editing_function=mix))
+            second.register_forward_hook(HookFunction("act"))
+            second.register_full_backward_pre_hook(HookFunction("act", output_name="gradient"))
+            output = second(BATCH)
+            output.square().sum().backward()
+    assert_close(output, expected)
+    assert_close(records["act"][0], acted)
+    assert_close(records["gradient"][0], gradient)

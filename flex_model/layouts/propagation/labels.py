@@ -53,7 +53,7 @@ class Output:
     """The labels of an output's dims, and the operands from which it is computed.
 
     Attributes:
-        terms: The products of which it is the sum; empty if it is no sum of products.
+        terms: The products that are summed; empty if it is computed otherwise.
         inputs: The operands that it depends on, if it has no terms.
     """
 

@@ -1,4 +1,4 @@
-"""Runs the hooks of a backward one at a time."""
+"""Has the hooks of a backward run one at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from flex_model.errors import HookError
 _of_process = threading.RLock()
 
 
-class Turns:
+class BackwardLock:
     """A lock for the hooks of a backward: autograd has a thread for each device, so a backward
     through a model on several devices calls hooks of two of them at the same time. They share the
     runs, the records, and the process's random numbers on the CPU. Local.
