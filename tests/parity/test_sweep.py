@@ -35,6 +35,8 @@ REFUSED = {
 ONLY_DDP = ("SqueezeBert",)
 #: Where gradients along tp are whole in a part of the features, and a sum in the others.
 LATENT = re.compile("kv_a_proj_with_mqa")
+#: Its linear attention begins with zeros that are as wide as a rank's keys.
+UNKNOWN_ZEROS = ("MiniMaxForCausalLM",)
 EXPERTS = re.compile(r"(^|\.)experts\.")  # called with tokens of their own, by some ranks only
 
 
@@ -64,6 +66,8 @@ def test_a_training_step(name):
 def test_a_plan_of_tensor_parallelism(name, tmp_path, monkeypatch):
     warnings.simplefilter("ignore")
     monkeypatch.setitem(tiny_models.SIZES, tiny_models.KEY_VALUE_HEADS, 2)
+    if name in UNKNOWN_ZEROS:
+        pytest.xfail("a placement that is not known")
     model, batch = built(name)
     loaded, whole = planned(model, batch, tmp_path)
     plain = twin(copy.deepcopy(whole), batch, {})
