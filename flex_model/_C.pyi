@@ -104,6 +104,15 @@ class HostGroup:
     def exchange_bytes(self, local: bytes) -> list[bytes]: ...
     def exchange(self, local: Span, bytes: int, all: Span) -> None: ...
     def all_gather(self, plan: GatherPlan, shard: Span, fulls: Sequence[Span]) -> None: ...
+    def gather_at_once(
+        self,
+        header: bytes,
+        may_differ: tuple[int, int],
+        plan: GatherPlan,
+        places: Sequence[int],
+        shard: Span,
+        fulls: Sequence[Span],
+    ) -> list[bytes]: ...
     def all_gather_views(
         self,
         plan: GatherPlan,

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from flex_model.distributed import gather
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import GatherContext
+from flex_model.distributed.gather import GatherContext, TensorSpec
 from flex_model.distributed.header import Header
 from flex_model.distributed.picked import Pick
-from flex_model.distributed.placement import Placement
+from flex_model.distributed.placement import Placement, Shape
 from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks.call_check import check_call, replicated_axes
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.layout_finder import LayoutFinder
 from flex_model.hooks.save_ctx import SentToAll
+from flex_model.hooks.settled_gather import SettledGather
 from flex_model.hooks.user_function import Edits, Parameters, UserFunction
 from flex_model.integrations import dtensor
 from flex_model.layouts import replicas
@@ -152,6 +153,11 @@ class _ShardedPath(ABC):
         if differing:
             leaf = replicas.reconciled(communicator, call.registration.layout_site, leaf, differing)
         spec = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
+        settled = layouts.settled_of(call)
+        if settled is not None and self._settles(call, original, leaf, spec, shapes):
+            settled[call.registration.index, call.number] = SettledGather(
+                communicator, records, call, leaf, spec, bool(axes)
+            )
 
         own = leaf
         if spec.padding is not None:
@@ -189,6 +195,12 @@ class _ShardedPath(ABC):
         """Return why gradients of gradients would be wrong; empty if they are right. Local."""
         return self._layouts.why_once()
 
+    def _settles(
+        self, call: HookCall, original: object, leaf: Tensor, spec: TensorSpec, shapes: list[Shape]
+    ) -> bool:
+        """Whether later calls like this one may be left to a ``SettledGather``."""
+        return False
+
     @abstractmethod
     def _keeps_record(self, leaf: Tensor) -> bool:
         """Whether the gather makes the record, besides the tensor for the function."""
@@ -218,6 +230,16 @@ class ReplicatedPath(_ShardedPath):
     ) -> None:
         super().__init__(communicator, records, layouts, function)
         self._checks_edits = checks_edits
+
+    def _settles(
+        self, call: HookCall, original: object, leaf: Tensor, spec: TensorSpec, shapes: list[Shape]
+    ) -> bool:
+        return (
+            not self._checks_edits
+            and self._communicator.gathers_at_once
+            and len(set(shapes)) == 1
+            and SettledGather.serves(call, original, leaf, spec)
+        )
 
     def _keeps_record(self, leaf: Tensor) -> bool:
         return self._records.keeps_full and leaf.is_cpu
