@@ -12,10 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from flex_model import _C
 from flex_model.distributed import memory
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header
+from flex_model.distributed.transports.transport import on_cpu
 from flex_model.hooks.hook_call import HookCall
 from flex_model.layouts import replicas
 from flex_model.records.records import Records
@@ -58,12 +60,11 @@ class SettledGather:
             self._like = torch.empty((), dtype=dtype).expand(spec.full_shape)
 
     @staticmethod
-    def serves(call: HookCall, original: object, leaf: Tensor, spec: TensorSpec) -> bool:
+    def serves(call: HookCall, leaf: Tensor, spec: TensorSpec) -> bool:
         """Whether a call like this one can be served in later forwards."""
         registration, select = call.registration, call.registration.select
         return (
-            type(original) is Tensor
-            and leaf.is_cpu
+            leaf.is_cpu
             and not leaf.is_complex()
             and leaf.layout is torch.strided
             and not call.is_replay
@@ -93,27 +94,37 @@ class SettledGather:
         if self._is_compared:
             header.hash = replicas.hash_of(leaf)
         keeps_record = records.keeps_full and registration.hook_function.record
-        with torch.inference_mode(False):
-            part = leaf if pick is None else pick.take(leaf)
-            if self._places:
-                number, like = 1 + keeps_record, self._like
-                fulls = [memory.empty(like.shape, like.dtype) for _ in range(number)]
-            else:
-                fulls = [part.clone() for _ in range(1 + keeps_record)]
-            if not communicator.gather_at_once(
-                header, registration.description, spec.axes, part.contiguous(), spec.plan,
-                self._places, fulls,
-            ):  # fmt: skip
-                return None
+        part = leaf if pick is None else pick.take(leaf)
+        if torch.is_inference_mode_enabled():  # the function's tensor and records are plain ones
+            with torch.inference_mode(False):
+                fulls = self._targets(part, 1 + keeps_record)
+        else:
+            fulls = self._targets(part, 1 + keeps_record)
+        description, shard = registration.description, part.contiguous()
+        if not communicator.gather_at_once(
+            header, description, spec.axes, shard, spec.plan, self._places, fulls
+        ):
+            return None
         if keeps_record:
             records.add(registration, fulls.pop())
         return fulls[0], self._like, functools.partial(self._scatter, leaf)
 
+    def _targets(self, part: Tensor, number: int) -> list[Tensor]:
+        """Return tensors for the full one: copies of it where every rank has it."""
+        if not self._places:
+            return [part.clone(), *(memory.copy(part) for _ in range(number - 1))]
+        sizes, dtype = self._like.shape, self._like.dtype
+        return [memory.empty(sizes, dtype) for _ in range(number)]
+
     def _scatter(self, leaf: Tensor, full: Tensor) -> Tensor:
         """Return the tensor that the model continues with, of the edited full one. Local."""
         self._communicator.note_edit(self._registration.description)
-        pick = self._spec.pick
-        shard = self._spec.slice(full) if self._places else full.clone()
-        if pick is not None:
-            shard = pick.put(leaf, shard)
+        spec = self._spec
+        if self._places:
+            shard = memory.empty(spec.plan.shard_sizes[spec.rank], self._like.dtype)
+            _C.split_into(spec.plan, spec.rank, on_cpu(full), shard)
+        else:
+            shard = full.clone()
+        if spec.pick is not None:
+            shard = spec.pick.put(leaf, shard)
         return shard.contiguous() if leaf.is_contiguous() else shard

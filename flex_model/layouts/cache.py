@@ -73,7 +73,7 @@ class ForwardLayouts:
     growth: dict[Place, Shape] | None = None
     comparison_growth: list[tuple[Any, Any]] = field(default_factory=list)
     rows: Rows | None = None
-    settled: dict[tuple[int, int], Any] = field(default_factory=dict)
+    settled: dict[tuple[int, int | None], Any] = field(default_factory=dict)
 
     def changes_branch(self) -> bool:
         """Whether a comparison of sizes has another result in the next predicted forward."""
