@@ -1,7 +1,7 @@
 // A 64-bit hash of bytes.
 //
-// It folds 16 bytes by one 64 x 64 -> 128 bit product, as wyhash does, in four independent chains so
-// that the multiplier never stalls. It depends on every bit and on the order. It is not
+// It folds 16 bytes by one 64 x 64 -> 128 bit product, as wyhash does, in four independent chains
+// so that the multiplier never stalls. It depends on every bit and on the order. It is not
 // cryptographic, and it differs between machines of different byte order.
 #pragma once
 
@@ -13,9 +13,9 @@ namespace flex_model {
 // The fractional digits of pi: bits without a pattern. The two factors of a product must not start
 // from the same key, or swapped words could give the same product.
 inline constexpr uint64_t kKeys[4] = {0x243f6a8885a308d3, 0x13198a2e03707345, 0xa4093822299f31d1,
-                               0x082efa98ec4e6c89};
+                                      0x082efa98ec4e6c89};
 inline constexpr uint64_t kStarts[4] = {0x452821e638d01377, 0xbe5466cf34e90c6d, 0xc0ac29b7c97c50dd,
-                                 0x3f84d5b5b5470917};
+                                        0x3f84d5b5b5470917};
 
 inline uint64_t load(const unsigned char* bytes) {
   uint64_t word;

@@ -1,7 +1,8 @@
 """The communicator of a ``FlexModel``: every transfer among its ranks goes through it.
 
 A transfer is ``check_consistency`` (a header of 64 bytes per rank, compared before any payload is
-sent), then the payload along a GatherPlan.
+sent), then the payload along a GatherPlan; or ``gather_at_once``, which sends both in one round,
+and uses no payload where the headers differ.
 """
 
 from __future__ import annotations

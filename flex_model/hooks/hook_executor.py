@@ -1,7 +1,7 @@
 """Executes a call of a hook: gathers the full tensor, records it, edits it, scatters the result.
 
 With two or more ranks, the call begins with an exchange of headers, so ranks that disagree raise
-before any payload moves. A hook without editing function keeps a copy of its shard until the end
+before any payload is used. A hook without editing function keeps a copy of its shard until the end
 of the run, and no rank waits.
 """
 

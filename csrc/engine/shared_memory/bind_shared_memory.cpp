@@ -135,8 +135,7 @@ std::vector<py::bytes> gather_headers(Group& group, const std::string& header,
                                       const std::pair<size_t, size_t>& may_differ,
                                       const GatherPlan& plan, const std::vector<int64_t>& places,
                                       const Span& shard, const std::vector<Span>& fulls) {
-  const char* const from =
-      read(shard, own_bytes(group, plan, places), "gather_at_once: the shard");
+  const char* const from = read(shard, own_bytes(group, plan, places), "gather_at_once: the shard");
   const std::vector<char*> to =
       write(fulls, plan.box_plan().full_bytes, "gather_at_once: a full tensor");
   if (may_differ.first > may_differ.second || may_differ.second > header.size() ||
