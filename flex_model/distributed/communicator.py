@@ -79,8 +79,8 @@ class Communicator(GroupPool):
         self.defers = False  # whether what is of a GPU is looked at when the run or backward ends
         self._deferred_in = -1  # the last backward pass that ends by `finish_transfers`
         self._forward: _Forward | None = None  # its first exchange is the next one
-        # Where those of ``gather_at_once`` differ: this rank's header, all of them, ``edited``.
-        self._received: tuple[bytes, list[bytes], str] | None = None
+        # Where those of ``gather_at_once`` differ: its header, as packed, all of them, ``edited``.
+        self._received: tuple[Header, bytes, list[bytes], str] | None = None
         self._skipped: Counter[int] = Counter()  # forwards without hooks since then, by mode
         super().__init__(mesh, timeout_s, device)
 
@@ -176,12 +176,13 @@ class Communicator(GroupPool):
         forward, self._forward = self._forward, None
         mark, state = 0 if forward is None else forward.mark, self.failure.state
         received, self._received = self._received, None
-        if received is None:
+        # Of another header where this rank fails before it comes to its own.
+        if received is None or (received[0].kind, received[0].site) != (header.kind, header.site):
             edited = self.edited
             packed = self._begin_exchange(header, where, 0, mark)
             rows = [packed] if self.is_local else self.call("exchange_bytes", GRID, packed)
         else:
-            packed, rows, edited = received
+            _, packed, rows, edited = received
         seed = Header.seed_if_alike(rows, packed) if state == OK else None
         if seed is not None:
             return [header.with_seed(seed)] * len(rows)
@@ -265,7 +266,7 @@ class Communicator(GroupPool):
         packed = self._begin_exchange(header, where, Header.CARRIES)
         rows = self.call("gather_at_once", GRID, packed, Header.SEED, plan, places, shard, fulls)
         if Header.seed_if_alike(rows, packed) is None:
-            self._received = packed, rows, edited
+            self._received = header, packed, rows, edited
             return False
         if places:
             self._count(axes, plan.full_bytes)
