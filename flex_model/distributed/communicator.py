@@ -1,7 +1,8 @@
 """The communicator of a ``FlexModel``: every transfer among its ranks goes through it.
 
 A transfer is ``check_consistency`` (a header of 64 bytes per rank, compared before any payload is
-sent), then the payload along a GatherPlan.
+sent), then the payload along a GatherPlan; or ``gather_at_once``, which sends both in one round,
+and uses no payload where the headers differ.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import GRID, Axis, Mesh
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.by_device import ByDevice
+from flex_model.distributed.transports.shared_memory import SharedMemory
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, agreed, see
 from flex_model.integrations.torch_private import current_graph_task
@@ -77,6 +79,8 @@ class Communicator(GroupPool):
         self.defers = False  # whether what is of a GPU is looked at when the run or backward ends
         self._deferred_in = -1  # the last backward pass that ends by `finish_transfers`
         self._forward: _Forward | None = None  # its first exchange is the next one
+        # Where those of ``gather_at_once`` differ: its header, as packed, all of them, ``edited``.
+        self._received: tuple[Header, bytes, list[bytes], str] | None = None
         self._skipped: Counter[int] = Counter()  # forwards without hooks since then, by mode
         super().__init__(mesh, timeout_s, device)
 
@@ -169,18 +173,16 @@ class Communicator(GroupPool):
             HookMismatchError: the ranks are at different sites, or their tensors have different
                 dtypes or numbers of dims.
         """
-        if self.edit_of:
-            self.check_no_edit()
-        self.sequence += 1
-        self.where = where
-        self.steps.add(where)
-        self.meter.header(header.site)
-        state = self.failure.state
-        edited, self.edited = self.edited, ""
         forward, self._forward = self._forward, None
-        mark = 0 if forward is None else forward.mark
-        packed = header.pack(self.sequence, state, Header.EDITED if edited else 0, mark)
-        rows = [packed] if self.is_local else self.call("exchange_bytes", GRID, packed)
+        mark, state = 0 if forward is None else forward.mark, self.failure.state
+        received, self._received = self._received, None
+        # Of another header where this rank fails before it comes to its own.
+        if received is None or (received[0].kind, received[0].site) != (header.kind, header.site):
+            edited = self.edited
+            packed = self._begin_exchange(header, where, 0, mark)
+            rows = [packed] if self.is_local else self.call("exchange_bytes", GRID, packed)
+        else:
+            _, packed, rows, edited = received
         seed = Header.seed_if_alike(rows, packed) if state == OK else None
         if seed is not None:
             return [header.with_seed(seed)] * len(rows)
@@ -223,6 +225,52 @@ class Communicator(GroupPool):
                 f"{where} with shape {header.shape}", "have tensors of different numbers of dims"
             )
         return headers
+
+    def _begin_exchange(self, header: Header, where: str, flags: int, mark: int = 0) -> bytes:
+        """Count an exchange, and return this rank's header for it. Local."""
+        if self.edit_of:
+            self.check_no_edit()
+        self.sequence += 1
+        self.where = where
+        self.steps.add(where)
+        self.meter.header(header.site)
+        edited, self.edited = self.edited, ""
+        flags |= Header.EDITED if edited else 0
+        return header.pack(self.sequence, self.failure.state, flags, mark)
+
+    @property
+    def gathers_at_once(self) -> bool:
+        """Whether there is ``gather_at_once``: among ranks that share memory, without GPUs."""
+        return isinstance(self.transport(GRID), SharedMemory)
+
+    def gather_at_once(
+        self,
+        header: Header,
+        where: str,
+        axes: tuple[Axis, ...],
+        shard: Tensor,
+        plan: GatherPlan,
+        places: list[int],
+        fulls: list[Tensor],
+    ) -> bool:
+        """Exchange headers with the shards behind them, where no rank is expected to differ: fill
+        ``fulls`` if the headers are equal, and the seed is all that may differ. Else return False:
+        the next ``check_consistency``, for the same header, goes on with what was exchanged.
+
+        Args:
+            places: The ranks of the stage that hold the plan's shards; none: nothing is gathered.
+        """
+        if self.failure.has_error or self._forward is not None or self.observers:
+            return False
+        edited = self.edited
+        packed = self._begin_exchange(header, where, Header.CARRIES)
+        rows = self.call("gather_at_once", GRID, packed, Header.SEED, plan, places, shard, fulls)
+        if Header.seed_if_alike(rows, packed) is None:
+            self._received = header, packed, rows, edited
+            return False
+        if places:
+            self._count(axes, plan.full_bytes)
+        return True
 
     def check_hooks(self, header: Header, where: str) -> None:
         """Check as ``check_consistency`` does, but report after a few seconds a rank that has

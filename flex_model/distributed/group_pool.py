@@ -311,10 +311,8 @@ class GroupPool:
             )
 
     def _check_no_transform(self, args: tuple[Any, ...]) -> None:
-        is_transformed = current_transform() is not None
-        for arg in args:
-            is_transformed |= isinstance(arg, torch.Tensor) and is_batched(arg)
-        if is_transformed:
+        is_batch = [is_batched(arg) for arg in args if isinstance(arg, torch.Tensor)]
+        if current_transform() is not None or any(is_batch):
             raise agreed(
                 HookError(
                     f"{self.where}: transforms of torch.func (vmap, grad, jvp) and batched "

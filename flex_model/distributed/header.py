@@ -3,8 +3,8 @@
 Layout, eight little-endian int64 words:
 
 ====  =====================================================================
-0     from high to low: 3 bits unused, magic 16, state 4, kind 8, dtype 8,
-      ndim 4, flags 5, micro-batch 16
+0     from high to low: 2 bits unused, magic 16, state 4, kind 8, dtype 8,
+      ndim 4, flags 6, micro-batch 16
 1     number of the FlexModel (high 32 bits) and of the exchange in it
 2     site: hash of kind, module name, tensor index and hook number
 3     random seed of the run (rank 0's counts)
@@ -86,11 +86,13 @@ class Header:
     microbatch: int = 0
     hash: int | None = None  # 63 bits
 
+    SEED: ClassVar[tuple[int, int]] = (24, 32)  # its bytes, which only rank 0 needs
     WIDE: ClassVar[int] = 1  # the sizes don't fit: they are exchanged separately
     CONSUMED: ClassVar[int] = 2  # an edit drew random numbers
     NEEDS_GRADIENT: ClassVar[int] = 4  # autograd records the transfer here
     EDITED: ClassVar[int] = 8  # the edit before this changed its tensor
     HASHED: ClassVar[int] = 16  # the last word is a hash
+    CARRIES: ClassVar[int] = 32  # this rank's shard is behind it, in the same message
 
     def pack(self, sequence: int, state: int, flags: int = 0, mark: int = 0) -> bytes:
         """Pack the header with a sequence number, a state and further flags; ``mark``: bits that
@@ -112,7 +114,7 @@ class Header:
         words = _WORDS.unpack(packed)
         first = words[0]
         values = []
-        for bits in (16, 5, 4, 8, 8, 4):
+        for bits in (16, 6, 4, 8, 8, 4):
             values.append(first & (1 << bits) - 1)
             first >>= bits
         if first != _MAGIC:
@@ -154,7 +156,7 @@ class Header:
         """Return rank 0's seed if all headers are complete and equal except for their seeds; None
         otherwise. Cheaper than unpacking them all.
         """
-        if local[2] & Header.WIDE:  # the flags are bits 16 to 20 of the first word
+        if local[2] & Header.WIDE:  # the flags are bits 16 to 21 of the first word
             return None
         for row in rows:
             if row[:24] != local[:24] or row[32:] != local[32:]:
@@ -189,7 +191,7 @@ def _words(
         (_CODE_OF_KIND[kind], 8),
         (255 if dtype is None else _CODE_OF_DTYPE[dtype], 8),
         (len(shape), 4),
-        (flags, 5),
+        (flags, 6),
         (microbatch, 16),
     ):
         first = first << bits | value

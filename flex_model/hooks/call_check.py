@@ -30,17 +30,18 @@ def check_call(
         HookMismatchError: the ranks are at different calls; raised on every rank.
     """
     run, is_first = call.run, communicator.mesh.group_rank == 0
+    may_draw = call.registration.draws is not False
     header = Header(
         kind,
         site=call.registration.site,
-        seed=run.seed or (seed_of_state() if is_first else 0),  # rank 0's counts
+        seed=run.seed or (seed_of_state() if is_first and may_draw else 0),  # rank 0's counts
         dtype=tensor.dtype,
         shape=tuple(tensor.shape),
         hash=replicas.hash_of(tensor) if axes else None,
     )
     what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
     headers = communicator.check_consistency(header, what + call.describe())
-    run.use_seed(headers[0].seed)
+    run.use_seed(headers[0].seed or None)
     shapes, mesh = [header.shape for header in headers], communicator.mesh
     differing = [axis for axis in axes if replicas.differ(mesh, headers, axis)]
     if any(_have_shapes_of_their_own(mesh, shapes, axis) for axis in differing):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flex_model.distributed import gather
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import GatherContext
+from flex_model.distributed.gather import GatherContext, TensorSpec
 from flex_model.distributed.header import Header
 from flex_model.distributed.picked import Pick
 from flex_model.distributed.placement import Placement
@@ -24,6 +24,7 @@ from flex_model.hooks.call_check import check_call, replicated_axes
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.layout_finder import LayoutFinder
 from flex_model.hooks.save_ctx import SentToAll
+from flex_model.hooks.settled_gather import SettledGather
 from flex_model.hooks.user_function import Edits, Parameters, UserFunction
 from flex_model.integrations import dtensor
 from flex_model.layouts import replicas
@@ -140,6 +141,7 @@ class _ShardedPath(ABC):
     ) -> None:
         self._communicator, self._records = communicator, records
         self._layouts, self._function = layouts, function
+        self._settles = False  # whether the dispatcher calls functions that have settled
 
     def gather(self, call: HookCall, original: Any) -> EditInput:
         """Check the call on all ranks, look up its layout, gather, and record."""
@@ -151,6 +153,8 @@ class _ShardedPath(ABC):
         if differing:
             leaf = replicas.reconciled(communicator, call.registration.layout_site, leaf, differing)
         spec = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
+        if self._settles and type(original) is Tensor and len(set(shapes)) == 1:
+            self._settle(call, leaf, spec, bool(axes))
 
         own = leaf
         if spec.padding is not None:
@@ -188,6 +192,14 @@ class _ShardedPath(ABC):
         """Return why gradients of gradients would be wrong; empty if they are right. Local."""
         return self._layouts.why_once()
 
+    def _settle(self, call: HookCall, leaf: Tensor, spec: TensorSpec, is_compared: bool) -> None:
+        """Leave later calls like this one to a ``SettledGather``, if it serves them."""
+        settled = self._layouts.settled_of(call)
+        if settled is not None and SettledGather.serves(call, leaf, spec):
+            settled[call.registration.index, call.number] = SettledGather(
+                self._communicator, self._records, call, leaf, spec, is_compared
+            )
+
     @abstractmethod
     def _keeps_record(self, leaf: Tensor) -> bool:
         """Whether the gather makes the record, besides the tensor for the function."""
@@ -217,6 +229,7 @@ class ReplicatedPath(_ShardedPath):
     ) -> None:
         super().__init__(communicator, records, layouts, function)
         self._checks_edits = checks_edits
+        self._settles = not checks_edits and communicator.gathers_at_once
 
     def _keeps_record(self, leaf: Tensor) -> bool:
         return self._records.keeps_full and leaf.is_cpu

@@ -21,6 +21,7 @@ from flex_model.hooks.evidence import Evidence
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.hook_executor import HookExecutor
 from flex_model.hooks.registration import Registration
+from flex_model.hooks.settled_gather import Gathered
 from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import Before, changed, late_draws
@@ -110,12 +111,10 @@ class HookHandlers:
             return tree
 
     def _settle(self, registration: Registration, run: Run) -> None:
-        """Let the dispatcher call a function that draws no random numbers by itself, on one
-        process, from now on.
-        """
-        is_alone = self.communicator.is_local and run.save_ctx is None
+        """Let the dispatcher call a function that draws no random numbers by itself from now on."""
+        has_settled = self._executor.settles and run.save_ctx is None
         is_there = registration.is_registered and registration.edits  # it may take itself off
-        if is_alone and is_there and registration.draws is False:
+        if has_settled and is_there and registration.draws is False:
             self._executor.function.settle(registration)
             self.runs.settle_edits(run)
 
@@ -142,6 +141,29 @@ class HookHandlers:
         except Exception as error:
             self.hook_failed(registration, error)
             return None
+
+    def gather_settled(
+        self, registration: Registration, leaf: Tensor
+    ) -> Gathered | tuple[()] | None:
+        """Gather the tensor of an edit, in a forward whose layouts are known; None where
+        ``forward`` must run the hook, empty where the hook has failed.
+        """
+        run, forward = self.runs.current, self._tracking.forward
+        if run is None or forward.layouts is None or forward.key is None:
+            return None
+        number = forward.numbers.get(registration.index, 0)
+        settled = forward.layouts.settled.get((registration.index, number))
+        if settled is None or torch.is_grad_enabled():
+            return None
+        try:
+            found: Gathered | None = settled.gather(run, leaf)
+        except Exception as error:
+            self.hook_failed(registration, error)
+            return ()
+        if found is not None:
+            forward.number(registration.index)
+            run.keys.add(forward.key.forward)
+        return found
 
     def finish_edit(
         self,

@@ -1,7 +1,7 @@
 """Executes a call of a hook: gathers the full tensor, records it, edits it, scatters the result.
 
 With two or more ranks, the call begins with an exchange of headers, so ranks that disagree raise
-before any payload moves. A hook without editing function keeps a copy of its shard until the end
+before any payload is used. A hook without editing function keeps a copy of its shard until the end
 of the run, and no rank waits.
 """
 
@@ -49,6 +49,8 @@ class HookExecutor:
         observers: Each is called with ``"hook"`` or ``"edit"`` and the call when a hook, or its
             editing function, begins, and returns the function to call when that ends.
         function: Calls editing functions.
+        settles: Whether the dispatcher may call functions that have settled: not on rank 0 alone,
+            and not in a pipeline, where ranks exchange whether each edit failed.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class HookExecutor:
         # Transfers are waited for at the end of a run or backward. Those of a pipeline at once:
         # where one fails, its schedule goes on without the edit, which no graph may contain then.
         self._defers = not checks_edits
+        self.settles = communicator.is_local or (self.edits_on_all and not checks_edits)
         self._path: EditPath
         if communicator.is_local:
             self._path = LocalPath(records, self.layouts, function)

@@ -95,6 +95,11 @@ class LayoutFinder:
                 return None
         return found[0].pick if len(found) == 1 and found[0].padding is None else None
 
+    def settled_of(self, call: HookCall) -> dict[tuple[int, int | None], Any] | None:
+        """Return ``ForwardLayouts.settled`` of the call's forward; None if that is followed."""
+        layouts = self._tracking.forward.layouts
+        return None if layouts is None or call.is_replay else layouts.settled
+
     def lookup(
         self,
         call: HookCall,

@@ -58,6 +58,8 @@ class ForwardLayouts:
         growth: The growth of the shapes from call to call, for a predicted forward;
             ``comparison_growth``: that of the compared numbers.
         rows: Of batches of different lengths: the rows of each data-parallel rank.
+        settled: By a registration's index and a call number: what later forwards of this key, or
+            that it predicts, gather the hook's tensor by.
     """
 
     pairs: dict[Place, Pair] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class ForwardLayouts:
     growth: dict[Place, Shape] | None = None
     comparison_growth: list[tuple[Any, Any]] = field(default_factory=list)
     rows: Rows | None = None
+    settled: dict[tuple[int, int | None], Any] = field(default_factory=dict)
 
     def changes_branch(self) -> bool:
         """Whether a comparison of sizes has another result in the next predicted forward."""

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flex_model import _C
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import MAX_HASHED_DIMS, Header
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
+from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.host_copies import Ready, ready_now
 from flex_model.errors import ReplicasDifferError, agreed
 from flex_model.layouts.refusal import AXIS_NAMES
@@ -67,7 +69,7 @@ def are_compared(shape: Shape) -> bool:
 
 def hash_of(tensor: Tensor) -> int:
     """Return a 63-bit hash of the values."""
-    return int(values.fingerprint(tensor)[0]) & (2**63 - 1)
+    return _C.hash_of(plain(tensor.detach()).cpu().contiguous())
 
 
 def differ(mesh: Mesh, headers: Sequence[Header], axis: str) -> bool:

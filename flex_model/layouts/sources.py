@@ -263,6 +263,9 @@ def named_inputs(module: nn.Module, args: Any, kwargs: Any) -> list[Argument]:
     names = _argument_names(module, len(args)) if args else ()
     found, inside = [], []
     for name, value in [*zip(names, args), *kwargs.items()]:
+        if isinstance(value, Tensor):
+            found.append(Argument(name, value, False))
+            continue
         passed = {id(tensor) for tensor in _passed(value)}
         flat = _C.flatten(value)[0]
         found += [Argument(name, tensor, id(tensor) not in passed) for tensor in flat]

@@ -150,7 +150,11 @@ class Records:
         if record is None or record is full or host_copies.is_on_gpu(full):
             self._keep(call, full)
         else:
-            self._list(call.registration).append(record)
+            self.add(call.registration, record)
+
+    def add(self, registration: Registration, record: Tensor) -> None:
+        """Record a tensor on the CPU that has no other owner."""
+        self._list(registration).append(record)
 
     def _keep(self, call: HookCall, full: Tensor) -> None:
         """Record a copy; that of a GPU's tensor goes to the CPU when the run ends."""

@@ -137,7 +137,7 @@ class Run:
         """Note that a checkpoint may recompute a part that hooks act on."""
         self.is_recomputed = True
 
-    def use_seed(self, seed: int) -> None:
+    def use_seed(self, seed: int | None) -> None:
         """Set the seed of the run's edits: rank 0's, or that of a batch."""
         self.seed = seed
 

@@ -40,6 +40,7 @@ def make(records=None, graph_task=lambda: -1, run_hook=None):
         finish_edit=None,
         hook_failed=None,
         edit_drew=None,
+        gather_settled=None,
         communicator=SimpleNamespace(edit_of="", set_edit=lambda hook: None),
     )
     torch_functions = vars(torch_private.FOR_DISPATCHER) | {"current_graph_task": graph_task}

@@ -97,7 +97,8 @@ def any_transfers(group, rank, seed, count):
     choose = random.Random(seed)
     size = group.size
     for step in range(count):
-        kind = choose.choice(["bytes", "exchange", "all_gather", "first", "scatter", "broadcast"])
+        kinds = ["bytes", "exchange", "all_gather", "at once", "first", "scatter", "broadcast"]
+        kind = choose.choice(kinds)
         lengths = [choose.choice([0, 1, 100, 16_384, 16_385, 40_000]) for _ in range(size)]
         pooled = choose.random() < 0.7
         dice = random.Random(seed * 1000 + step * 10 + rank)  # ranks come at different times
@@ -123,6 +124,24 @@ def any_transfers(group, rank, seed, count):
             part = numbers(rank, length)
             group.exchange(part, part.nbytes, everyone)
             assert torch.equal(everyone, torch.stack([numbers(r, length) for r in range(size)]))
+        elif kind == "at once":
+            lengths = [min(length, 16_000) for length in lengths]
+            plan, mine = end_to_end([4 * length for length in lengths]), mine[: lengths[rank]]
+            whole = torch.cat([numbers(r, length) for r, length in enumerate(lengths)])
+            differing = choose.choice([None, None, *range(size)]) if size > 1 else None
+            sends_shard = rank != differing or dice.random() < 0.5
+            headers = [
+                bytes([r == differing] * 24 + [r] * 8 + [step % 256] * 32) for r in range(size)
+            ]
+            fulls = [torch.full_like(whole, -1) for _ in range(dice.randrange(3))]
+            if sends_shard:
+                places = list(range(size))
+                got = group.gather_at_once(headers[rank], (24, 32), plan, places, mine, fulls)
+            else:
+                got = group.exchange_bytes(headers[rank])
+            assert got == headers
+            for full in fulls:
+                assert torch.equal(full, whole if differing is None else torch.full_like(full, -1))
         elif kind == "all_gather":
             fulls = [empty(len(whole)) for _ in range(dice.randrange(3))]
             group.all_gather(plan, mine, fulls)

@@ -1,11 +1,13 @@
 """A rank that is killed, wherever it is: the others end within seconds and say which one."""
 
+import itertools
 import os
 import random
 import signal
 import time
 
 import pytest
+import torch
 
 import models
 from flex_model import FlexModel, HookError, HookFunction
@@ -48,16 +50,28 @@ def train(rank, tell, size, first_step=0):
         step += 1
 
 
+def decode(rank, tell, size):
+    """Settled edits, whose headers and shards travel in one round; all waits are the library's."""
+    flex = FlexModel(models.mlp(width=8), {}, data_parallel_size=size, timeout=60)
+    for name in ("fc1", "act"):
+        flex.register_forward_hook(HookFunction(name, None, lambda m, full, s, ms: full * 1.5))
+    with torch.no_grad():
+        for step in itertools.count():
+            flex(BATCH + step)
+            if step == 3:
+                tell("training")
+
+
 def shared_memory_files():
     """Without semaphores, which come and go with other programs; the library makes none."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
-def kill_one(size, transport, choose):
+def kill_one(size, transport, choose, body=train):
     """Kill a rank at a random moment; how long the slowest of the others took to end."""
     before = shared_memory_files()
     environment = {"FLEX_MODEL_TRANSPORT": transport}
-    with Ranks(size, train, size, environment=environment) as ranks:
+    with Ranks(size, body, size, environment=environment) as ranks:
         ranks.told("training")
         time.sleep(choose.random() * 0.3)
         victim = choose.randrange(size)
@@ -77,6 +91,11 @@ def kill_one(size, transport, choose):
 def test_a_killed_rank_is_named_by_all_others(size, transport):
     for seed in range(6 // size):
         print(f"{kill_one(size, transport, random.Random(seed)):.2f} s")
+
+
+def test_a_rank_killed_in_a_settled_edit_is_named_by_the_other():
+    for seed in range(3):
+        kill_one(2, "shared_memory", random.Random(seed), decode)
 
 
 @pytest.mark.parametrize("transport", grid_but(TRANSPORTS, "shared_memory"))

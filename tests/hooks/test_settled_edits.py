@@ -1,5 +1,6 @@
-"""Edits in one process: after its first call the dispatcher calls a function by itself."""
+"""Settled edits: after its first call the dispatcher calls a function by itself."""
 
+import contextlib
 import random
 from unittest import mock
 
@@ -10,7 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
-from flex_model import FlexModel, HookError, HookFunction, sequential
+from flex_model import (
+    FlexModel,
+    HookError,
+    HookFunction,
+    HookMismatchError,
+    Select,
+    sequential,
+)
 from flex_model.integrations import torch_private
 
 NUM_LAYERS = 3
@@ -85,9 +93,10 @@ def keeps_the_result(module, full, save_ctx, modules):
 
 
 def returns_what_lives_on(module, full, save_ctx, modules):
-    if not hasattr(save_ctx, "direction"):
-        save_ctx.direction = torch.ones(2, *full.shape, dtype=full.dtype)
-    return save_ctx.direction[1]
+    kept, key = save_ctx.__dict__.setdefault("directions", {}), (full.shape, full.dtype)
+    if key not in kept:
+        kept[key] = torch.ones(2, *full.shape, dtype=full.dtype)
+    return kept[key][1]
 
 
 def draws(module, full, save_ctx, modules):
@@ -375,3 +384,142 @@ def test_a_late_draw_is_an_error_on_every_rank(drawing):
         flex(rows)
         with pytest.raises(HookError, match=r"fc1.*draws random numbers.*draws=True"):
             flex(rows)
+
+
+# ---- On several ranks: the header and the shards of a settled edit travel in one round -----------
+
+
+SELECTIONS = (None, Select(units=[5, 0, 2]), Select(rows=slice(1, 3), dtype=torch.float32))
+
+
+def run_on_ranks(program, num_modes):
+    """``run``, of a sharded model; also on ranks that differ in ``num_modes``."""
+    edits, mode, how, output_ranks, seed = program
+    torch.manual_seed(seed)
+    parallelism, records = models.TWO_RANKS[how], {}
+    with mock.patch.object(torch_private.FOR_DISPATCHER, "num_dispatch_modes", num_modes):
+        flex = FlexModel(
+            parallelism.shard(models.mlp()),
+            records,
+            output_ranks=output_ranks,
+            timeout=60,
+            **parallelism.sizes,
+        )
+    for name, edit, select, records_it in edits:
+        flex.register_forward_hook(HookFunction(name, None, edit, select=select, record=records_it))
+    made = []
+    for step in range(3):
+        with mode():
+            out = flex(parallelism.my_rows(models.random(4, 6, seed=seed % 7)))
+        if out.requires_grad:
+            (out.square().sum() * (step + 1)).backward()
+        made += [out, *(one for name in records for one in records[name])]
+        made += getattr(flex.save_ctx, "kept", [])
+    made += [p.grad for p in flex.module.parameters() if p.grad is not None]
+    flex.restore()
+    return [tensor.detach().clone() for tensor in made]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("num_programs", [12, pytest.param(500, marks=pytest.mark.grid)])
+def test_any_choice_of_path_on_each_rank_gives_the_same_numbers(num_programs):
+    chosen, of_rank = random.Random(0), random.Random(dist.get_rank())
+    of_any_shape = [edit for edit in EDITS if edit is not trains]
+    for seed in range(num_programs):
+        edits = [
+            (
+                name, chosen.choice(of_any_shape), chosen.choice(SELECTIONS), chosen.random() < 0.7,
+            )
+            for name in ("inp", "fc1", "act", "fc2") for _ in range(chosen.randint(0, 1))
+        ]  # fmt: skip
+        how, ranks = chosen.choice(("tp", "dp", "dtensor")), chosen.choice(("rank0", "all"))
+        program = (edits, chosen.choice(MODES), how, ranks, seed)
+        by_python = run_on_ranks(program, lambda: 1)
+        for num_modes in (lambda: 0, lambda: of_rank.randint(0, 1)):
+            result = run_on_ranks(program, num_modes)
+            assert len(result) == len(by_python), program
+            for one, other in zip(result, by_python):
+                assert torch.equal(one, other), program
+
+
+@contextlib.contextmanager
+def never_by_python(flex):
+    with mock.patch.object(
+        type(flex._runner.core.executor.function), "run", side_effect=AssertionError
+    ):
+        yield
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["fc1", "fc2"])  # one is sharded along tp, the other is not
+@pytest.mark.parametrize("settings", [{}, {"expected_shape": (None, None)}])
+def test_ranks_call_a_settled_edit_without_python(name, settings):
+    parallelism, records = models.TWO_RANKS["tp"], {}
+    x, oracle = models.random(4, 6), models.mlp()
+    oracle.get_submodule(name).register_forward_hook(lambda m, args, out: out * 1.5)
+    sharded = parallelism.shard(models.mlp())
+    with FlexModel(sharded, records, tensor_parallel_size=2) as flex, torch.no_grad():
+        flex.register_forward_hook(HookFunction(name, editing_function=scaled, **settings))
+        flex(x), flex(x)
+        with never_by_python(flex):
+            torch.testing.assert_close(flex(x + 1), oracle(x + 1))
+        assert [len(found) for found in records.values()] == [1] * (dist.get_rank() == 0)
+        torch.testing.assert_close(flex(x[:2]), oracle(x[:2]))  # another key
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ_in_a_settled_call_raise_before_its_edit_is_used():
+    parallelism, x = models.TWO_RANKS["tp"], models.random(4, 6)
+    sharded = parallelism.shard(models.mlp())
+    with FlexModel(sharded, tensor_parallel_size=2, timeout=20) as flex, torch.no_grad():
+        for name in ("fc1", "act"):
+            flex.register_forward_hook(HookFunction(name, editing_function=scaled))
+        flex(x), flex(x)
+        used = []
+        flex.module.act.register_forward_hook(lambda m, args, out: used.append(out))
+
+        def skips(module, args, output):  # one rank reaches another hook's call
+            if dist.get_rank() == 1:
+                flex.module.act(output)
+                used.clear()
+
+        flex.module.inp.register_forward_hook(skips)
+        with pytest.raises(HookMismatchError, match=r"different places.*(fc1.*act|act.*fc1)"):
+            flex(x)
+        assert not used
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
+def test_a_settled_function_that_raises_on_some_ranks_is_an_error_on_all(failing):
+    def edit(module, full, save_ctx, modules):
+        save_ctx.calls = getattr(save_ctx, "calls", 0) + 1
+        if save_ctx.calls == 4 and dist.get_rank() in failing:
+            raise KeyError("missing")
+        return full * 2
+
+    parallelism, x = models.TWO_RANKS["tp"], models.random(4, 6)
+    sharded = parallelism.shard(models.mlp())
+    with FlexModel(sharded, tensor_parallel_size=2, timeout=20) as flex, torch.no_grad():
+        flex.register_forward_hook(HookFunction("fc1", None, edit))
+        flex.register_forward_hook(HookFunction("act", None, scaled))
+        flex(x), flex(x), flex(x)
+        with pytest.raises(HookError, match=f"rank {failing[0]}: .*fc1.*raised KeyError"):
+            flex(x)
+        flex(x)
+
+
+@pytest.mark.ranks(2)
+def test_an_edit_on_some_ranks_only_is_an_error_on_all_where_it_is_settled():
+    def edit(module, full, save_ctx, modules):
+        save_ctx.calls = getattr(save_ctx, "calls", 0) + 1
+        return None if save_ctx.calls == 4 and dist.get_rank() == 1 else full * 2
+
+    parallelism, x = models.TWO_RANKS["tp"], models.random(4, 6)
+    sharded = parallelism.shard(models.mlp())
+    with FlexModel(sharded, tensor_parallel_size=2, timeout=20) as flex, torch.no_grad():
+        for name, function in (("fc1", edit), ("act", scaled)):
+            flex.register_forward_hook(HookFunction(name, None, function))
+        flex(x), flex(x), flex(x)
+        with pytest.raises(HookMismatchError, match="run edits that do not do the same"):
+            flex(x)

@@ -7,6 +7,7 @@
 
 #include "dispatcher.h"
 #include "module_walk.h"
+#include "ops/hash_bytes.h"
 #include "shared_memory/span.h"
 
 namespace flex_model {
@@ -117,6 +118,16 @@ void bind_hooks(py::module_& m) {
       },
       "Whether two tensors hold the same bytes. Many times faster than torch.equal.",
       py::arg("one"), py::arg("other"));
+
+  m.def(
+      "hash_of",
+      [](const Span& tensor) {
+        const auto* bytes = reinterpret_cast<const unsigned char*>(tensor.data);
+        return hash_bytes(bytes, tensor.bytes) & INT64_MAX;
+      },
+      "63 bits of the hash of a tensor's bytes, as torch.ops.flex_model.fingerprint has it. Many "
+      "times faster for small tensors.",
+      py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
 
   m.def(
       "walk_modules",

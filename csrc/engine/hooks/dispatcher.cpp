@@ -31,6 +31,7 @@ Handlers::Handlers(const py::object& handlers)
       finish_edit(handlers.attr("finish_edit")),
       hook_failed(handlers.attr("hook_failed")),
       edit_drew(handlers.attr("edit_drew")),
+      gather(handlers.attr("gather_settled")),
       communicator(handlers.attr("communicator")) {}
 
 void Site::add(std::shared_ptr<Hook> hook) { hooks_.push_back(std::move(hook)); }
@@ -54,17 +55,39 @@ bool Site::refresh() {
   return changed;
 }
 
-bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
+py::object Site::plain_leaf(const Hook& hook, const py::object& tree) const {
   const TorchAccess& torch = dispatcher_->torch;
   Py_ssize_t num_leaves = 0;
-  const py::object leaf =
+  py::object leaf =
       py::reinterpret_steal<py::object>(leaf_at(tree.ptr(), hook.unpack_idx, &num_leaves));
-  if (!leaf) {
-    if (PyErr_Occurred()) throw py::error_already_set();
-    return false;
-  }
+  if (!leaf && PyErr_Occurred()) throw py::error_already_set();
+  if (!leaf || !torch.is_tensor(leaf)) return {};
+  const py::object task = checked(PyObject_CallNoArgs(torch.current_graph_task.ptr()));
+  return PyLong_AsLong(task.ptr()) == -1 ? leaf : py::object();
+}
+
+bool Site::run_gathered(const Hook& hook, PyObject* module, py::object& tree) {
+  const py::object leaf = plain_leaf(hook, tree);
+  if (!leaf || !dispatcher_->is_settled(hook)) return false;
+  const auto handlers = dispatcher_->handlers;  // a call may close the dispatcher
+  // (full, like, scatter): the full tensor, one of its shape, dtype and device, and a function from
+  // the edited full tensor to the model's. Empty: the hook has failed.
+  py::object found = handlers->gather(hook.registration, leaf);
+  if (found.is_none()) return false;
+  if (PyTuple_GET_SIZE(found.ptr()) == 0) return true;
+  auto [full, like, scatter] = found.cast<std::tuple<py::object, py::object, py::object>>();
+  found = {};  // which would count as a reference of the function's
+  const py::object edited = run_settled(*dispatcher_, hook, module, like, true, full);
+  if (!edited.is_none())
+    tree = checked(replace_leaf(tree.ptr(), hook.unpack_idx, scatter(edited).ptr()));
+  return true;
+}
+
+bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
+  const TorchAccess& torch = dispatcher_->torch;
+  const py::object leaf = plain_leaf(hook, tree);
+  if (!leaf) return false;
   const Names& of = names();
-  if (!torch.is_tensor(leaf)) return false;
   const bool is_settled = hook.edits_here && dispatcher_->is_settled(hook);
   const bool is_on_cpu = is_true(of.is_cpu.of(leaf));
   if (!is_on_cpu) {
@@ -77,8 +100,6 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
                            !is_true(of.is_quantized.of(leaf)) && !is_true(of.is_nested.of(leaf)))) {
     return false;
   }
-  const py::object task = checked(PyObject_CallNoArgs(torch.current_graph_task.ptr()));
-  if (PyLong_AsLong(task.ptr()) != -1) return false;
 
   const py::object list = hook.records_here ? record_list(hook) : py::none();
   if (hook.records_here && !PyList_CheckExact(list.ptr())) return false;
@@ -132,9 +153,12 @@ PyObject* Site::run(PyObject* module, PyObject* tree) {
     return current.release().ptr();
   for (const auto& hook : *hooks) {
     if (dispatcher_ == nullptr) break;  // an editing function restored the model
-    const bool is_served = hook->records_here || hook->edits_here;
-    if (is_served && dispatcher_->in_run() && !hook->replays && run_here(*hook, module, current))
-      continue;
+    if (dispatcher_->in_run() && !hook->replays) {
+      const bool is_whole = hook->records_here || hook->edits_here;
+      if (is_whole ? run_here(*hook, module, current)
+                   : hook->settled.function && run_gathered(*hook, module, current))
+        continue;
+    }
     PyObject* arguments[] = {hook->registration.ptr(), module, current.ptr()};
     const auto handlers = dispatcher_->handlers;  // the call may close the dispatcher
     current = checked(PyObject_Vectorcall(handlers->forward.ptr(), arguments, 3, nullptr));

@@ -1,11 +1,12 @@
-// Selects the hooks of a site that run now, and runs those that need no gather.
+// Selects the hooks of a site that run now, and runs those that are settled.
 //
 // A Site stands for one (module, kind) or one parameter; torch calls it, and it calls the active
 // hooks in the order of their registration. With one process, most hooks run here: one that records
 // appends `detach().clone()` to the list of its name, and one that edits passes a copy to the
 // handlers' `edit_whole`, or, once that has settled what the function may be passed, to the
-// function itself. All others are passed to the handlers' `forward`, which gathers, edits and
-// scatters.
+// function itself. On several ranks, a function that has settled is called from here, on the tensor
+// that the handlers' `gather_settled` gathers where no rank has anything unusual to do. All others
+// are passed to the handlers' `forward`, which gathers, edits and scatters.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -64,6 +65,11 @@ class Site {
   // Records the hook's tensor of the tree, and has it edited. Returns false where that is not
   // possible here; throws py::error_already_set.
   bool run_here(const Hook& hook, PyObject* module, py::object& tree);
+  // Has the hook's tensor edited, of which other ranks hold parts. Returns false as run_here does.
+  bool run_gathered(const Hook& hook, PyObject* module, py::object& tree);
+  // The hook's tensor, if it may be served here: in a forward, of a plain class; else none. Throws
+  // py::error_already_set.
+  py::object plain_leaf(const Hook& hook, const py::object& tree) const;
   py::object record_list(const Hook& hook) const;  // made where there is none
 
   Dispatcher* dispatcher_;  // nullptr once detached
@@ -81,7 +87,8 @@ struct Handlers {
   py::object edit_whole;    // (registration, module, tensor, copy) -> replacement or None
   py::object finish_edit;   // (registration, tensor, copy, before, result, is_kept) -> likewise
   py::object hook_failed;   // (registration, error): raises
-  py::object edit_drew;     // (registration): raises
+  py::object edit_drew;     // (registration): raises, or fails on all ranks
+  py::object gather;        // (registration, leaf) -> None, or see Site::run_gathered
   py::object communicator;  // its `edit_of`: the hook whose editing function runs
 
   // As `communicator.set_edit`, which would be a call of Python twice an edit: transfers, and the

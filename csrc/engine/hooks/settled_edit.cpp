@@ -72,7 +72,8 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
   } else if (!hook.records_here || has_written || !is_alone(torch, copy)) {
     copy = {};
   }
-  return result.is_none() ? result : for_model(torch, leaf, std::move(result));
+  // A part of it is copied where ranks hold parts.
+  return result.is_none() || !hook.edits_here ? result : for_model(torch, leaf, std::move(result));
 }
 
 }  // namespace flex_model

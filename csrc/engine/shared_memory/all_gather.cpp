@@ -232,4 +232,32 @@ std::vector<Owned> all_gather(Group& group, const GatherPlan& plan, const char* 
   return views;
 }
 
+std::vector<std::string> gather_at_once(Group& group, const std::string& header,
+                                        ExceptBytes may_differ, const GatherPlan& plan,
+                                        const std::vector<int64_t>& places, const char* shard,
+                                        const std::vector<char*>& fulls) {
+  const BoxPlan& box_plan = plan.box_plan();
+  const auto own = std::find(places.begin(), places.end(), group.rank());
+  const int64_t bytes = own == places.end() ? 0 : box_plan.shard_bytes[own - places.begin()];
+  if (static_cast<int64_t>(header.size()) + bytes > kMessageBytes) {
+    throw std::length_error("gather_at_once");
+  }
+  char* message = group.begin();
+  std::memcpy(message, header.data(), header.size());
+  if (bytes > 0) std::memcpy(message + header.size(), shard, bytes);
+  group.post(Op::kExchange, header.size());  // as exchange() of a rank that sends its header alone
+  std::vector<std::string> headers;
+  bool are_equal = true;
+  for (int64_t r = 0; r < group.size(); ++r) {
+    headers.emplace_back(group.message(r), header.size());
+    are_equal &= headers[r].compare(0, may_differ.from, header, 0, may_differ.from) == 0 &&
+                 headers[r].compare(may_differ.to, std::string::npos, header, may_differ.to) == 0;
+  }
+  if (!are_equal || places.empty()) return headers;
+  std::vector<const char*> shards;
+  for (int64_t place : places) shards.push_back(group.message(place) + header.size());
+  for (char* full : fulls) assemble_boxes(box_plan.boxes, shards, full);
+  return headers;
+}
+
 }  // namespace flex_model

@@ -131,6 +131,26 @@ std::vector<py::bytes> exchange_bytes(Group& group, const std::string& local) {
   return result;
 }
 
+std::vector<py::bytes> gather_headers(Group& group, const std::string& header,
+                                      const std::pair<size_t, size_t>& may_differ,
+                                      const GatherPlan& plan, const std::vector<int64_t>& places,
+                                      const Span& shard, const std::vector<Span>& fulls) {
+  const char* const from = read(shard, own_bytes(group, plan, places), "gather_at_once: the shard");
+  const std::vector<char*> to =
+      write(fulls, plan.box_plan().full_bytes, "gather_at_once: a full tensor");
+  if (may_differ.first > may_differ.second || may_differ.second > header.size() ||
+      (!places.empty() && places.size() != plan.box_plan().shard_bytes.size())) {
+    throw py::value_error("gather_at_once");
+  }
+  std::vector<std::string> headers;
+  {
+    const py::gil_scoped_release no_gil;
+    headers = gather_at_once(group, header, {may_differ.first, may_differ.second}, plan, places,
+                             from, to);
+  }
+  return {headers.begin(), headers.end()};
+}
+
 std::vector<py::object> all_gather_views(Group& group, const GatherPlan& plan, const Span& shard,
                                          const std::vector<Span>& fulls, int64_t number,
                                          const std::vector<int64_t>& sizes, int code, int bits) {
@@ -344,6 +364,11 @@ void bind_shared_memory(py::module_& m) {
           },
           "The full tensor in each of `fulls`.", py::arg("plan"), py::arg("shard"),
           py::arg("fulls"), NoGil())
+      .def("gather_at_once", &gather_headers,
+           "The headers of all ranks, and, if they are equal but for these bytes, the full tensor "
+           "in each of `fulls`: in one round.",
+           py::arg("header"), py::arg("may_differ"), py::arg("plan"), py::arg("places"),
+           py::arg("shard"), py::arg("fulls"))
       .def("all_gather_views", &all_gather_views,
            "As all_gather, and `number` DLPack capsules of full tensors more, in memory that ranks "
            "share until they write to it.",

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "../gather_plan/gather_plan.h"
@@ -28,6 +29,19 @@ class InFlightTargets;
 // is not possible. The numbers may differ by rank.
 std::vector<Owned> all_gather(Group& group, const GatherPlan& plan, const char* shard,
                               const std::vector<char*>& fulls, int64_t num_views = 0);
+
+// Exchanges headers, with this rank's shard behind its own in one round, and returns those of all
+// ranks. Where all headers are equal, but for the bytes [from, to), writes the full tensor to each
+// of `fulls`; else a rank may have sent no shard: a header alone is what `exchange` sends. `places`
+// are the ranks of the group that hold the plan's shards; with none, there is nothing to gather.
+// std::length_error if a shard does not fit its message.
+struct ExceptBytes {
+  size_t from, to;
+};
+std::vector<std::string> gather_at_once(Group& group, const std::string& header,
+                                        ExceptBytes may_differ, const GatherPlan& plan,
+                                        const std::vector<int64_t>& places, const char* shard,
+                                        const std::vector<char*>& fulls);
 
 // One tensor of several that are gathered together.
 struct Gathered {

@@ -6,6 +6,8 @@ CUDA tensors are staged through the CPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,12 @@ class SharedMemory:
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         return self._host.exchange_bytes(data)
+
+    def gather_at_once(self, *args: Any) -> list[bytes]:
+        """Exchange a header, and gather small CPU tensors in the same round, if all headers are
+        alike; return the headers. See ``Communicator.gather_at_once``.
+        """
+        return self._host.gather_at_once(*args)
 
     def exchange(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
