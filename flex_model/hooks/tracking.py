@@ -14,12 +14,18 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash, sites_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.padding import Rows
-from flex_model.distributed.placement import Partial
+from flex_model.distributed.placement import Partial, Placement, Replicate
 from flex_model.errors import agreed
 from flex_model.hooks.evidence import Evidence, Forward, Part
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import ActiveHooks
-from flex_model.integrations import compiled, mesh_sources, past_positions
+from flex_model.integrations import (
+    compiled,
+    fsdp,
+    mesh_sources,
+    past_positions,
+    transformers_private,
+)
 from flex_model.layouts import follow, replicas
 from flex_model.layouts.cache import Conditions, ForwardLayouts, LayoutCache, Place
 from flex_model.layouts.exchange import exchange_chunks
@@ -292,7 +298,7 @@ class Tracking:
             of_weight = follower.weight_of(*registration.parameter_targets)
             if of_weight is not None:
                 of_gradients[Place(registration.site, 0)] = of_weight
-        gradients = self._gradients(follower, of_gradients)
+        gradients = self._gradients(follower, of_gradients, forward.parameters)
         obstacles = {
             place: follower.proofs.gradient_obstacles(of_gradients[place])
             for place, pair in gradients.items()
@@ -420,10 +426,32 @@ class Tracking:
             evidence.note_obstacles()
         return evidence.placements
 
-    def _gradients(self, follower: Follower, values: Mapping[Place, Any]) -> dict[Place, Pair]:
+    def _gradients(
+        self,
+        follower: Follower,
+        values: Mapping[Place, Any],
+        parameters: Iterable[Registration],
+    ) -> dict[Place, Pair]:
         """Return the gradients' placements that the forward proves. Collective if there are any."""
-        pairs = self._agreed([follower.gradient_placements(value) for value in values.values()])
-        return dict(zip(values, pairs))
+        pairs = {place: follower.gradient_placements(value) for place, value in values.items()}
+        for registration in parameters:
+            place = Place(registration.site, 0)
+            if place in pairs and registration.moment == "accumulated":
+                pairs[place] = self._sharded_gradient(registration, *pairs[place])
+        return dict(zip(pairs, self._agreed(list(pairs.values()))))
+
+    def _sharded_gradient(
+        self, registration: Registration, dp: Placement | None, tp: Placement | None
+    ) -> Pair:
+        """Return the placements of a parameter's gradient once FSDP2 has sharded it: hooks that
+        torch called before may have summed the parts of tensor-parallel ranks. Local.
+        """
+        targets = registration.living_targets if tp == Partial() else ()
+        hooks = [one for target in targets for one in fsdp.earlier_hooks(self._root, target)]
+        if hooks:
+            is_sum = len(hooks) == 1 and transformers_private.sums_gradient(hooks[0])
+            tp = Replicate() if is_sum else None
+        return dp, tp
 
     def _agreed(self, pairs: Sequence[Pair]) -> list[Pair]:
         """Return what all ranks of the grid have proven alike. Collective where there is any."""

@@ -160,6 +160,22 @@ def sharded_parameter(root: nn.Module, name: str, parameter: nn.Parameter) -> nn
     return names.find_parameter(root, name)[2]
 
 
+def earlier_hooks(root: nn.Module, parameter: nn.Parameter) -> list[Any]:
+    """Return the hooks that torch calls with the gradient of a parameter once it is accumulated,
+    before FSDP2 averages and shards it; hooks on the sharded parameter run after them.
+    """
+    states = [fsdp2_state(module) for module in root.modules() if is_fsdp2(module)]
+    groups = [getattr(state, "_fsdp_param_group", None) for state in states]
+    whole = [
+        getattr(one, "_unsharded_param", None)
+        for group in groups
+        for one in getattr(group, "fsdp_params", ())
+        if one.sharded_param is parameter
+    ]
+    hooks = [getattr(one, "_post_accumulate_grad_hooks", None) or {} for one in whole]
+    return [hook for of_one in hooks for hook in of_one.values()]
+
+
 def owner_fsdp2(root: nn.Module, name: str) -> Any:
     """Return the module with ``fully_shard`` that manages the parameter of this name, or None."""
     if _fsdp2_class() is None:

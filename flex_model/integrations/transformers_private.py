@@ -97,6 +97,15 @@ def device_mesh(module: nn.Module) -> dist.DeviceMesh | None:
     return mesh if isinstance(mesh, dist.DeviceMesh) else None
 
 
+def sums_gradient(hook: Any) -> bool:
+    """Whether a hook on an accumulated gradient sums it over the tensor-parallel ranks, which have
+    parts of it (norms of heads). Without its name, hooks on the gradients of such parameters are
+    refused under FSDP2.
+    """
+    name = f"{getattr(hook, '__module__', '')}.{getattr(hook, '__name__', '')}"
+    return name == "transformers.distributed.tensor_parallel._all_reduce_grad"
+
+
 # ---- Experts -------------------------------------------------------------------------------------
 
 

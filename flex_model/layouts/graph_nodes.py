@@ -165,7 +165,8 @@ class GraphNodes:
 
     def note_hook_on(self, tensor: Tensor, hook: Any) -> None:
         """Note a hook that the model registers on a tensor's gradient. (Hooks that torch calls
-        after a gradient was accumulated run after those of FlexModel.)
+        after a gradient was accumulated run after those of FlexModel; under FSDP2 before them, see
+        `Tracking`.)
         """
         value = None if is_framework_hook(hook) else self._recorder.value(tensor)
         if value is not None:

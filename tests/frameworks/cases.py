@@ -14,7 +14,7 @@ from frameworks.batches import bert, masked, positions_first
 from frameworks.data_parallel import data_parallel, gpt2_ddp, tensor_and_data_parallel
 from frameworks.decoder_model import native
 from frameworks.fairscale_mlp import fairscale
-from frameworks.hugging_face import huggingface, huggingface_batches
+from frameworks.hugging_face import MIXTURES, huggingface, huggingface_batches
 from frameworks.megatron_gpt import megatron
 from frameworks.pair import Case, tokens
 from frameworks.pipelined import pipelined
@@ -44,9 +44,6 @@ CASES = {
     "hf-llama-2": Case(HF, "Llama", 2, P(huggingface, name="llama", tp=2), is_quick=True),
     "hf-llama-uneven-2": Case(HF, "Llama, MLP 97", 2, P(huggingface, name="llama uneven", tp=2)),
     "hf-qwen2-2": Case(HF, "Qwen2", 2, P(huggingface, name="qwen2", tp=2)),
-    "hf-qwen3moe-2": Case(HF, "Qwen3-MoE", 2, P(huggingface, name="qwen3-moe", tp=2)),
-    "hf-mixtral-2": Case(HF, "Mixtral", 2, P(huggingface, name="mixtral", tp=2)),
-    "hf-deepseek-v3-2": Case(HF, "DeepSeek-V3", 2, P(huggingface, name="deepseek-v3", tp=2)),
     "hf-llama-4": Case(HF, "Llama", 4, P(huggingface, name="llama", tp=4)),
     "hf-pp-2": Case(HF_PP, "Llama", 2, P(huggingface, name="llama", pp=2)),
     "hf-pp-qwen3moe-2": Case(HF_PP, "Qwen3-MoE", 2, P(huggingface, name="qwen3-moe", pp=2)),
@@ -208,32 +205,33 @@ CASES |= {
 # ---- Mixtures of experts ----------------------------------------------------------------------
 
 HF_EP = "Hugging Face ep_plan"
-CASES |= {
-    f"{how}-{name}-2": Case(how.upper(), model, 2, P(huggingface_batches, name=name, kind=how))
-    for name, model in (
-        ("mixtral", "Mixtral"),
-        ("qwen3-moe", "Qwen3-MoE"),
-        ("deepseek-v3", "DeepSeek-V3"),
-        ("gpt-oss", "GPT-OSS"),
-        ("glm4-moe", "GLM-4-MoE"),
-    )
-    for how in ("ddp", "fsdp2")
+EP = {
+    "all-reduce-2": {"tp": 2, "ep": 2, "ep_implementation": "all_reduce"},
+    "all-to-all-2": {"tp": 2, "ep": 2, "ep_implementation": "all_to_all"},
+    "fsdp-2": {"fsdp": 2, "ep": 2},
+    "all-reduce-4": {"tp": 4, "ep": 4, "ep_implementation": "all_reduce"},
+    "all-to-all-4": {"tp": 4, "ep": 4, "ep_implementation": "all_to_all"},
+    "fsdp-4": {"fsdp": 4, "ep": 2},
+    "tp-fsdp-4": {"tp": 2, "fsdp": 2, "ep": 2},
+    "across-4": {"tp": 2, "fsdp": 2, "ep": 4},
+    "hsdp-4": {"replicas": 2, "fsdp": 2, "ep": 2},
 }
+OF_MIXTURES = (
+    {  # what makes a pair of a mixture's name, and the row's framework
+        "tp-2": (HF, P(huggingface, tp=2)),
+        "tp-4": (HF, P(huggingface, tp=4)),
+        "ddp-2": ("DDP", P(huggingface_batches, kind="ddp")),
+        "ddp-4": ("DDP", P(huggingface_batches, kind="ddp")),
+        "fsdp2-2": ("FSDP2", P(huggingface_batches, kind="fsdp2")),
+        "fsdp2-4": ("FSDP2", P(huggingface_batches, kind="fsdp2")),
+    }
+    | {
+        f"ep-{way}": (f"{HF_EP}, {way[:-2].replace('hsdp', 'HSDP')}", P(huggingface, **sizes))
+        for way, sizes in EP.items()
+    }
+)
 CASES |= {
-    f"hf-{name}-2": Case(HF, model, 2, P(huggingface, name=name, tp=2))
-    for name, model in (("gpt-oss", "GPT-OSS"), ("glm4-moe", "GLM-4-MoE"))
-}
-CASES |= {
-    f"hf-ep-{way}-{name}-{ranks}": Case(
-        f"{HF_EP}, {way}", model, ranks, P(huggingface, name=name, **sizes)
-    )
-    for way, ranks, sizes in (
-        ("all-reduce", 2, {"tp": 2, "ep": 2, "ep_implementation": "all_reduce"}),
-        ("all-to-all", 2, {"tp": 2, "ep": 2, "ep_implementation": "all_to_all"}),
-        ("fsdp", 2, {"fsdp": 2, "ep": 2}),
-        ("fsdp", 4, {"fsdp": 4, "ep": 2}),
-        ("tp-fsdp", 4, {"tp": 2, "fsdp": 2, "ep": 2}),
-        ("across", 4, {"tp": 2, "fsdp": 2, "ep": 4}),
-    )
-    for name, model in (("mixtral", "Mixtral"), ("gpt-oss", "GPT-OSS"))
+    f"mixture-{way}-{name}": Case(framework, model, int(way[-1]), P(build, name=name))
+    for way, (framework, build) in OF_MIXTURES.items()
+    for name, model in MIXTURES.items()
 }

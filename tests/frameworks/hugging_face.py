@@ -64,7 +64,13 @@ HF_SITES = {
     "layer": "model.layers.0",
     "root": "",
 }
-MIXTURES = ("qwen3-moe", "mixtral", "deepseek-v3", "glm4-moe", "gpt-oss")
+MIXTURES = {
+    "mixtral": "Mixtral",
+    "qwen3-moe": "Qwen3-MoE",
+    "deepseek-v3": "DeepSeek-V3",
+    "gpt-oss": "GPT-OSS",
+    "glm4-moe": "GLM-4-MoE",
+}
 HF_PARAMETERS = (
     "model.embed_tokens.weight",
     "model.layers.0.self_attn.k_proj.weight",

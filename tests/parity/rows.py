@@ -256,43 +256,15 @@ SCRIPTS |= {
 
 # ---- Inside of experts ---------------------------------------------------------------------------
 
-MIXTURES = {
-    "mixtral": "Mixtral",
-    "qwen3-moe": "Qwen3-MoE",
-    "deepseek-v3": "DeepSeek-V3",
-    "gpt-oss": "GPT-OSS",
-    "glm4-moe": "GLM-4-MoE",
-}
-HF_EP = frameworks.HF_EP
-LOADED, BATCHES_OF = frameworks.huggingface, frameworks.huggingface_batches
-WAYS_INSIDE = {
-    "tp-2": (HF, P(LOADED, tp=2)),
-    "ep-all-reduce-2": (
-        f"{HF_EP}, all-reduce",
-        P(LOADED, tp=2, ep=2, ep_implementation="all_reduce"),
-    ),
-    "ep-all-to-all-2": (
-        f"{HF_EP}, all-to-all",
-        P(LOADED, tp=2, ep=2, ep_implementation="all_to_all"),
-    ),
-    "ep-fsdp-2": (f"{HF_EP}, fsdp", P(LOADED, fsdp=2, ep=2)),
-    "ddp-2": ("DDP", P(BATCHES_OF, kind="ddp")),
-    "fsdp2-2": ("FSDP2", P(BATCHES_OF, kind="fsdp2")),
-    "ep-fsdp-4": (f"{HF_EP}, fsdp", P(LOADED, fsdp=4, ep=2)),
-    "ep-tp-fsdp-4": (f"{HF_EP}, tp-fsdp", P(LOADED, tp=2, fsdp=2, ep=2)),
-    "ep-across-4": (f"{HF_EP}, across", P(LOADED, tp=2, fsdp=2, ep=4)),
-    "ep-hsdp-4": (f"{HF_EP}, HSDP", P(LOADED, replicas=2, fsdp=2, ep=2)),
-}
 SCRIPTS |= {
-    f"inside-{way}-{name}": Case(
-        framework,
-        f"{model}, inside of experts",
-        int(way[-1]),
-        P(expert_pairs.inside, build=P(build, name=name)),
+    name.replace("mixture", "inside"): replace(
+        case,
+        model=f"{case.model}, inside of experts",
+        build=P(expert_pairs.inside, build=case.build),
     )
-    for way, (framework, build) in WAYS_INSIDE.items()
-    for name, model in MIXTURES.items()
-    if way[-1] == "2" or name == "mixtral" or (name == "gpt-oss" and way != "ep-hsdp-4")
+    for name, case in FRAMEWORKS.items()
+    if name.startswith("mixture-")
+    and (case.ranks == 2 or case.framework.startswith(frameworks.HF_EP))
 }
 
 CASES = FRAMEWORKS | SCRIPTS

@@ -294,3 +294,59 @@ def test_shares_that_do_not_make_up_the_stated_sizes_tell_nothing():
         pytest.raises(ValueError, match=r"tp=Shard\(0\)\)  # in full \(10, 6\)"),
     ):
         flex.get_module_parameter("weight")
+
+
+def _all_reduce_grad(parameter):
+    dist.all_reduce(parameter.grad)
+
+
+def of_ones_own(parameter):
+    dist.all_reduce(parameter.grad)
+
+
+# As transformers registers for a norm of heads ("replicated_with_grad_allreduce").
+_all_reduce_grad.__module__ = "transformers.distributed.tensor_parallel"
+HOOKS = {"none": None, "transformers": _all_reduce_grad, "own": of_ones_own}
+
+
+class ScaledHeads(nn.Module):
+    """A scale that all heads share, of which each rank has some."""
+
+    def __init__(self, up, hook):
+        super().__init__()
+        self.up, self.scale = up, nn.Parameter(models.random(3))
+        self.hook = hook
+
+    def forward(self, x):
+        if self.hook is not None:
+            self.scale.register_post_accumulate_grad_hook(self.hook)
+            self.hook = None
+        return (self.up(x).unflatten(-1, (-1, 3)) * self.scale).flatten(-2)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_gradient_that_another_hook_has_summed(hook, is_sharded):
+    """Before FSDP2 shards it and a hook on it runs; the sum of both ranks was given twice."""
+    linear, x, records = models.seeded(nn.Linear, 6, 12).double(), models.random(4, 6), {}
+    whole = ScaledHeads(linear, None)
+    whole(x).sin().sum().backward()
+    up = models.ColumnLinear(linear, dist.group.WORLD)
+    up.in_features, up.out_features = 6, 12
+    model = ScaledHeads(up, HOOKS[hook])
+    if is_sharded:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+        fully_shard(model, mesh=mesh["fsdp"])
+    with FlexModel(model, records, tensor_parallel_size=2, timeout=30) as flex:
+        flex.register_hook(HookFunction("scale"))
+        for _ in range(2):
+            flex.zero_grad()
+            loss = flex(x).sin().sum()
+            if is_sharded and hook == "own":
+                with pytest.raises(ValueError, match=r"how the ranks along tp hold the gradient"):
+                    loss.backward()
+                return
+            loss.backward()
+            if dist.get_rank() == 0:
+                assert_close(records["scale"], [whole.scale.grad])
