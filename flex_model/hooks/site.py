@@ -445,11 +445,12 @@ class ParameterSite:
         def hook(parameter):
             nonlocal last
             if last is not None and parameter.grad is last():
-                self._refuse(
+                problem = (
                     "FSDP2 adds this backward's gradient to an earlier one, and the hook would "
                     "edit their sum; set gradients to None before each backward "
                     "(zero_grad(set_to_none=True)), or hook the module's gradients"
                 )
+                self._refuse(problem)
                 return
             parameter.grad = owner.run_parameter_hooks(site.active, parameter.grad)
             last = reference(parameter.grad)

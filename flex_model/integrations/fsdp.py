@@ -162,18 +162,20 @@ class GatheredParameter:
             return None
         if before != self._backward:
             return self._hook(grad)
-        self._refuse(
+        problem = (
             "this backward is of several forwards of its FSDP1 module, each of which has a part of "
             "the gradient; run backward after each forward, or hook the module's gradients"
         )
+        self._refuse(problem)
         return None
 
     def _end_backward(self, grad: Tensor) -> None:
         if self._backward != current_graph_task():
-            self._refuse(
+            problem = (
                 "it was registered after the forward, or for one of ignored_modules; register it "
                 "before FSDP1 gathers its parameter, or hook the module's gradients"
             )
+            self._refuse(problem)
 
 
 def _check_idle(wrapper: Any, name: str) -> None:

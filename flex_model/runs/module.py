@@ -72,7 +72,7 @@ class ModuleRunner:
         records = output_ptr if isinstance(output_ptr, dict) else {}
         core = settings.make_core(module, mesh, records, Namespace(), settings.output_ranks)
         self.core = core
-        self._gathered: dict[str, fsdp.GatheredParameter] = {}  # hooks have weak references
+        self._gathered: dict[str, Any] = {}  # hooks have weak references
         if not isinstance(output_ptr, dict):
             try:
                 core.runs.open_store(output_ptr, config_hash(module))
@@ -232,7 +232,7 @@ class ModuleRunner:
                 "gradient; call requires_grad_(True) first"
             )
         if wrapper is not None:
-            made = fsdp.GatheredParameter(root, wrapper, full_name)
+            made: Any = fsdp.GatheredParameter(root, wrapper, full_name)
             return [self._gathered.setdefault(full_name, made)], "gathered"
         after = fsdp.owner_fsdp2(root, name) is not None
         target = fsdp.sharded_parameter(root, name, parameter)
