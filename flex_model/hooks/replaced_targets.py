@@ -48,8 +48,8 @@ class Targets:
         places: dict[tuple[int, str], _Place] = {}
         self._gone = []
         for registration in registrations:
-            # Some are on other ranks; FSDP2 exchanges the parameters in every forward.
-            if not registration.targets or registration.moment == "accumulated":
+            # Some are on other ranks; FSDP exchanges the parameters in every forward.
+            if not registration.targets or registration.moment in ("accumulated", "gathered"):
                 continue
             found = [paths[id(t)] for t in registration.living_targets if id(t) in paths]
             if not found:

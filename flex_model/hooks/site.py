@@ -30,8 +30,9 @@ _MAX_DEPTH = 64  # of nested calls of one module
 _NOT_PASSED = object()
 
 # When a parameter's hooks get its gradient: computed in a backward, before it is accumulated;
-# accumulated (FSDP2: averaged and sharded by then); or on request, at the end of a pipeline's step.
-Moment = Literal["computed", "accumulated", "requested"]
+# accumulated (FSDP2: averaged and sharded by then); computed for what FSDP1 gathers for a forward;
+# or on request, at the end of a pipeline's step.
+Moment = Literal["computed", "accumulated", "gathered", "requested"]
 
 
 class Handler:
@@ -414,6 +415,9 @@ class ParameterSite:
                 self._handle = parameter.register_post_accumulate_grad_hook(
                     self._accumulated_hook()
                 )
+            elif self._moment == "gathered":
+                gathered: Any = parameter
+                self._handle = gathered.register_hook(self._hook(), self._refuse)
             else:
                 self._handle = parameter.register_hook(self._hook())
 
@@ -424,6 +428,11 @@ class ParameterSite:
             return owner.run_parameter_hooks(site.active, grad)
 
         return hook
+
+    def _refuse(self, problem: str) -> None:
+        registration = self.site.active[0]
+        error = ValueError(f"parameter-gradient hook on {registration.name!r}: {problem}")
+        self._owner.refuse_parameter_hooks(registration, error)
 
     def _accumulated_hook(self):
         owner, site = self._owner, self.site
@@ -437,13 +446,12 @@ class ParameterSite:
         def hook(parameter):
             nonlocal last
             if last is not None and parameter.grad is last():
-                refusal = ValueError(
-                    f"parameter-gradient hook on {site.active[0].name!r}: FSDP2 adds this "
-                    "backward's gradient to an earlier one, and the hook would edit their sum; set "
-                    "gradients to None before each backward (zero_grad(set_to_none=True)), or hook "
-                    "the module's gradients"
+                problem = (
+                    "FSDP2 adds this backward's gradient to an earlier one, and the hook would "
+                    "edit their sum; set gradients to None before each backward "
+                    "(zero_grad(set_to_none=True)), or hook the module's gradients"
                 )
-                owner.refuse_parameter_hooks(site.active[0], refusal)
+                self._refuse(problem)
                 return
             parameter.grad = owner.run_parameter_hooks(site.active, parameter.grad)
             last = reference(parameter.grad)

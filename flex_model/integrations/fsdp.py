@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from flex_model import names
-from flex_model.integrations.torch_private import fsdp2_state
+from flex_model.integrations.torch_private import current_graph_task, fsdp2_state
 
 
 def _fsdp1_class() -> Any:
@@ -104,6 +105,77 @@ def in_use(root: nn.Module, wrapper: Any, name: str) -> tuple[nn.Module, Tensor]
     if not is_view or not value.untyped_storage().size():
         return None
     return module, value
+
+
+def find_parameter(root: nn.Module, name: str) -> tuple[str, Any]:
+    """Find a parameter, also one that FSDP1 has flattened: its module keeps a view as an attribute.
+    Return its full name and itself, or the view. ValueError: there is none.
+    """
+    if is_flattened(root, name):
+        module_name, _, leaf = name.replace("_fsdp_wrapped_module.", "").rpartition(".")
+        view = vars(names.find_module(root, module_name)).get(leaf)
+        if isinstance(view, Tensor):
+            return name, view
+    full_name, _, parameter = names.find_parameter(root, name)
+    return full_name, parameter
+
+
+class GatheredParameter:
+    """A parameter of an FSDP1 wrapper, as its forwards use it: a view of what the wrapper gathers.
+    The view's gradient is the rank's own, in full, before it is averaged and sharded.
+    """
+
+    def __init__(self, root: nn.Module, wrapper: Any, name: str) -> None:
+        self._root, self._wrapper, self._name = root, wrapper, name
+        self._hook: Callable[[Tensor], Tensor | None] | None = None
+        self._view: Callable[[], Tensor | None] = lambda: None  # the last one that has the hook
+        self._backward = -1  # the last one that has called it
+
+    def register_hook(
+        self, hook: Callable[[Tensor], Tensor | None], refuse: Callable[[str], None]
+    ) -> GatheredParameter:
+        """Register the only hook on the gradients of the views; ``remove`` removes it.
+
+        Args:
+            refuse: Gets the reason why a backward can't run the hook.
+        """
+        self._hook, self._refuse = hook, refuse
+        inside, flat = self._wrapper.module, self._wrapper._flat_param  # all gradients end there
+        before = inside.register_forward_pre_hook(self._begin_forward)
+        self._handles = before, flat.register_hook(self._end_backward)
+        return self
+
+    def remove(self) -> None:
+        self._hook = None
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        _, view = in_use(self._root, self._wrapper, self._name) or (None, None)
+        if view is not None and view.requires_grad and view is not self._view():
+            self._view = weakref.ref(view)
+            view.register_hook(self._run)
+
+    def _run(self, grad: Tensor) -> Tensor | None:
+        before, self._backward = self._backward, current_graph_task()
+        if self._hook is None:
+            return None
+        if before != self._backward:
+            return self._hook(grad)
+        problem = (
+            "this backward is of several forwards of its FSDP1 module, each of which has a part of "
+            "the gradient; run backward after each forward, or hook the module's gradients"
+        )
+        self._refuse(problem)
+        return None
+
+    def _end_backward(self, grad: Tensor) -> None:
+        if self._backward != current_graph_task():
+            problem = (
+                "it was registered after the forward, or for one of ignored_modules; register it "
+                "before FSDP1 gathers its parameter, or hook the module's gradients"
+            )
+            self._refuse(problem)
 
 
 def _check_idle(wrapper: Any, name: str) -> None:

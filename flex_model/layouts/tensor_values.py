@@ -163,7 +163,8 @@ class TensorValues:
         """Yield the tensors that still exist, without weights."""
         for reference, _, _, _ in list(self._objects.values()):
             tensor = reference()
-            if tensor is not None and self._weights.get(id(tensor)) is None:
+            weight = self._weights.get(id(tensor))  # or one that is gone: ids are used again
+            if tensor is not None and (weight is None or weight[0]() is not tensor):
                 yield tensor
 
     @staticmethod

@@ -366,6 +366,8 @@ class Parameters:
         """Return the placements stated for a parameter, which its gradient shares, and the first
         name of a tied one. Local.
         """
+        if fsdp.wrapper_of_parameter(self._root, name) is not None:  # without tp
+            return ParameterSources((Replicate(), Replicate())), clean(self._root, name)
         full_name, module, parameter = find_parameter(self._root, name)
         sources = self._sources(_Found(full_name, module, parameter, parameter), parameter)
         return sources, first_name(self._root, name)

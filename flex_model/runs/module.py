@@ -72,6 +72,7 @@ class ModuleRunner:
         records = output_ptr if isinstance(output_ptr, dict) else {}
         core = settings.make_core(module, mesh, records, Namespace(), settings.output_ranks)
         self.core = core
+        self._gathered: dict[str, Any] = {}  # hooks have weak references
         if not isinstance(output_ptr, dict):
             try:
                 core.runs.open_store(output_ptr, config_hash(module))
@@ -216,20 +217,23 @@ class ModuleRunner:
                 find_parameter(root, parameter_name)
         if kind != "tensor":
             return [find_module(root, name)], "computed"
-        if fsdp.wrapper_of_parameter(root, name) is not None:
+        full_name, parameter = fsdp.find_parameter(root, name)
+        wrapper = fsdp.wrapper_of_parameter(root, name)
+        if wrapper is not None and self.core.mesh.tp_size > 1:
             raise ValueError(
                 f"register_hook: parameter {clean(root, name)!r} belongs to a "
-                "FullyShardedDataParallel (FSDP1) module, which gives "
-                "hooks a local, flattened gradient; use torch.distributed.fsdp.fully_shard, or "
-                "hook the module's gradients"
+                "FullyShardedDataParallel (FSDP1) module over tensor-parallel ranks, whose layout "
+                "it hides; use torch.distributed.fsdp.fully_shard, or hook the module's gradients"
             )
-        full_name, _, parameter = find_parameter(root, name)
         offload.check_gradient("register_hook", root, full_name)
         if not parameter.requires_grad:
             raise ValueError(
                 f"register_hook: parameter {clean(root, name)!r} does not require a "
                 "gradient; call requires_grad_(True) first"
             )
+        if wrapper is not None:
+            made: Any = fsdp.GatheredParameter(root, wrapper, full_name)
+            return [self._gathered.setdefault(full_name, made)], "gathered"
         after = fsdp.owner_fsdp2(root, name) is not None
         target = fsdp.sharded_parameter(root, name, parameter)
         return [target], "accumulated" if after else "computed"

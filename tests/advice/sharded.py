@@ -42,15 +42,20 @@ def fsdp1(model, orig=True):
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=orig)
 
 
-def fsdp1_gradient(orig, how="gradient"):
+def fsdp1_gradient(orig):
     flex = FlexModel(fully_shard(models.mlp()) if orig is None else fsdp1(models.mlp(), orig), {})
-    if how == "parameter hook":
-        flex.register_hook(HookFunction("fc1.weight"))
-    elif how == "module hook":
-        flex.register_full_backward_hook(HookFunction("fc1"))
     flex(BATCH).sum().backward()
-    if how == "gradient":
-        flex.get_module_gradient("fc1.weight")
+    flex.get_module_gradient("fc1.weight")
+
+
+def fsdp1_hook(num_forwards=1, is_late=False):
+    flex = FlexModel(fsdp1(models.mlp()), {})
+    if not is_late:
+        flex.register_hook(HookFunction("fc1.weight"))
+    loss = sum(flex(BATCH).sum() for _ in range(num_forwards))
+    if is_late:
+        flex.register_hook(HookFunction("fc1.weight"))
+    loss.backward()
 
 
 def set_weight(seed):
@@ -289,9 +294,14 @@ TWO_RANKS = [
         lambda: set_weight(1),
     ),
     Row(
-        "which gives ",
-        lambda: fsdp1_gradient(True, "parameter hook"),
-        lambda: (fsdp1_gradient(None, "parameter hook"), fsdp1_gradient(True, "module hook")),
+        "each of which has a part of the gradient",
+        lambda: fsdp1_hook(num_forwards=2),
+        fsdp1_hook,
+    ),
+    Row(
+        "it was registered after the forward",
+        lambda: fsdp1_hook(is_late=True),
+        fsdp1_hook,
     ),
     Row(
         "(FSDP1) module that keeps one flattened gradient",

@@ -50,6 +50,7 @@ ELSEWHERE = {
     "which span tp and a part of dp of this ": "test_model_mesh",
     "which can't be gathered while": "test_full_parameters: FSDP1 in its forward",
     "such as dp_replicate and dp_shard": "test_model_mesh: hybrid FSDP1",
+    "over tensor-parallel ranks, whose layout": "test_parameters: gradients under FSDP1",
     "use context_parallel_size=1": "test_model_mesh: Megatron",
     "stages (pp_size) send no gradients": "pipelining/test_pipelining: all kinds of hooks",
     "which runs its forwards; restore": "pipelining/test_stages_of_transformers: refusals",

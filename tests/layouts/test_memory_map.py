@@ -11,6 +11,7 @@ import models
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.layouts import memory_map
+from flex_model.layouts.tensor_values import TensorValues
 from followed import follow
 
 
@@ -105,3 +106,18 @@ def test_boxes_side_by_side():
     ]:
         assert not memory_map.overlap(memory_map.geometry(one), memory_map.geometry(other))
     assert memory_map.overlap(memory_map.geometry(x[:, :3]), memory_map.geometry(x[:, 2:]))
+
+
+def test_a_tensor_at_the_address_of_a_weight_that_is_gone_is_no_weight():
+    """The shards of DTensors that transformers computes with live for one call: a cached tensor at
+    the address of one was lost, on some rank, in some run.
+    """
+    values, weight = TensorValues(), torch.ones(2)
+    address = id(weight)
+    values.note_weight(weight, "weight", 1)
+    del weight
+    tensors = [torch.ones(2) for _ in range(100)]
+    for value, tensor in enumerate(tensors, 2):
+        values.note(tensor, value)
+    assert address in map(id, tensors)
+    assert list(map(id, values.live_tensors())) == list(map(id, tensors))

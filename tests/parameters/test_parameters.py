@@ -493,6 +493,44 @@ def test_a_parameter_that_fsdp1_has_given_up_while_it_runs_is_an_error():
         flex(models.random(2, 5, 8)).mean().backward()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_hooks_on_gradients_of_parameters_under_fsdp1(use_orig_params):
+    model, batch = models.block(), models.random(4, 5, 8)
+    names, expected = ("mlp.fc1.weight", "norm.weight", "attn.q.weight"), {}
+
+    def mix(full):
+        return full + full.flip(0).cumsum(0)
+
+    for name in names:
+        parameter = model.get_parameter(name)
+        parameter.register_hook(lambda grad, name=name: mix(expected.setdefault(name, grad)))
+    model(batch).sin().mean().backward()
+    flex = FlexModel(fsdp1(models.block(), use_orig_params), {})
+    own = batch.chunk(2)[dist.get_rank()]
+    with torch.no_grad():
+        flex(own)  # its outermost unit stays gathered
+    for name in names:
+        flex.register_hook(HookFunction(name, editing_function=lambda m, full, s, ms: mix(full)))
+    flex(own).sin().mean().backward()
+    if dist.get_rank() == 0:
+        assert_close({name: flex.output_ptr[name][0] for name in names}, expected)
+    if use_orig_params:
+        for name, parameter in model.named_parameters():
+            assert_close(flex.get_module_gradient(name), parameter.grad)
+
+
+@pytest.mark.ranks(2)
+def test_hooks_on_gradients_of_parameters_under_fsdp1_and_tensor_parallelism():
+    group = models.mesh(1, 2)["dp"].get_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one rank
+        model = FSDP(models.block(), process_group=group, device_id=torch.device("cpu"))
+    flex = FlexModel(model, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match=r"norm.weight.*FSDP1.*over tensor-parallel ranks"):
+        flex.register_hook(HookFunction("norm.weight"))
+
+
 # ---- ZeRO-3 --------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,6 @@ from rows import CASES
 
 # Cells that can't be had, and why: patterns of case, kind, site and doing, and the reason.
 ERRORS = [
-    ("fsdp1-*", "parameter", "*", "*", "FSDP1 gives hooks a local, flattened gradient"),
     ("*hf-pp-*", "*", "", "*", "the root is spread over all stages"),
     ("*hf-pp-*", "*", "model", "*", "the module is spread over all stages"),
     ("*hf-pp-*", "*", "model.rotary_emb", "*", "every stage has one"),
