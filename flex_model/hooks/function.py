@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -13,6 +13,8 @@ from flex_model.layouts.statements import placements_of
 from flex_model.selection import Select
 
 if TYPE_CHECKING:
+    from flex_model.distributed.gather import TensorSpec
+    from flex_model.hooks.hook_call import HookCall
     from flex_model.hooks.registration import Registration
 
 # For one tensor; for several, tuples of tensors are passed and returned.
@@ -162,6 +164,7 @@ class HookFunction:
         self.save_ctx: Namespace | None = None
         self.modules: nn.ModuleDict | None = None
         self._registrations: Sequence[Registration] = ()
+        self.reader: PartReader | None = None
         #: One for each tensor, where there are several.
         self.members: tuple[HookFunction, ...] = ()
         if several:
@@ -250,6 +253,32 @@ class HookFunction:
         if self.placements:
             parts.append(f"placements={self.placements}")
         return f"HookFunction({', '.join(parts)})"
+
+
+class PartReader(Protocol):
+    """Reads a hook's tensors where they are, on every rank: no payload moves.
+
+    Attributes:
+        needs_full: Whether they are all gathered to rank 0 nevertheless.
+    """
+
+    needs_full: bool
+
+    def read_part(self, call: HookCall, shard: Tensor, spec: TensorSpec) -> None:
+        """Read this rank's shard, which ``spec`` describes."""
+
+    def read_full(self, call: HookCall, full: Tensor | None, spec: TensorSpec | None) -> None:
+        """Read the full tensor: that of one process, which has no spec, or rank 0's, where shards
+        must be summed or padded; None on the other ranks.
+        """
+
+
+class PartHook(HookFunction):
+    """Passes its tensors to a `PartReader`, and records nothing."""
+
+    def __init__(self, module_name: str, reader: PartReader) -> None:
+        super().__init__(module_name)
+        self.reader, self.record = reader, False
 
 
 def _check_indices(value: object, indices: tuple[object, ...]) -> None:

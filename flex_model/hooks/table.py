@@ -232,6 +232,7 @@ class HookTable:
             self._serves_hooks
             and registration.kind in ("forward", "forward_pre")
             and function.select is None
+            and function.reader is None
             and not (registration.had_edit and (registration.joint or function.parameter_names))
         )
 
