@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import GRID
-from flex_model.distributed.placement import Shape, Shard
+from flex_model.distributed.placement import Shard
 from flex_model.distributed.transports import buffer_layout
 from flex_model.fingerprints.summary import Summary, moments_of, num_reals, positions, sums_of
 from flex_model.layouts import replicas, resolve
@@ -24,6 +24,7 @@ from flex_model.layouts.tensor_site import Site
 
 _REMEMBERED = 8  # tensors: the input of three projections, and what they made
 _ALIGNED = 16  # bytes
+_CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -34,15 +35,15 @@ class Held:
         index: Where the values at the full tensor's ``positions`` are in its flat shard, of those
             that it holds; ``places``: which of them these are.
         share: The part of its flat shard that it sums up, among the ranks that hold the same.
-        is_first: Whether it is the first of these ranks; ``has_copies``: whether there are others.
+        copy: Its index among these ranks; ``num_copies``: their number.
         layout, splits: As of a `Summary`.
     """
 
     index: Tensor
     places: Tensor
     share: tuple[int, int]
-    is_first: bool = True
-    has_copies: bool = False
+    copy: int = 0
+    num_copies: int = 1
     layout: str = ""
     splits: dict[str, Any] = field(default_factory=dict)
 
@@ -58,29 +59,21 @@ class Held:
         mesh, shape = spec.communicator.mesh, spec.plan.shard_sizes[spec.rank]
         lines = [mesh.ranks_along(spec.axes, place) for place in range(len(mesh.stage_ranks))]
         copies = [place for place, line in enumerate(lines) if line.index(place) == spec.rank]
-        at = positions(spec.full_shape, torch.device("cpu"))
-        found = []
-        for _, *box in (one for one in spec.boxes if one[0] == spec.rank):
-            rest, is_inside, index, stride = at, torch.ones_like(at, dtype=torch.bool), 0 * at, 1
-            for size, local, start, local_start, extent in reversed(
-                list(zip(spec.full_shape, shape, *box))
-            ):
-                offset = rest % max(size, 1) - start
-                is_inside = is_inside & (offset >= 0) & (offset < extent)
-                index, stride, rest = (
-                    index + (offset + local_start) * stride,
-                    stride * local,
-                    rest // max(size, 1),
-                )
+        at = positions(spec.full_shape, _CPU)
+        found = [at.new_empty(2, 0)]
+        for box in (one for one in spec.boxes if one[0] == spec.rank):
+            rest, is_inside, index, stride = at, at >= 0, 0 * at, 1
+            for full, local, *of_box in reversed([*zip(spec.full_shape, shape, *box[1:])]):
+                start, local_start, size = of_box
+                offset, rest = rest % max(full, 1) - start, rest // max(full, 1)
+                is_inside = is_inside & (offset >= 0) & (offset < size)
+                index, stride = index + (offset + local_start) * stride, stride * local
             places = is_inside.nonzero().flatten()
             found.append(torch.stack([index[places], places]))
-        index, places = torch.cat([at.new_empty(2, 0), *found], 1)
-        numel, own = torch.Size(shape).numel(), copies.index(mesh.group_rank)
-        share = numel * own // len(copies), numel * (own + 1) // len(copies)
-        layout, splits = layout_of(spec)
-        return Held(
-            index.to(device), places, share, own == 0, len(copies) > 1, layout=layout, splits=splits
-        )
+        index, places = torch.cat(found, 1)
+        numel, copy, number = torch.Size(shape).numel(), copies.index(mesh.group_rank), len(copies)
+        share = numel * copy // number, numel * (copy + 1) // number
+        return Held(index.to(device), places, share, copy, number, *layout_of(spec))
 
 
 def layout_of(spec: TensorSpec) -> tuple[str, dict[str, Any]]:
@@ -97,23 +90,15 @@ def layout_of(spec: TensorSpec) -> tuple[str, dict[str, Any]]:
     return str(layout), found
 
 
-@dataclass(eq=False)
-class Part:
-    """What a rank knows of one tensor, from its own part of it.
-
-    Attributes:
-        key: Of a `Summary`; ``dtype``, ``shape``: of the full tensor.
-        spec: How the tensor is placed; None on one process.
+class Part(NamedTuple):
+    """What a rank knows of one tensor from its own part of it: sums in place of the moments, and of
+    the sample those values that it holds. ``spec`` is None on one process.
     """
 
-    key: tuple[str, str, int]
-    dtype: torch.dtype
-    shape: Shape
-    site: Site
-    spec: TensorSpec | None
+    summary: Summary
     held: Held
-    sums: Tensor
-    sample: Tensor
+    spec: TensorSpec | None
+    site: Site
 
 
 class Sums:
@@ -127,8 +112,7 @@ class Sums:
     def of(self, tensor: Tensor, held: Held) -> tuple[Tensor, Tensor]:
         """Return sums and sample of what a rank holds. Local."""
         flat = tensor.contiguous().view(-1)
-        sample = flat.index_select(0, held.index)
-        own = flat[held.share[0] : held.share[1]]
+        sample, own = flat.index_select(0, held.index), flat[held.share[0] : held.share[1]]
         if not tensor.is_cpu or tensor.is_inference():  # the host would wait; without a version
             return sums_of(own), sample
         key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), held.share
@@ -136,11 +120,10 @@ class Sums:
         # A kernel may have written to it without torch's knowledge: so its sample is compared.
         if seen and seen[1] == tensor._version and torch.equal(seen[2], sample):
             return seen[3], sample
-        sums = sums_of(own)
-        self._seen[key] = tensor, tensor._version, sample, sums
+        self._seen[key] = tensor, tensor._version, sample, sums_of(own)
         while len(self._seen) > _REMEMBERED:
             del self._seen[next(iter(self._seen))]
-        return sums, sample
+        return self._seen[key][3], sample
 
 
 def joined(communicator: Communicator, parts: Sequence[Part]) -> list[Summary]:
@@ -151,55 +134,41 @@ def joined(communicator: Communicator, parts: Sequence[Part]) -> list[Summary]:
     """
     if not parts:
         return []
-    sums, samples = torch.stack([part.sums.cpu() for part in parts]), [one.sample for one in parts]
+    sums = torch.stack([part.summary.moments.cpu() for part in parts])
+    samples = [part.summary.sample for part in parts]
     if not communicator.is_local:
         hashes = [
-            int(values.fingerprint(one.sample)[0]) if one.held.has_copies else 0 for one in parts
+            int(values.fingerprint(one)[0]) if part.held.num_copies > 1 else 0
+            for part, one in zip(parts, samples)
         ]
         row = torch.cat([sums.view(torch.int64), torch.tensor(hashes)[:, None]], 1)
         table = communicator.exchange(row)
-        _check_copies(communicator, parts, table[..., 3].tolist())
+        for part, of_ranks in zip(parts, table[..., 3].t().tolist()):
+            if part.held.num_copies > 1 and part.spec is not None:
+                prints = values.Fingerprints(communicator.mesh, tuple(of_ranks))
+                axes = resolve.differing_axes(part.spec.layout, prints)
+                if axes:
+                    replicas.reconciled(communicator, part.site, part.summary.sample, axes)
         found = table[..., :3].contiguous().view(torch.float64)
         sums = torch.cat([found[..., :2].sum(0), found[..., 2:].amax(0)], 1)
         samples = _joined_samples(communicator, parts)
-    counts = torch.tensor([num_reals(part.dtype, part.shape) for part in parts])
+    counts = torch.tensor([num_reals(part.summary) for part in parts])
     return [
-        Summary(
-            *part.key,
-            part.dtype,
-            part.shape,
-            moments,
-            sample,
-            layout=part.held.layout,
-            splits=part.held.splits,
-        )
-        for part, moments, sample in zip(parts, moments_of(sums, counts), samples)
+        replace(one, moments=moments, sample=sample, layout=held.layout, splits=held.splits)
+        for (one, held, *_), moments, sample in zip(parts, moments_of(sums, counts), samples)
     ]
-
-
-def _check_copies(
-    communicator: Communicator, parts: Sequence[Part], hashes: list[list[int]]
-) -> None:
-    for part, *of_ranks in zip(parts, *hashes):
-        if part.held.has_copies and part.spec is not None:
-            prints = values.Fingerprints(communicator.mesh, tuple(of_ranks))
-            axes = resolve.differing_axes(part.spec.layout, prints)
-            if axes and replicas.are_compared(part.shape):
-                replicas.reconciled(communicator, part.site, part.sample, axes)
 
 
 def _joined_samples(communicator: Communicator, parts: Sequence[Part]) -> list[Tensor]:
     """Return the full samples: each value is of one rank, and zero on the others in a sum."""
-    kinds = [(part.dtype, len(positions(part.shape, torch.device("cpu")))) for part in parts]
+    kinds = [(one.dtype, len(positions(one.shape, _CPU))) for one, *_ in parts]
     sizes = [number * dtype.itemsize for dtype, number in kinds]
     starts = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
     data = torch.zeros(starts[-1], dtype=torch.uint8)
-    for part, start, size in zip(parts, starts, sizes):
-        if part.held.is_first and size:
-            rows = buffer_layout.as_bytes(part.sample.cpu()).view(-1, part.dtype.itemsize)
-            data[start : start + size].view(-1, part.dtype.itemsize)[part.held.places] = rows
+    for (one, held, *_), start, size in zip(parts, starts, sizes):
+        if held.copy == 0 and size:
+            rows = buffer_layout.as_bytes(one.sample.cpu()).view(-1, one.dtype.itemsize)
+            data[start : start + size].view(-1, one.dtype.itemsize)[held.places] = rows
     data = communicator.all_reduce_sum(GRID, data)
-    return [
-        data[start : start + size].view(dtype)
-        for (dtype, _), start, size in zip(kinds, starts, sizes)
-    ]
+    spans = zip(kinds, starts, sizes)
+    return [data[start : start + size].view(dtype) for (dtype, _), start, size in spans]

@@ -8,7 +8,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.placement import Shape
 from flex_model.fingerprints.fingerprint_folder import Folder, RecordedRun, RunWriter
 from flex_model.fingerprints.parts import Held, Part, Sums, joined, layout_of
 from flex_model.fingerprints.summary import ROUTING, Summary, summarised
@@ -109,11 +108,10 @@ class Recorder:
     Args:
         user: The core of the FlexModel.
         key: What it was made for.
-        is_fed: Whether inputs are replaced.
+        is_full: Whether rank 0 gets the full tensors; ``is_fed``: whether inputs are replaced.
 
     Attributes:
         core: Its own core of hooks, none of which is active between runs.
-        needs_full: Whether rank 0 gets the full tensors.
     """
 
     def __init__(
@@ -122,10 +120,11 @@ class Recorder:
         key: object,
         is_backward: bool,
         has_routing: bool,
-        needs_full: bool,
+        is_full: bool,
         is_fed: bool,
     ) -> None:
-        self.key, self._is_kept, self.needs_full = key, True, needs_full
+        self.key, self._is_kept, self._is_full = key, True, is_full
+        self._takes: dict[str, Callable[[str, Tensor, TensorSpec | None], None]] = {}
         self._held: weakref.WeakKeyDictionary[TensorSpec, Held] = weakref.WeakKeyDictionary()
         self.core = second_core.SecondCore(user, edit_on="rank0")
         self.core.table.choose(NOTHING, NOTHING)
@@ -186,16 +185,18 @@ class Recorder:
             if is_called(module):
                 for kind in kinds:
                     feeds = is_fed and kind == "forward_pre"
-                    hook = self._feeder(name) if feeds else PartHook(name, self)
+                    hook = (
+                        self._feeder(name) if feeds else PartHook(name, self._read, self._is_full)
+                    )
                     self.core.register(hook, kind, [module])
             if has_routing and transformers_private.gate_of(module) is not None:
                 self._is_kept = False  # a gate gets its own forward back after each run
                 routing, end = expert_routing.install(module, name)
                 self.core.on_close.callback(end)
                 for one, take in (routing.choice, self._chose), (routing.indices, self._routed):
+                    self._takes[one] = take
                     site = module.get_submodule(one.removeprefix(f"{name}."))
-                    reader = _OnRank0(self._note, take)
-                    self.core.register(PartHook(one, reader), "forward", [site])
+                    self.core.register(PartHook(one, self._read, True), "forward", [site])
 
     def _feeder(self, name: str) -> HookFunction:
         """Return the edit that puts another run's input in place of a module's, on rank 0."""
@@ -209,41 +210,34 @@ class Recorder:
             self._found.replaced.append((name, call))
             return other.to(full)
 
-        hook = HookFunction(name, None, feed, record=False)
-        return hook
+        return (hook := HookFunction(name, None, feed, record=False))
 
-    def read_part(self, call: HookCall, shard: Tensor, spec: TensorSpec) -> None:
-        """Sum up this rank's shard. Local."""
-        held = self._held.get(spec)
-        if held is None:
-            held = self._held[spec] = Held.of(spec, shard.device)
-        self._sum_up(call, shard, spec.full_shape, held, spec)
-
-    def read_full(self, call: HookCall, full: Tensor | None, spec: TensorSpec | None) -> None:
-        """Sum up a full tensor, where this rank has it. Local."""
-        registration = call.registration
-        if full is not None and spec is None and self._write is None:
-            return self._sum_up(call, full, tuple(full.shape), Held.whole(full), None)
-        self._note(call)
-        if full is None:
-            return
-        try:
-            self._add(registration.name, registration.kind, full, spec)
-        except OSError as error:
-            self.core.communicator.fail(f"{call.describe()}: {error}", error)
-
-    def _sum_up(
-        self, call: HookCall, tensor: Tensor, shape: Shape, held: Held, spec: TensorSpec | None
+    def _read(
+        self, call: HookCall, tensor: Tensor | None, spec: TensorSpec | None, is_part: bool
     ) -> None:
-        self._note(call)
+        """Sum up what this rank has: a part, or a full tensor. Local."""
         registration = call.registration
-        key = self._key(registration.name, registration.kind)
-        found = self._sums.of(tensor, held)
-        site = registration.layout_site
-        self._sites.append(Part(key, tensor.dtype, shape, site, spec, held, *found))
-
-    def _note(self, call: HookCall) -> None:
-        self._order.append(call.registration.site)
+        self._order.append(registration.site)
+        name, kind = registration.name, registration.kind
+        take = self._takes.get(name)
+        if tensor is None:
+            return
+        if take is not None:
+            take(name, tensor, spec)
+        elif is_part:
+            held = Held.whole(tensor) if spec is None else self._held.get(spec)
+            if held is None:
+                assert spec is not None
+                held = self._held[spec] = Held.of(spec, tensor.device)
+            shape = tuple(tensor.shape) if spec is None else spec.full_shape
+            found = self._sums.of(tensor, held)
+            summary = Summary(*self._key(name, kind), tensor.dtype, shape, *found)
+            self._sites.append(Part(summary, held, spec, registration.layout_site))
+        else:
+            try:
+                self._add(name, kind, tensor, spec)
+            except OSError as error:
+                self.core.communicator.fail(f"{call.describe()}: {error}", error)
 
     def _key(self, name: str, kind: str) -> tuple[str, str, int]:
         self._calls[name, kind] += 1
@@ -260,18 +254,16 @@ class Recorder:
         """Keep the summary of a full tensor; return the number of the call."""
         if self._write is not None:
             self._write(len(self._sites), full)
-        summary = summarised(full, *self._key(name, kind), margins)
+        found = summarised(full, *self._key(name, kind), margins)
         if spec is not None:
-            layout, splits = layout_of(spec)
-            summary = replace(summary, layout=layout, splits=splits)
-        self._sites.append(summary)
-        return summary.call
+            found = replace(found, **dict(zip(("layout", "splits"), layout_of(spec))))
+        self._sites.append(found)
+        return found.call
 
-    def _chose(self, call: HookCall, full: Tensor, spec: TensorSpec | None) -> None:
-        self._choices[call.registration.name.rpartition(".")[0]] = full.detach().clone()
+    def _chose(self, name: str, full: Tensor, spec: TensorSpec | None) -> None:
+        self._choices[name.rpartition(".")[0]] = full.detach().clone()
 
-    def _routed(self, call: HookCall, full: Tensor, spec: TensorSpec | None) -> None:
-        name = call.registration.name
+    def _routed(self, name: str, full: Tensor, spec: TensorSpec | None) -> None:
         choice, k = self._choices.pop(name.rpartition(".")[0], None), full.shape[-1]
         margins = torch.full(full.shape[:1], torch.inf, device=full.device)
         if choice is not None and choice.shape[-1] > k:
@@ -299,7 +291,9 @@ class Recorder:
         """Return what was recorded, on rank 0. Collective."""
         communicator = self.core.communicator
         header = Header("described values", site=site_hash(*self._order))
-        communicator.check_consistency(header, f"the end of a fingerprint of {len(self._order)}")
+        communicator.check_consistency(
+            header, f"the end of a fingerprint, after {len(self._order)} tensors"
+        )
         summaries = iter(joined(communicator, [o for o in self._sites if isinstance(o, Part)]))
         sites = [next(summaries) if isinstance(one, Part) else one for one in self._sites]
         for one in self.core.table.registrations:
@@ -308,25 +302,3 @@ class Recorder:
                 self._found.refused[site] = str(self.core.unresolved[one.index])
         num_bytes = sum(one.dtype.itemsize * torch.Size(one.shape).numel() for one in sites)
         return replace(self._found, sites=sites, inputs=inputs, num_bytes=num_bytes)
-
-
-@dataclass(frozen=True)
-class _OnRank0:
-    """Reads full tensors on rank 0.
-
-    Attributes:
-        note: Counts a call, on every rank.
-    """
-
-    note: Callable[[HookCall], None]
-    take: Callable[[HookCall, Tensor, TensorSpec | None], None]
-    needs_full: bool = True
-
-    def read_part(self, call: HookCall, shard: Tensor, spec: TensorSpec) -> None:
-        """It reads none."""
-
-    def read_full(self, call: HookCall, full: Tensor | None, spec: TensorSpec | None) -> None:
-        """Take the tensor where it is."""
-        self.note(call)
-        if full is not None:
-            self.take(call, full, spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,13 +80,13 @@ def summarised(
     full, shape = full.detach(), tuple(full.shape)
     flat = full.contiguous().view(-1)
     sample = full if kind == ROUTING else flat[positions(shape, full.device)]
-    moments = moments_of(sums_of(flat), torch.tensor(num_reals(full.dtype, shape)))
-    return Summary(name, kind, call, full.dtype, shape, moments, sample, margins)
+    found = Summary(name, kind, call, full.dtype, shape, sums_of(flat), sample, margins)
+    return replace(found, moments=moments_of(found.moments, torch.tensor(num_reals(found))))
 
 
-def num_reals(dtype: torch.dtype, shape: Shape) -> int:
-    """Return how many real numbers a tensor has."""
-    return math.prod(shape) * (1 + dtype.is_complex)
+def num_reals(one: Summary) -> int:
+    """Return how many real numbers the tensor has."""
+    return math.prod(one.shape) * (1 + one.dtype.is_complex)
 
 
 def sums_of(flat: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -164,7 +164,6 @@ class HookFunction:
         self.save_ctx: Namespace | None = None
         self.modules: nn.ModuleDict | None = None
         self._registrations: Sequence[Registration] = ()
-        self.reader: PartReader | None = None
         #: One for each tensor, where there are several.
         self.members: tuple[HookFunction, ...] = ()
         if several:
@@ -255,30 +254,24 @@ class HookFunction:
         return f"HookFunction({', '.join(parts)})"
 
 
-class PartReader(Protocol):
-    """Reads a hook's tensors where they are, on every rank: no payload moves.
+class PartHook(HookFunction):
+    """Reads tensors where they are, on every rank: no payload moves, and nothing is recorded.
 
-    Attributes:
-        needs_full: Whether they are all gathered to rank 0 nevertheless.
+    Args:
+        read: ``(call, tensor, spec, is_part)``: gets this rank's shard and its spec; where shards
+            must be summed or padded, or ``needs_full``, rank 0's full tensor, or None on the other
+            ranks; on one process its tensor, without a spec.
+        needs_full: Whether tensors are gathered to rank 0 nevertheless.
     """
 
-    needs_full: bool
-
-    def read_part(self, call: HookCall, shard: Tensor, spec: TensorSpec) -> None:
-        """Read this rank's shard, which ``spec`` describes."""
-
-    def read_full(self, call: HookCall, full: Tensor | None, spec: TensorSpec | None) -> None:
-        """Read the full tensor: that of one process, which has no spec, or rank 0's, where shards
-        must be summed or padded; None on the other ranks.
-        """
-
-
-class PartHook(HookFunction):
-    """Passes its tensors to a `PartReader`, and records nothing."""
-
-    def __init__(self, module_name: str, reader: PartReader) -> None:
+    def __init__(
+        self,
+        module_name: str,
+        read: Callable[[HookCall, Tensor | None, TensorSpec | None, bool], None],
+        needs_full: bool = False,
+    ) -> None:
         super().__init__(module_name)
-        self.reader, self.record = reader, False
+        self.read, self.needs_full, self.record = read, needs_full, False
 
 
 def _check_indices(value: object, indices: tuple[object, ...]) -> None:

@@ -27,7 +27,7 @@ from flex_model.hooks.edit_path import (
     OnRank0Path,
     ReplicatedPath,
 )
-from flex_model.hooks.function import PartReader
+from flex_model.hooks.function import PartHook
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.layout_finder import LayoutFinder
 from flex_model.hooks.save_ctx import SentToAll
@@ -100,7 +100,7 @@ class HookExecutor:
             call.registration.check_movable(leaf)
             cuda_graphs.check(call, leaf, self._communicator.is_local)
             if not call.registration.edits:
-                if call.records or call.registration.hook_function.reader is not None:
+                if call.records or isinstance(call.registration.hook_function, PartHook):
                     self._collect(call, leaf)
                 return tree
             self._communicator.defer(self._defers and not call.is_replay)
@@ -172,35 +172,35 @@ class HookExecutor:
         return dtensor.like(mean, grad) if dtensor.is_dtensor(grad) else mean
 
     def _collect(self, call: HookCall, leaf: Tensor) -> None:
-        reader = call.registration.hook_function.reader
+        function = call.registration.hook_function
         if self._communicator.is_local:
             if dtensor.is_dtensor(leaf):
                 leaf = dtensor.to_local(dtensor.without_partial(leaf))
             elif is_renamed(leaf):
                 leaf = plain(leaf)
-            if reader is not None:
-                return reader.read_full(call, leaf.detach(), None)
+            if isinstance(function, PartHook):
+                return function.read(call, leaf.detach(), None, not function.needs_full)
             pick = self.layouts.pick_of_full(call, leaf)
             self._records.now(call, leaf if pick is None else pick.take(leaf.detach()))
             return
         call, shard, known = self.layouts.shard_of(call, leaf)
         shard = plain(shard)
-        if reader is not None:
-            return self._read(reader, call, shard.detach(), known)
+        if isinstance(function, PartHook):
+            return self._read(function, call, shard.detach(), known)
         pick = None
         if not cuda_graphs.is_captured(shard):  # its indices would be copied to the GPU
             pick = self.layouts.pick_of_shard(call, shard, known)
         self._records.later(call, shard, known, pick)
 
     def _read(
-        self, reader: PartReader, call: HookCall, shard: Tensor, known: ShardLayout | None
+        self, hook: PartHook, call: HookCall, shard: Tensor, known: ShardLayout | None
     ) -> None:
-        """Pass this rank's shard to a reader; rank 0's full tensor where shards are not enough."""
-        spec = self.layouts.spec_of_shard(call, shard, known, reader.needs_full)
-        if spec.is_in_parts and not reader.needs_full:
-            return reader.read_part(call, shard, spec)
+        """Let a hook read this rank's shard; rank 0's full tensor where shards are not enough."""
+        spec = self.layouts.spec_of_shard(call, shard, known, hook.needs_full)
+        if spec.is_in_parts and not hook.needs_full:
+            return hook.read(call, shard, spec, True)
         shard = shard if spec.padding is None else spec.padding.put(shard)
-        reader.read_full(call, spec.gather_to_first(shard), spec)
+        hook.read(call, spec.gather_to_first(shard), spec, False)
 
     def _gather(self, call: HookCall, leaf: Any) -> list[EditInput]:
         """Gather the tensor that a hook edits, and record it. Return all tensors of the edit: none
