@@ -19,8 +19,8 @@ from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
 from flex_model.fingerprints.fingerprint_folder import Folder, RecordedRun, RunWriter
-from flex_model.fingerprints.parts import Held, Part, Sums, joined, layout_of
 from flex_model.fingerprints.summary import ROUTING, Summary, summarised
+from flex_model.fingerprints.summed_parts import Held, Part, Sums, joined, layout_of
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction, PartHook
 from flex_model.hooks.hook_call import HookCall

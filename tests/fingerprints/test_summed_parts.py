@@ -9,8 +9,8 @@ from flex_model import FlexModel
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.errors import ReplicasDifferError
-from flex_model.fingerprints.parts import Held, Part, Sums, joined
 from flex_model.fingerprints.summary import Summary, summarised
+from flex_model.fingerprints.summed_parts import Held, Part, Sums, joined
 from flex_model.layouts.tensor_site import Site
 
 TP = models.TWO_RANKS["tp"]
