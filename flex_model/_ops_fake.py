@@ -18,6 +18,7 @@ def register() -> None:
         "pack_tensors": _pack_tensors,
         "assemble_tensors": _assemble_tensors,
         "fingerprint": _fingerprint,
+        "moments": lambda tensor: tensor.new_empty((3,), dtype=torch.float64),
     }
     # What they write is an argument, or no tensor.
     fakes |= dict.fromkeys(["pull_", "push", "copy_to_host", "peer_barrier"], _nothing)

@@ -33,6 +33,10 @@ STABLE_TORCH_LIBRARY(flex_model, m) {
   // the same bits (or it has none) else 0. CPU only: the hash is exchanged by the host at once, so
   // tensors on other devices are copied first.
   m.def("fingerprint(Tensor tensor) -> Tensor");
+  // Returns three float64: the sum of the elements of a contiguous tensor of float32, float64 or
+  // bfloat16, that of their squares, and the largest magnitude, which is NaN if an element is. CPU
+  // only: on a GPU, torch's own reductions read at the speed of its memory.
+  m.def("moments(Tensor tensor) -> Tensor");
 
   // ---- several tensors in one buffer, for one collective ----
 

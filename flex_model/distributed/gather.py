@@ -179,6 +179,11 @@ class TensorSpec:
         return not self.axes and not self.layout.partial_axes
 
     @property
+    def is_in_parts(self) -> bool:
+        """Whether the full tensor is made of shards as they are, not summed or padded."""
+        return not self.layout.partial_axes and self.padding is None
+
+    @property
     def is_shared_over_dp(self) -> bool:
         """Whether data-parallel ranks hold the same tensor, instead of rows of a batch."""
         return self.communicator.mesh.dp_size > 1 and not isinstance(self.layout.dp, Shard)

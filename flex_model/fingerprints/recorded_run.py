@@ -1,5 +1,5 @@
-"""Records a fingerprint: one run of a wrapped model, whose hooks sum up the full tensors one at a
-time, on rank 0.
+"""Records a fingerprint: one run of a wrapped model, on whose hooks each rank sums up its own parts
+of the tensors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed.agreement import gather_checked
-from flex_model.distributed.placement import Shard
+from flex_model.distributed.gather import TensorSpec
+from flex_model.distributed.header import Header, site_hash
 from flex_model.fingerprints.fingerprint_folder import Folder, RecordedRun, RunWriter
-from flex_model.fingerprints.summary import ROUTING, summarised
+from flex_model.fingerprints.summary import ROUTING, Summary, summarised
+from flex_model.fingerprints.summed_parts import Held, Part, Sums, joined, layout_of
 from flex_model.hooks.core import HookCore
-from flex_model.hooks.function import HookFunction
+from flex_model.hooks.function import HookFunction, PartHook
+from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.table import NOTHING
 from flex_model.inspection import second_core, text
 from flex_model.inspection.tree import is_called, named
@@ -71,21 +74,21 @@ def record_run(
     on_rank_0(core, "fingerprint", lambda: writers.append(RunWriter(Path(folder))))
     full_inputs = second_core.full_inputs(core, *inputs)
     with core.table.nothing_chosen():
-        recorder = _recorder_of(core, is_backward=loss is not None, has_routing=routing)
+        recorder = _recorder_of(core, loss is not None, routing, tensors, replacement is not None)
         write = writers[0].add if writers and tensors else None
         run = recorder.record(inputs, full_inputs, loss, write, replacement)
     on_rank_0(core, "fingerprint", lambda: writers[0].finish(run))
 
 
-def _recorder_of(core: HookCore, is_backward: bool, has_routing: bool) -> Recorder:
+def _recorder_of(core: HookCore, *settings: bool) -> Recorder:
     """Return a recorder of the model as it is now: that of the fingerprint before, if it fits."""
     modules = {name: weakref.ref(one) for name, one in _own_modules(core.module).items()}
-    key = (is_backward, has_routing, tuple(core.tracking.statements), modules)
+    key = (settings, tuple(core.tracking.statements), modules)
     recorder: Recorder | None = core.recorder
     if recorder is None or recorder.core.is_closed or recorder.key != key:
         if recorder is not None:
             recorder.core.close()
-        recorder = Recorder(core, key, is_backward, has_routing)
+        recorder = Recorder(core, key, *settings)
         core.keep_recorder(recorder)
     return recorder
 
@@ -98,25 +101,36 @@ def _own_modules(root: nn.Module) -> dict[str, nn.Module]:
 
 
 class Recorder:
-    """Hooks a model, and keeps the summaries of what the hooks are given. It stays with the
-    FlexModel, since hooks, their layouts and the proofs of these are the same in the next run; not
-    where it records the choice of experts, or where a run has failed.
+    """Hooks a model, and keeps what each rank sums up of its parts of the tensors there. It stays
+    with the FlexModel, since hooks, their layouts and the proofs of these are the same in the next
+    run; not where it records the choice of experts, or where a run has failed.
 
     Args:
         user: The core of the FlexModel.
+        key: What it was made for.
+        is_full: Whether rank 0 gets the full tensors; ``is_fed``: whether inputs are replaced.
 
     Attributes:
-        key: What it was made for.
         core: Its own core of hooks, none of which is active between runs.
     """
 
-    def __init__(self, user: HookCore, key: object, is_backward: bool, has_routing: bool) -> None:
-        self.key, self._is_kept = key, True
+    def __init__(
+        self,
+        user: HookCore,
+        key: object,
+        is_backward: bool,
+        has_routing: bool,
+        is_full: bool,
+        is_fed: bool,
+    ) -> None:
+        self.key, self._is_kept, self._is_full = key, True, is_full
+        self._takes: dict[str, Callable[[str, Tensor, TensorSpec | None], None]] = {}
+        self._held: weakref.WeakKeyDictionary[TensorSpec, Held] = weakref.WeakKeyDictionary()
         self.core = second_core.SecondCore(user, edit_on="rank0")
         self.core.table.choose(NOTHING, NOTHING)
         self._begin(None, None)
         try:
-            self._hook(is_backward, has_routing)
+            self._hook(is_backward, has_routing, is_fed)
         except BaseException:
             self.core.close()
             raise
@@ -126,6 +140,9 @@ class Recorder:
     ) -> None:
         self._write, self._replacement = write, replacement
         self._found = RecordedRun([], {}, None, 0, has_tensors=write is not None)
+        self._sites: list[Summary | Part] = []
+        self._order: list[int] = []  # the hooks that were called, on every rank
+        self._sums = Sums()
         self._calls: Counter[tuple[str, str]] = Counter()
         self._choices: dict[str, Tensor] = {}  # of a block of experts, at its last call
         self.core.unresolved.clear()
@@ -158,7 +175,7 @@ class Recorder:
                 self.core.close()
             self._begin(None, None)
 
-    def _hook(self, is_backward: bool, has_routing: bool) -> None:
+    def _hook(self, is_backward: bool, has_routing: bool, is_fed: bool) -> None:
         """Hook the first input and output of each module, and with a backward their gradients; and
         the choice of each block of experts.
         """
@@ -167,52 +184,93 @@ class Recorder:
         for name, module in _own_modules(self.core.module).items():
             if is_called(module):
                 for kind in kinds:
-                    self._register(name, kind, module, self._seen)
+                    feeds = is_fed and kind == "forward_pre"
+                    hook = (
+                        self._feeder(name) if feeds else PartHook(name, self._read, self._is_full)
+                    )
+                    self.core.register(hook, kind, [module])
             if has_routing and transformers_private.gate_of(module) is not None:
                 self._is_kept = False  # a gate gets its own forward back after each run
                 routing, end = expert_routing.install(module, name)
                 self.core.on_close.callback(end)
-                for one, seen in (routing.choice, self._chose), (routing.indices, self._routed):
+                for one, take in (routing.choice, self._chose), (routing.indices, self._routed):
+                    self._takes[one] = take
                     site = module.get_submodule(one.removeprefix(f"{name}."))
-                    self._register(one, "forward", site, seen)
+                    self.core.register(PartHook(one, self._read, True), "forward", [site])
 
-    def _register(self, name: str, kind: str, module: nn.Module, seen: Callable[..., Any]) -> None:
-        def observe(
-            current_module: Any, full: Tensor, save_ctx: Any, modules: Any
-        ) -> Tensor | None:
-            return seen(name, kind, full)
+    def _feeder(self, name: str) -> HookFunction:
+        """Return the edit that puts another run's input in place of a module's, on rank 0."""
 
-        self.core.register(HookFunction(name, None, observe, record=False), kind, [module])
+        def feed(module: Any, full: Tensor, save_ctx: Any, modules: Any) -> Tensor | None:
+            *_, spec = (None, *hook._registrations[0].specs.values())
+            call = self._add(name, "forward_pre", full, spec)
+            other = None if self._replacement is None else self._replacement(name, call)
+            if other is None or other.shape != full.shape:
+                return None
+            self._found.replaced.append((name, call))
+            return other.to(full)
 
-    def _seen(self, name: str, kind: str, full: Tensor) -> Tensor | None:
-        call = self._add(name, kind, full)
-        if kind != "forward_pre" or self._replacement is None:
-            return None
-        other = self._replacement(name, call)
-        if other is None or other.shape != full.shape:
-            return None
-        self._found.replaced.append((name, call))
-        return other.to(full)
+        return (hook := HookFunction(name, None, feed, record=False))
 
-    def _add(self, name: str, kind: str, full: Tensor, margins: Tensor | None = None) -> int:
-        call = self._calls[name, kind]
+    def _read(
+        self, call: HookCall, tensor: Tensor | None, spec: TensorSpec | None, is_part: bool
+    ) -> None:
+        """Sum up what this rank has: a part, or a full tensor. Local."""
+        registration = call.registration
+        self._order.append(registration.site)
+        name, kind = registration.name, registration.kind
+        take = self._takes.get(name)
+        if tensor is None:
+            return
+        if take is not None:
+            take(name, tensor, spec)
+        elif is_part:
+            held = Held.whole(tensor) if spec is None else self._held.get(spec)
+            if held is None:
+                assert spec is not None
+                held = self._held[spec] = Held.of(spec, tensor.device)
+            shape = tuple(tensor.shape) if spec is None else spec.full_shape
+            found = self._sums.of(tensor, held)
+            summary = Summary(*self._key(name, kind), tensor.dtype, shape, *found)
+            self._sites.append(Part(summary, held, spec, registration.layout_site))
+        else:
+            try:
+                self._add(name, kind, tensor, spec)
+            except OSError as error:
+                self.core.communicator.fail(f"{call.describe()}: {error}", error)
+
+    def _key(self, name: str, kind: str) -> tuple[str, str, int]:
         self._calls[name, kind] += 1
-        if self._write is not None:
-            self._write(len(self._found.sites), full)
-        self._found.sites.append(summarised(full, name, kind, call, margins))
-        return call
+        return name, kind, self._calls[name, kind] - 1
 
-    def _chose(self, name: str, kind: str, full: Tensor) -> None:
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        full: Tensor,
+        spec: TensorSpec | None = None,
+        margins: Tensor | None = None,
+    ) -> int:
+        """Keep the summary of a full tensor; return the number of the call."""
+        if self._write is not None:
+            self._write(len(self._sites), full)
+        found = summarised(full, *self._key(name, kind), margins)
+        if spec is not None:
+            found = replace(found, **dict(zip(("layout", "splits"), layout_of(spec))))
+        self._sites.append(found)
+        return found.call
+
+    def _chose(self, name: str, full: Tensor, spec: TensorSpec | None) -> None:
         self._choices[name.rpartition(".")[0]] = full.detach().clone()
 
-    def _routed(self, name: str, kind: str, full: Tensor) -> None:
+    def _routed(self, name: str, full: Tensor, spec: TensorSpec | None) -> None:
         choice, k = self._choices.pop(name.rpartition(".")[0], None), full.shape[-1]
         margins = torch.full(full.shape[:1], torch.inf, device=full.device)
         if choice is not None and choice.shape[-1] > k:
             best = choice.topk(k + 1).values
             scale = choice[choice.isfinite()].square().mean().sqrt()
             margins = (best[:, -2] - best[:, -1]) / (scale * torch.finfo(choice.dtype).eps)
-        self._add(name, ROUTING, full.int().sort(-1).values, margins.float())
+        self._add(name, ROUTING, full.int().sort(-1).values, spec, margins.float())
 
     def _take_gradients(self) -> None:
         """Record the gradients of the parameters, one at a time. Collective."""
@@ -230,29 +288,17 @@ class Recorder:
                 on_rank_0(self.core, "fingerprint", add)
 
     def _run(self, inputs: Any) -> RecordedRun:
-        """Return what was recorded, with the layouts of the sites."""
-        layouts: dict[tuple[Any, ...], dict[str, Any]] = {}
+        """Return what was recorded, on rank 0. Collective."""
+        communicator = self.core.communicator
+        header = Header("described values", site=site_hash(*self._order))
+        communicator.check_consistency(
+            header, f"the end of a fingerprint, after {len(self._order)} tensors"
+        )
+        summaries = iter(joined(communicator, [o for o in self._sites if isinstance(o, Part)]))
+        sites = [next(summaries) if isinstance(one, Part) else one for one in self._sites]
         for one in self.core.table.registrations:
             if one.index in self.core.unresolved:
                 site = f"{one.kind} of {text.site(one.name, 0)}"
                 self._found.refused[site] = str(self.core.unresolved[one.index])
-            for (_, shapes, *_), spec in one.specs.items():  # of earlier runs, too
-                splits = _splits(spec.layout, shapes, self.core.mesh.tp_size)
-                of_spec = {"layout": str(spec.layout), "splits": splits}
-                layouts[one.name, one.kind, spec.full_shape] = of_spec
-        sites = [
-            replace(one, **layouts.get((one.name, one.kind, one.shape), {}))
-            for one in self._found.sites
-        ]
         num_bytes = sum(one.dtype.itemsize * torch.Size(one.shape).numel() for one in sites)
         return replace(self._found, sites=sites, inputs=inputs, num_bytes=num_bytes)
-
-
-def _splits(layout: Any, shapes: Any, tp_size: int) -> dict[str, Any]:
-    """Return, by axis, the dim along which its ranks hold consecutive parts, and their sizes."""
-    found = {}
-    for axis, along in ("dp", shapes[::tp_size]), ("tp", shapes[:tp_size]):
-        split = getattr(layout, axis)
-        if isinstance(split, Shard) and split == Shard(split.dim) and not layout.splits_one_dim:
-            found[axis] = split.dim, [shape[split.dim] for shape in along]
-    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,22 +78,43 @@ def summarised(
 ) -> Summary:
     """Return the summary of a full tensor, whose tensors stay on its device: nothing waits."""
     full, shape = full.detach(), tuple(full.shape)
-    flat = (torch.view_as_real(full) if full.is_complex() else full).reshape(-1)
-    sample = full if kind == ROUTING else full.reshape(-1)[positions(shape, full.device)]
-    return Summary(name, kind, call, full.dtype, shape, _moments(flat), sample, margins)
+    flat = full.contiguous().view(-1)
+    sample = full if kind == ROUTING else flat[positions(shape, full.device)]
+    found = Summary(name, kind, call, full.dtype, shape, sums_of(flat), sample, margins)
+    return replace(found, moments=moments_of(found.moments, torch.tensor(num_reals(found))))
 
 
-def _moments(flat: Tensor) -> Tensor:
-    """Return the moments of `Summary`: sums of blocks in the tensor's own precision, then of these
-    in float64, so that no wide copy is made.
+def num_reals(one: Summary) -> int:
+    """Return how many real numbers the tensor has."""
+    return math.prod(one.shape) * (1 + one.dtype.is_complex)
+
+
+def sums_of(flat: Tensor) -> Tensor:
+    """Return three float64 of a part of a tensor, on its device: the sum, that of the squares, and
+    the largest magnitude. Those of integers are exact, in whatever order they are added.
     """
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
     if not flat.numel():
-        return torch.zeros(4, dtype=torch.float64, device=flat.device)
+        return torch.zeros(3, dtype=torch.float64, device=flat.device)
+    if not flat.is_floating_point():
+        exact = flat.long()
+        return torch.stack([exact.sum(), exact.square().sum(), exact.abs().max()]).double()
+    if flat.is_cpu and flat.dtype in (torch.float32, torch.float64, torch.bfloat16):
+        return torch.ops.flex_model.moments(flat)
+    # Sums of blocks in the tensor's own precision, then of these: no copy in float64 is made.
     wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     whole = len(wide) - len(wide) % _BLOCK
     blocks = [part for part in (wide[:whole].view(-1, _BLOCK), wide[None, whole:]) if part.numel()]
     total = torch.cat([block.sum(1).double() for block in blocks]).sum()
     norms = [torch.linalg.vector_norm(block, dim=1).double() for block in blocks]
     largest = torch.stack(wide.aminmax()).abs().max().double()
-    rms = torch.cat(norms).norm() / math.sqrt(len(wide))
-    return torch.stack([total / len(wide), rms, largest, (~largest.isfinite()).double()])
+    return torch.stack([total, torch.cat(norms).square().sum(), largest])
+
+
+def moments_of(sums: Tensor, counts: Tensor) -> Tensor:
+    """Return the moments of `Summary`, (..., 4), of sums, (..., 3), over so many real numbers."""
+    total, squares, largest = sums.unbind(-1)
+    counts = counts.clamp(min=1)
+    is_finite = largest.isfinite().double()
+    return torch.stack([total / counts, (squares / counts).sqrt(), largest, 1 - is_finite], -1)

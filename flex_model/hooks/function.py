@@ -13,6 +13,8 @@ from flex_model.layouts.statements import placements_of
 from flex_model.selection import Select
 
 if TYPE_CHECKING:
+    from flex_model.distributed.gather import TensorSpec
+    from flex_model.hooks.hook_call import HookCall
     from flex_model.hooks.registration import Registration
 
 # For one tensor; for several, tuples of tensors are passed and returned.
@@ -250,6 +252,26 @@ class HookFunction:
         if self.placements:
             parts.append(f"placements={self.placements}")
         return f"HookFunction({', '.join(parts)})"
+
+
+class PartHook(HookFunction):
+    """Reads tensors where they are, on every rank: no payload moves, and nothing is recorded.
+
+    Args:
+        read: ``(call, tensor, spec, is_part)``: gets this rank's shard and its spec; where shards
+            must be summed or padded, or ``needs_full``, rank 0's full tensor, or None on the other
+            ranks; on one process its tensor, without a spec.
+        needs_full: Whether tensors are gathered to rank 0 nevertheless.
+    """
+
+    def __init__(
+        self,
+        module_name: str,
+        read: Callable[[HookCall, Tensor | None, TensorSpec | None, bool], None],
+        needs_full: bool = False,
+    ) -> None:
+        super().__init__(module_name)
+        self.read, self.needs_full, self.record = read, needs_full, False
 
 
 def _check_indices(value: object, indices: tuple[object, ...]) -> None:

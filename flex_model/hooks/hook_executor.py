@@ -16,6 +16,7 @@ from torch import Tensor
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import mean_over_dp
+from flex_model.distributed.placement import ShardLayout
 from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks import cuda_graphs
 from flex_model.hooks.call_check import check_call
@@ -26,6 +27,7 @@ from flex_model.hooks.edit_path import (
     OnRank0Path,
     ReplicatedPath,
 )
+from flex_model.hooks.function import PartHook
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.layout_finder import LayoutFinder
 from flex_model.hooks.save_ctx import SentToAll
@@ -101,7 +103,7 @@ class HookExecutor:
             call.registration.check_movable(leaf)
             cuda_graphs.check(call, leaf, self._communicator.is_local)
             if not call.registration.edits:
-                if call.records:
+                if call.records or isinstance(call.registration.hook_function, PartHook):
                     self._collect(call, leaf)
                 return tree
             self._communicator.defer(self._defers and not call.is_replay)
@@ -173,20 +175,35 @@ class HookExecutor:
         return dtensor.like(mean, grad) if dtensor.is_dtensor(grad) else mean
 
     def _collect(self, call: HookCall, leaf: Tensor) -> None:
+        function = call.registration.hook_function
         if self._communicator.is_local:
             if dtensor.is_dtensor(leaf):
                 leaf = dtensor.to_local(dtensor.without_partial(leaf))
             elif is_renamed(leaf):
                 leaf = plain(leaf)
+            if isinstance(function, PartHook):
+                return function.read(call, leaf.detach(), None, not function.needs_full)
             pick = self.layouts.pick_of_full(call, leaf)
             self._records.now(call, leaf if pick is None else pick.take(leaf.detach()))
             return
         call, shard, known = self.layouts.shard_of(call, leaf)
         shard = plain(shard)
+        if isinstance(function, PartHook):
+            return self._read(function, call, shard.detach(), known)
         pick = None
         if not cuda_graphs.is_captured(shard):  # its indices would be copied to the GPU
             pick = self.layouts.pick_of_shard(call, shard, known)
         self._records.later(call, shard, known, pick)
+
+    def _read(
+        self, hook: PartHook, call: HookCall, shard: Tensor, known: ShardLayout | None
+    ) -> None:
+        """Let a hook read this rank's shard; rank 0's full tensor where shards are not enough."""
+        spec = self.layouts.spec_of_shard(call, shard, known, hook.needs_full)
+        if spec.is_in_parts and not hook.needs_full:
+            return hook.read(call, shard, spec, True)
+        shard = shard if spec.padding is None else spec.padding.put(shard)
+        hook.read(call, spec.gather_to_first(shard), spec, False)
 
     def _gather(self, call: HookCall, leaf: Any) -> list[EditInput]:
         """Gather the tensor that a hook edits, and record it. Return all tensors of the edit: none

@@ -77,16 +77,11 @@ class LayoutFinder:
         None where the end of the run finds it. Collective at the first call in forwards of a key,
         which decides the shapes on all ranks in later ones.
         """
-        registration, forward = call.registration, call.evidence.key
+        registration = call.registration
         select = registration.select
-        if select is None or select.experts is not None or forward is None:
+        if select is None or select.experts is not None or call.evidence.key is None:
             return None
-        of_key = (shard.dtype, known, (registration.split_dim, call.num_past), forward)
-        found = [
-            spec
-            for (number, _, *others), spec in registration.specs.items()
-            if number == call.number and tuple(others) == of_key
-        ]
+        found = self._earlier(call, shard, known)
         if not found and len(registration.specs) < _REMEMBERED_SPECS:
             shapes, _ = check_call(self._communicator, call, shard, registration.kind)
             try:
@@ -99,6 +94,29 @@ class LayoutFinder:
         """Return ``ForwardLayouts.settled`` of the call's forward; None if that is followed."""
         layouts = self._tracking.forward.layouts
         return None if layouts is None or call.is_replay else layouts.settled
+
+    def spec_of_shard(
+        self, call: HookCall, shard: Tensor, known: ShardLayout | None, moves: bool
+    ) -> TensorSpec:
+        """Return how this rank's shard is placed. Collective at the first call in forwards of a
+        key, as in ``pick_of_shard``, and where it has to be gathered (``moves``, for one).
+        """
+        found = [] if moves or call.evidence.key is None else self._earlier(call, shard, known)
+        if len(found) == 1 and found[0].is_in_parts:
+            return found[0]
+        shapes, _ = check_call(self._communicator, call, shard, call.registration.kind)
+        return self.lookup(call, shapes, shard.dtype, known, shard)
+
+    @staticmethod
+    def _earlier(call: HookCall, shard: Tensor, known: ShardLayout | None) -> list[TensorSpec]:
+        """Return the specs of this call of the hook in earlier forwards of the key."""
+        place = call.registration.split_dim, call.num_past
+        of_key = (shard.dtype, known, place, call.evidence.key)
+        return [
+            spec
+            for (number, _, *others), spec in call.registration.specs.items()
+            if number == call.number and tuple(others) == of_key
+        ]
 
     def lookup(
         self,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.distributed.header import site_hash
-from flex_model.hooks.function import KINDS, HookFunction
+from flex_model.hooks.function import KINDS, HookFunction, PartHook
 from flex_model.hooks.groups import ALL, HookGroups, as_names
 from flex_model.hooks.registration import Joint, Registration
 from flex_model.hooks.site import ModuleSite, Moment, ParameterSite, SiteOwner
@@ -232,6 +232,7 @@ class HookTable:
             self._serves_hooks
             and registration.kind in ("forward", "forward_pre")
             and function.select is None
+            and not isinstance(function, PartHook)
             and not (registration.had_edit and (registration.joint or function.parameter_names))
         )
 

@@ -358,6 +358,30 @@ def test_fingerprint_refuses_strided_tensors():
         ops.fingerprint(torch.zeros(4, 6).t())
 
 
+# ---- moments ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 1003])
+def test_moments_are_sums_in_float64(dtype, size):
+    values = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    wide = values.double()
+    largest = wide.abs().max() if size else wide.sum()
+    expected = torch.stack([wide.sum(), wide.square().sum(), largest])
+    torch.testing.assert_close(ops.moments(values), expected, rtol=1e-14, atol=1e-13)
+    for at, odd in itertools.product(range(0, size, 7), (torch.nan, torch.inf, -torch.inf)):
+        changed = values.clone()
+        changed[at] = odd
+        torch.testing.assert_close(ops.moments(changed)[2].item(), abs(odd), equal_nan=True)
+
+
+def test_moments_refuse_other_dtypes_and_strides():
+    with pytest.raises(RuntimeError, match="must be of float32, float64 or bfloat16"):
+        ops.moments(torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="moments: `tensor` must be contiguous"):
+        ops.moments(torch.zeros(4, 6).t())
+
+
 # ---- torch ----
 
 
@@ -368,6 +392,7 @@ def test_opcheck(case):
         (ops.split, (full, plan.code, 1, [4, 3])),
         (ops.pack, (full, plan.code, offsets, 100)),
         (ops.fingerprint, (full,)),
+        (ops.moments, (full,)),
     ]:
         torch.library.opcheck(op.default, arguments)
 
