@@ -168,6 +168,11 @@ class Header:
         self.seed = seed
         return self
 
+    def of_call(self, seed: int, hash: int | None) -> Header:
+        """Set what differs from call to call of one hook; return the header."""
+        self.seed, self.hash = seed, hash
+        return self
+
     @property
     def is_wide(self) -> bool:
         return bool(self.flags & Header.WIDE)

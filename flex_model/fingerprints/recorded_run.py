@@ -202,7 +202,7 @@ class Recorder:
         """Return the edit that puts another run's input in place of a module's, on rank 0."""
 
         def feed(module: Any, full: Tensor, save_ctx: Any, modules: Any) -> Tensor | None:
-            *_, spec = (None, *hook._registrations[0].specs.values())
+            spec = next(reversed(hook._registrations[0].specs.values()), None)
             call = self._add(name, "forward_pre", full, spec)
             other = None if self._replacement is None else self._replacement(name, call)
             if other is None or other.shape != full.shape:
@@ -256,7 +256,8 @@ class Recorder:
             self._write(len(self._sites), full)
         found = summarised(full, *self._key(name, kind), margins)
         if spec is not None:
-            found = replace(found, **dict(zip(("layout", "splits"), layout_of(spec))))
+            layout, splits = layout_of(spec)
+            found = replace(found, layout=layout, splits=splits)
         self._sites.append(found)
         return found.call
 

@@ -89,10 +89,9 @@ class SettledGather:
             return None
         if leaf.is_neg() or leaf._is_zerotensor():
             return None
-        header, registration = self._header, self._registration
-        header.seed = run.seed or 0
-        if self._is_compared:
-            header.hash = replicas.hash_of(leaf)
+        registration = self._registration
+        value_hash = replicas.hash_of(leaf) if self._is_compared else None
+        header = self._header.of_call(run.seed or 0, value_hash)
         keeps_record = records.keeps_full and registration.hook_function.record
         part = leaf if pick is None else pick.take(leaf)
         if torch.is_inference_mode_enabled():  # the function's tensor and records are plain ones

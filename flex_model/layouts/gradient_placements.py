@@ -210,7 +210,7 @@ class Gradients:
         """Return the values that operations made of it; of a tensor that it was joined to, and that
         was only split again, the parts that hold elements of it.
         """
-        found = []
+        found: list[Value] = []
         for made in self._made.get(value, ()):
             parts = None
             if not (made in self._outputs or made in self._nodes_of or made in self._hooked):
