@@ -1,5 +1,5 @@
-"""What each rank sums up of its own part of a tensor, and how that of all ranks is joined: the
-tensors themselves stay where they are.
+"""Sums up each rank's own part of a tensor, and joins the sums of all ranks: the tensors themselves
+stay where they are.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(eq=False)
 class Held:
-    """What a rank holds of a full tensor.
+    """Describes the part of a full tensor that a rank holds.
 
     Attributes:
         index: Where the values at the full tensor's ``positions`` are in its flat shard, of those
@@ -91,7 +91,7 @@ def layout_of(spec: TensorSpec) -> tuple[str, dict[str, Any]]:
 
 
 class Part(NamedTuple):
-    """What a rank knows of one tensor from its own part of it: sums in place of the moments, and of
+    """Holds what a rank knows of one tensor from its own part: sums in place of the moments, and of
     the sample those values that it holds. ``spec`` is None on one process.
     """
 

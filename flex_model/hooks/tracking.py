@@ -148,7 +148,7 @@ class Tracking:
             self._conditions = Conditions(self._root)
         assert self._buffers is not None
         self._buffers.observe()
-        counted = past_positions.compared()
+        counted = 0 if active.pads else past_positions.compared()
         site = sites_hash(stage, part and part.name, active.digest, counted)
         is_shared = later is not None and self._communicator.mesh.tp_size > 1
         inputs = self._inputs_of(args, kwargs) if part or is_shared else ()

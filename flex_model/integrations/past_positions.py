@@ -82,11 +82,11 @@ def end(module: nn.Module) -> None:
 
 
 def compared() -> int:
-    """Return what ranks compare when a forward begins: 0 where nobody counts."""
+    """Return what ranks compare when a forward begins: 0 where nobody counts. Not the length, in
+    which data-parallel ranks may differ: where it matters, shapes at a hook do.
+    """
     forward = _forward.get()
-    if forward is None or forward.past is None:
-        return 0
-    return hash((int(forward.past), forward.length))
+    return 0 if forward is None or forward.past is None else int(forward.past)
 
 
 def positions_of_forward(what: str) -> Positions:

@@ -98,6 +98,8 @@ def test_errors_have_clean_names(wrapper):
     wrong = []
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     for what, trigger in TRIGGERS.items():
+        if (wrapper, what) == ("fsdp1", "no gradient"):
+            continue  # after a forward its parameters are no leaves
         with pytest.raises((HookError, ValueError, TypeError)) as error:
             trigger(flex, max(names, key=len), parameters[-1].replace("bias", "weight"))
         text = str(error.value).partition("Last steps:")[0]

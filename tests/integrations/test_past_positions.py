@@ -300,3 +300,22 @@ def test_two_threads_have_positions_of_their_own():
     for thread in threads:
         thread.join()
     assert found == {3: [0, 1, 0], LENGTH: [0, 1, 0]}
+
+
+@pytest.mark.ranks(2)
+def test_lengths_of_data_parallel_ranks_may_differ_where_no_hook_counts():
+    """Wrong before: once any selection had counted, ranks compared lengths in every forward."""
+    Select(positions=[0], of="sequence")
+    model, records = nn.Sequential(nn.Identity(), Pooled()), {}
+    rank = torch.distributed.get_rank()
+    x = torch.arange(2.0 * (5 + rank)).view(2, -1)
+    with FlexModel(model, records, data_parallel_size=2, output_ranks="all") as flex:
+        flex.register_forward_hook(HookFunction("1"))
+        flex(x)
+    expected = [torch.arange(2.0 * length).view(2, -1).mean(1, keepdim=True) for length in (5, 6)]
+    torch.testing.assert_close(records["1"], [torch.cat(expected)])
+
+
+class Pooled(nn.Module):
+    def forward(self, x):
+        return x.mean(1, keepdim=True)
