@@ -23,7 +23,6 @@ from flex_model.layouts import replicas, resolve
 from flex_model.layouts.tensor_site import Site
 
 _REMEMBERED = 8  # tensors: the input of three projections, and what they made
-_ALIGNED = 16  # bytes
 _CPU = torch.device("cpu")
 
 
@@ -163,7 +162,7 @@ def _joined_samples(communicator: Communicator, parts: Sequence[Part]) -> list[T
     """Return the full samples: each value is of one rank, and zero on the others in a sum."""
     kinds = [(one.dtype, len(positions(one.shape, _CPU))) for one, *_ in parts]
     sizes = [number * dtype.itemsize for dtype, number in kinds]
-    starts = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+    starts = [0, *itertools.accumulate(map(buffer_layout.aligned, sizes))]
     data = torch.zeros(starts[-1], dtype=torch.uint8)
     for (one, held, *_), start, size in zip(parts, starts, sizes):
         if held.copy == 0 and size:

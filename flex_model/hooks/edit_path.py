@@ -153,7 +153,8 @@ class _ShardedPath(ABC):
         if differing:
             leaf = replicas.reconciled(communicator, call.registration.layout_site, leaf, differing)
         spec = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
-        if self._settles and type(original) is Tensor and len(set(shapes)) == 1:
+        may_settle = self._settles and not torch.is_grad_enabled()  # it serves no gradients
+        if may_settle and type(original) is Tensor and len(set(shapes)) == 1:
             self._settle(call, leaf, spec, bool(axes))
 
         own = leaf

@@ -40,7 +40,7 @@ def combine(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | N
         operand = operation.operands[0]
         if len(sources) != 1 or sources[0] is None or operand.placement != REPLICATED:
             return None
-        dim = operation.get("dim", 0) % operand.ndim
+        dim = _dim(operation)
         ranges.append(range_taken(operation, output, dim))
         of.add((sources[0], dim, operand.shapes[0][dim]))
     if len(of) > 1 or any(found is None for found in ranges):
@@ -59,7 +59,7 @@ def taken_from(
     operation, _, sources = makers.get(joined, (None, 0, ()))
     if operation is None or operation.name != "cat" or len(sources) != len(operation.operands):
         return None
-    dim, end, own = operation.get("dim", 0) % operation.outputs[0].ndim, 0, []
+    dim, end, own = _dim(operation), 0, []
     for operand, value in zip(operation.operands, sources):
         if operand.ndim != operation.outputs[0].ndim:  # an empty one
             return None
@@ -82,5 +82,5 @@ def taken_from(
     return found
 
 
-def _dim(chunk: Operation) -> int:
-    return int(chunk.get("dim", 0)) % chunk.operands[0].ndim
+def _dim(operation: Operation) -> int:
+    return int(operation.get("dim", 0)) % operation.operands[0].ndim

@@ -152,12 +152,17 @@ def test_any_choice_of_path_for_each_call_gives_the_same_numbers(num_programs):
         program = (
             edits, chosen.choice(MODES), chosen.random() < 0.3, chosen.random() < 0.3, seed,
         )  # fmt: skip
-        by_python = run(program, lambda: 1)
-        for num_modes in (lambda: 0, lambda: chosen.randint(0, 1)):
-            result = run(program, num_modes)
-            assert len(result) == len(by_python), program
-            for one, other in zip(result, by_python):
-                assert torch.equal(one, other), program
+        assert_paths_are_alike(run, program, chosen)
+
+
+def assert_paths_are_alike(run, program, chosen):
+    """The dispatcher's results, and those of paths chosen call by call, are those of Python."""
+    by_python = run(program, lambda: 1)
+    for num_modes in (lambda: 0, lambda: chosen.randint(0, 1)):
+        result = run(program, num_modes)
+        assert len(result) == len(by_python), program
+        for one, other in zip(result, by_python):
+            assert torch.equal(one, other), program
 
 
 def wrapped(edit, **settings):
@@ -434,12 +439,7 @@ def test_any_choice_of_path_on_each_rank_gives_the_same_numbers(num_programs):
         ]  # fmt: skip
         how, ranks = chosen.choice(("tp", "dp", "dtensor")), chosen.choice(("rank0", "all"))
         program = (edits, chosen.choice(MODES), how, ranks, seed)
-        by_python = run_on_ranks(program, lambda: 1)
-        for num_modes in (lambda: 0, lambda: of_rank.randint(0, 1)):
-            result = run_on_ranks(program, num_modes)
-            assert len(result) == len(by_python), program
-            for one, other in zip(result, by_python):
-                assert torch.equal(one, other), program
+        assert_paths_are_alike(run_on_ranks, program, of_rank)
 
 
 @contextlib.contextmanager
