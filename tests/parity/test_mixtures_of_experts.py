@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import frameworks
+import tiny_models
 from flex_model import FlexModel, HookFunction
 from flex_model.layouts.contracts import experts
 
@@ -54,6 +55,42 @@ def test_layers_of_experts_on_halves_of_a_batch(implementation):
         assert_close(wrapped.module.get_parameter(name).grad, parameter.grad)
     if dist.get_rank() == 0:
         assert torch.equal(chosen[0], kept[0])
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_halves_that_a_plan_calls_consecutive_rows(tmp_path, monkeypatch):
+    """Inkling 2's `gate_up_proj` and its gradient were joined in a wrong order: the loader sorts
+    each rank's rows by gate and other half, which the placement of its DTensor does not say.
+    """
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "Inkling2ForCausalLM"):
+        pytest.skip("this transformers has no such model")
+    monkeypatch.setitem(tiny_models.SIZES, tiny_models.KEY_VALUE_HEADS, 2)
+    model, tokens = tiny_models.tiny_model("Inkling2ForCausalLM"), frameworks.tokens(2, length=6)
+    if dist.get_rank() == 0:
+        model.save_pretrained(tmp_path)
+    dist.barrier()
+
+    def load(**how):
+        eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        return type(model).from_pretrained(tmp_path, dtype=torch.float64, **eager, **how).eval()
+
+    whole, name = load(), "model.layers.1.mlp.experts.gate_up_proj"
+    block = whole.get_submodule("model.layers.0.mlp")
+    block.register_forward_hook(lambda module, args, out: mixed_units(module, out, None, None))
+    whole(tokens, use_cache=False).logits.square().mean().backward()
+    sharded = load(distributed_config=transformers.distributed.DistributedConfig(tp_size=2))
+    with FlexModel(sharded, {}, tensor_parallel_size=2, output_ranks="all") as flex:
+        flex.register_forward_hook(HookFunction("model.layers.0.mlp", None, mixed_units))
+        flex(tokens, use_cache=False).logits.square().mean().backward()
+        assert_close(flex.get_module_parameter(name), whole.get_parameter(name).detach())
+        assert_close(
+            flex.get_module_gradient(name), whole.get_parameter(name).grad, rtol=1e-5, atol=1e-9
+        )
+
+
+def mixed_units(module, full, save_ctx, modules):
+    return full + 0.5 * full.flip(-1)
 
 
 class MoELayer(nn.Module):
