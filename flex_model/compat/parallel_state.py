@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
 from flex_model.distributed.placement import chunk_sizes
-from flex_model.integrations.torch_private import group_world
+from flex_model.integrations.torch_private import new_group_of_members
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +132,7 @@ class ParallelState:
         own = self._process_group
         if own is not None and tuple(dist.get_process_group_ranks(own)) == ranks:
             return own
-        return _torch_group(ranks, self._timeout_s)
+        return _torch_group(ranks)
 
     def communicator(self, axis: str) -> Communicator:
         """Transfers along "tp", "pp" or "dp", or over the "grid" of a stage.
@@ -232,7 +230,7 @@ _torch_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _torch_world: dist.ProcessGroup | None = None
 
 
-def _torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
+def _torch_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """The torch group of ascending global ranks, made once. Collective over them when it is new."""
     global _torch_world
     world = dist.group.WORLD
@@ -244,31 +242,5 @@ def _torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
         return world
     if ranks not in _torch_groups:
         logger.debug("new torch group of the global ranks %s", ranks)
-        _torch_groups[ranks] = _new_torch_group(ranks, timeout_s)
+        _torch_groups[ranks] = new_group_of_members(ranks)
     return _torch_groups[ranks]
-
-
-def _new_torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
-    """``new_group`` among the members alone: other ranks may belong to another model, or to none.
-
-    torch derives the name of such a group from its ranks and from the number of groups that this
-    process has, and ranks that use different names never meet. So the members exchange their
-    numbers, and those with fewer groups make temporary ones of themselves alone.
-    Source: https://github.com/pytorch/pytorch/pull/189073.
-    """
-    num_groups = len(group_world.pg_names)
-    communicator = Communicator(
-        Mesh(ranks, ranks.index(dist.get_rank()), tp_size=len(ranks)), timeout_s
-    )
-    try:
-        most = int(communicator.exchange(torch.tensor([num_groups])).max())
-    finally:
-        communicator.close()
-    alone = [
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        for _ in range(most - num_groups)
-    ]
-    group: Any = dist.new_group(list(ranks), use_local_synchronization=True)
-    for other in alone:
-        dist.destroy_process_group(other)
-    return group

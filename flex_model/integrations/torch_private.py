@@ -149,7 +149,22 @@ def reduction_of(argument: Any) -> str:
     return "" if unbox is None else str(unbox(argument).op.name).lower()
 
 
-group_world = c10d._world  # counts groups by name; pull request 189073 makes this unnecessary
+def new_group_of_members(ranks: tuple[int, ...]) -> Any:
+    """Make a group of ``ranks`` on these alone: others may belong to another model, or to none.
+
+    torch names such a group by its ranks and by the number of groups that a process has made, and
+    ranks that use different names wait for each other for ever; torch 2.15 then counts it on its
+    members alone, so that the next group of all ranks has two names. This one is named by its
+    ranks, and not counted. Without it: ``use_local_synchronization``, where the numbers agree.
+    Source: https://github.com/pytorch/pytorch/pull/189073.
+    """
+    own = {"_hash_ranks_to_str": lambda ranks: "flex_model_" + "_".join(map(str, ranks))}
+    before = {name: getattr(c10d, name) for name in ("_group_count", *own)}
+    vars(c10d).update(own)
+    try:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+    finally:
+        vars(c10d).update(before)
 
 
 def forget_meshes() -> None:

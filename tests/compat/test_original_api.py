@@ -14,6 +14,7 @@ import sys
 import textwrap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -541,15 +542,18 @@ def test_a_model_on_some_of_the_ranks():
         assert fmps.get_data_parallel_group() is pair
         full = fm_dist.all_gather_data_parallel(torch.tensor([rank]), 0, fmps)
         assert full.tolist() == [1, 3]
+        state(tp=2, dp=2).get_data_parallel_group()  # made by two ranks, and not counted
     else:
         with pytest.raises(ValueError, match="not a member of the process_group"):
             state(dp=2, process_group=pair)
-    # torch's own names for such groups would now differ between members: see _new_torch_group
+    everyone = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=20))
+    # torch's own names for such groups would now differ between members
     total = torch.ones(1)
     dist.all_reduce(total, group=state(tp=2, dp=2).get_tensor_parallel_group())
     assert total.item() == 2
     dist.all_reduce(total, group=state(dp=2, tp=2).get_data_parallel_group())
     assert total.item() == 4
+    dist.destroy_process_group(everyone)
     dist.destroy_process_group(pair) if rank in (1, 3) else None
 
 

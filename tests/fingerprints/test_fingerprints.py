@@ -44,10 +44,9 @@ def pair(tmp_path):
 @pytest.mark.parametrize("name", ["tp", "ddp", "fsdp2", "dtensor"])
 @pytest.mark.parametrize("tensors", [False, True])
 def test_a_sharded_run_has_the_fingerprint_of_the_unsharded_one(name, tensors, tmp_path):
-    way = models.TWO_RANKS[name]
+    way, group = models.TWO_RANKS[name], dist.new_group([0])
     if dist.get_rank() == 0:
-        alone = models.mlp().requires_grad_(True)
-        own = FlexModel(alone, process_group=dist.new_group([0], use_local_synchronization=True))
+        own = FlexModel(models.mlp().requires_grad_(True), process_group=group)
         own.fingerprint(tmp_path / "a", X, loss=loss, tensors=tensors)
         own.restore()
     flex = FlexModel(way.shard(models.mlp()), **way.sizes)
