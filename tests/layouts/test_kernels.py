@@ -3,6 +3,7 @@ table with flash-attn and Liger (tests/parity/kernel_pairs.py).
 """
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -221,6 +222,35 @@ scaled.register_autograd(
 )
 
 
+@functools.cache
+def by_triton():
+    """The same by a kernel of Triton, which its interpreter runs on the CPU."""
+    triton, tl = pytest.importorskip("triton"), pytest.importorskip("triton.language")
+
+    def kernel(x, weight, out, width, num_out):
+        row, column = tl.program_id(0), tl.program_id(1)
+        total = tl.load(x + row * width) * tl.load(weight + column * width)
+        for k in range(1, width):
+            total += tl.load(x + row * width + k) * tl.load(weight + column * width + k)
+        tl.store(out + row * num_out + column, total)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        kernel = triton.jit(kernel)
+
+    @torch.library.triton_op("flex_model_tests::by_triton", mutates_args=())
+    def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(len(x), len(weight))
+        torch.library.wrap_triton(kernel)[out.shape](x, weight, out, x.shape[1], len(weight))
+        return out
+
+    linear.register_autograd(
+        lambda ctx, grad: (grad @ ctx.saved_tensors[1], grad.T @ ctx.saved_tensors[0]),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    return linear
+
+
 class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight):
@@ -267,8 +297,10 @@ def check(records):
 
 
 @pytest.mark.ranks(2)
-def test_an_operation_of_ones_own_is_refused_until_it_is_stated():
-    model, records, name = Own(FULL, scaled), {}, "flex_model_tests::scaled"
+@pytest.mark.parametrize("name", ["scaled", "by_triton"])
+def test_an_operation_of_ones_own_is_refused_until_it_is_stated(name):
+    model = Own(FULL, by_triton() if name == "by_triton" else scaled)
+    records, name = {}, f"flex_model_tests::{name}"
     try:
         with pytest.raises(ValueError, match=rf"lost at {name}"):
             gradient(model, {})
