@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ from flex_model.records.store.row_segment import Segment
 from flex_model.records.store.row_table import Block, RowTable
 
 _OPEN_GROUPS = 64  # records are read in a random order
+_BATCHES_AHEAD = 2  # that as many threads read while one is used
+
+_Parts: TypeAlias = list[tuple[Segment, range]]  # where the rows of a batch are in the stream
 
 
 class Rows(NamedTuple):
@@ -112,31 +117,52 @@ class RowLoader(IterableDataset[Rows]):
         self._first = int(state["batch"])
 
     def __iter__(self) -> Iterator[Rows]:
+        ahead: deque[Future[Rows]] = deque()
+        with ThreadPoolExecutor(1) as loading, ThreadPoolExecutor(_BATCHES_AHEAD) as reading:
+            for batch, parts in self._batches(loading):
+                ahead.append(reading.submit(self._read, batch, parts))
+                if len(ahead) > _BATCHES_AHEAD:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    def _batches(self, loading: ThreadPoolExecutor) -> Iterator[tuple[int, _Parts]]:
+        """Yield the batches of this reader, and where in which segments its own part of them is."""
         reader = Reader(self._folder, self._manifest, _OPEN_GROUPS)
         worker = get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker else (0, 1)
-        columns: dict[str, Tensor] = {}
-        num_done = 0  # rows of the own part of a batch, in the segment before
-        segments = (self._segment(reader, *place) for place in self._places())
+        parts: _Parts = []
+        segments = (loading.submit(self._segment, reader, *place) for place in self._places())
         # The next segment is loaded from the disk while the batches of this one are used.
-        for segment, _ in itertools.pairwise(itertools.chain(segments, [None])):
-            assert segment is not None
-            segment.wait()
-            for batch, num_before, rows in segment.batches(self._first, self._batch_rows):
-                if batch >= self._num_batches or (batch - self._first) % count != number:
-                    continue
-                begin = max(0, self._rank * self._own_rows - num_before)
-                rows = rows[begin : max(0, (self._rank + 1) * self._own_rows - num_before)]
-                if not num_done:
-                    columns = {
-                        name: memory.empty((self._own_rows, *shape), dtype)
-                        for name, (shape, dtype) in self._table.columns.items()
-                    }
-                segment.read(rows, columns, num_done)
-                num_done += len(rows)
-                if num_done == self._own_rows:
-                    yield self._rows(columns, batch)
-                    columns, num_done = {}, 0
+        for loaded, _ in itertools.pairwise(itertools.chain(segments, [None])):
+            assert loaded is not None
+            segment = loaded.result()
+            begin = max(self._first, segment.start // self._batch_rows)
+            end = min(self._num_batches, -(-segment.end // self._batch_rows))
+            for batch in range(begin, end):
+                first = batch * self._batch_rows + self._rank * self._own_rows
+                last = first + self._own_rows
+                here = range(max(first, segment.start), min(last, segment.end))
+                if (batch - self._first) % count == number and here:
+                    parts.append((segment, here))
+                    if here.stop == last:
+                        yield batch, parts
+                        parts = []
+
+    def _read(self, batch: int, parts: _Parts) -> Rows:
+        def beside(name: str) -> Tensor:
+            return torch.cat([segment.beside(name, places) for segment, places in parts])
+
+        records = {}
+        for name in self._table.names:
+            width, dtype = self._table.rows[name]
+            records[name] = memory.empty((self._own_rows, width), dtype)
+            outs = records[name].split([len(places) for _, places in parts])
+            for (segment, places), out in zip(parts, outs):
+                segment.read(name, places, out)
+        annotations = {name: beside(f"annotation/{name}") for name in self._table.annotations}
+        state = {"stream": self._stream, "batch": batch + 1}
+        return Rows(records, annotations, beside("origins"), beside("positions"), state)
 
     def _places(self) -> Iterator[tuple[int, list[Block]]]:
         """Yield the segments that are not read yet: where each starts, and its blocks."""
@@ -159,7 +185,8 @@ class RowLoader(IterableDataset[Rows]):
     def _segment(self, reader: Reader, start: int, blocks: list[Block]) -> Segment:
         order = self._order(sum(block.num_rows for block in blocks), "rows", start)
         first, last = (len(blocks) * i // self._world for i in (self._rank, self._rank + 1))
-        return Segment(reader, self._table, start, blocks, order, slice(first, last + 1))
+        share = slice(first, last + 1)
+        return Segment(reader, self._table, start, blocks, order, self._batch_rows, share)
 
     def _order(self, count: int, *of: Any) -> Tensor:
         if self._seed is None:
@@ -167,12 +194,3 @@ class RowLoader(IterableDataset[Rows]):
         digest = digest_of(json.dumps([self._seed, *of]).encode())
         generator = torch.Generator().manual_seed(int(digest[:15], 16))
         return torch.randperm(count, generator=generator)
-
-    def _rows(self, columns: dict[str, Tensor], batch: int) -> Rows:
-        return Rows(
-            {name: columns[f"record/{name}"] for name in self._table.names},
-            {name: columns[f"annotation/{name}"] for name in self._table.annotations},
-            columns["origins"],
-            columns["positions"],
-            {"stream": self._stream, "batch": batch + 1},
-        )

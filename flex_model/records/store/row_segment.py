@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +15,14 @@ from flex_model.records.store.row_table import Block, RowTable, per_row
 class Segment:
     """The rows of some blocks at one stretch of a loader's stream.
 
+    The pages of the records, and all beside them, are in memory when it is made: a loader makes the
+    next one in a thread.
+
     Args:
         start: Where it begins in the stream, in rows.
-        order: The numbers of its rows, as the stream has them; a row's number counts through the
-            blocks.
-        share: The blocks that are read; their pages are loaded in a thread from now on.
+        order: The numbers of its rows, shuffled; a row's number counts through the blocks. The
+            stream has those of a batch in ascending order.
+        share: The blocks whose rows are read.
     """
 
     def __init__(
@@ -30,50 +32,39 @@ class Segment:
         start: int,
         blocks: Sequence[Block],
         order: Tensor,
+        batch_rows: int,
         share: slice,
     ) -> None:
-        self._start, self._order = start, order
+        num_rows = len(order)
+        self.start, self.end = start, start + num_rows
+        batches = torch.arange(self.start, self.end) // batch_rows
+        self._rows = (batches * num_rows + order).sort().values % num_rows
+        self._bounds = torch.tensor([0, *itertools.accumulate(b.num_rows for b in blocks)])
+        beside = [_beside(reader, table, block) for block in blocks]
+        self._beside = {
+            name: torch.cat([one[name] for one in beside])[self._rows] for name in beside[0]
+        }
+        self._numbers = self._beside["origins"][:, 2].contiguous()
         self._records = [
             {name: reader.rows(block.batch, name, block.call) for name in table.names}
             for block in blocks
         ]
-        self._bounds = torch.tensor([0, *itertools.accumulate(b.num_rows for b in blocks)])
-        beside = [_beside(reader, table, block) for block in blocks]
-        self._beside = {name: torch.cat([one[name] for one in beside]) for name in beside[0]}
-
-        self._loading = threading.Thread(target=self._load, args=[share], daemon=True)
-        self._loading.start()
-
-    def _load(self, share: slice) -> None:
         for records in self._records[share]:
-            for rows in records.values():
-                rows.load()
+            for record in records.values():
+                record.load()
 
-    def wait(self) -> None:
-        """Wait until the pages of the share are in memory."""
-        self._loading.join()
+    def beside(self, name: str, places: range) -> Tensor:
+        """Return a column beside the records, at these places of the stream."""
+        return self._beside[name][places.start - self.start : places.stop - self.start]
 
-    def batches(self, first: int, batch_rows: int) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield what it has of each batch, from number ``first`` on: the batch's number, how many
-        of its rows are in segments before, and its rows here, in ascending order.
-        """
-        end = self._start + len(self._order)
-        for batch in range(max(first, self._start // batch_rows), -(-end // batch_rows)):
-            begin = max(self._start, batch * batch_rows)
-            part = self._order[begin - self._start : (batch + 1) * batch_rows - self._start]
-            yield batch, begin - batch * batch_rows, part.sort().values
-
-    def read(self, rows: Tensor, columns: dict[str, Tensor], at: int) -> None:
-        """Read these rows into columns, from row ``at`` on."""
-        for name, values in self._beside.items():
-            columns[name][at : at + len(rows)] = values.index_select(0, rows)
-        numbers = columns["origins"][at : at + len(rows), 2].contiguous()
-        cuts = torch.searchsorted(rows, self._bounds).tolist()
-        for records, (begin, end) in zip(self._records, itertools.pairwise(cuts)):
-            if begin < end:
-                for name, record in records.items():
-                    out = columns[f"record/{name}"][at + begin : at + end]
-                    record.read(numbers[begin:end], out)
+    def read(self, name: str, places: range, out: Tensor) -> None:
+        """Read the rows of a name at these places of the stream."""
+        here = slice(places.start - self.start, places.stop - self.start)
+        numbers = self._numbers[here]
+        cuts = torch.searchsorted(self._rows[here], self._bounds).tolist()
+        for records, (first, last) in zip(self._records, itertools.pairwise(cuts)):
+            if first < last:
+                records[name].read(numbers[first:last], out[first:last])
 
 
 def _beside(reader: Reader, table: RowTable, block: Block) -> dict[str, Tensor]:

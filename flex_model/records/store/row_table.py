@@ -36,8 +36,7 @@ class RowTable:
     Attributes:
         names: Those of the records.
         blocks: In the order of batches, then calls.
-        columns: By column, the shape and dtype of one row: "record/..." for each name,
-            "annotation/..." for each annotation, "origins" and "positions".
+        rows: By name, the width and dtype of a row.
         annotations: The names of those with a value for each row.
         mask: The annotation that is 0 for rows to leave out; None: there is none.
 
@@ -54,7 +53,7 @@ class RowTable:
     ) -> None:
         self.names = list(names)
         self.blocks: list[Block] = []
-        self.columns: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self.rows: dict[str, tuple[int, torch.dtype]] = {}
         found: dict[str, list[torch.dtype]] = {}  # annotations that fit, for each block
         is_annotated = False
         for index in reader.indices():
@@ -83,9 +82,6 @@ class RowTable:
                     f"row of {list(names)} in every batch and call; {sorted(fitting)} have. Give "
                     "annotations=[...] with names of those, or mask=None to read all rows"
                 )
-        for name in self.annotations:
-            self.columns[f"annotation/{name}"] = (), found[name][0]
-        self.columns |= {"origins": ((3,), torch.int64), "positions": ((), torch.int64)}
         if self.mask is not None:
             self.blocks = [self._masked(reader, block, self.mask) for block in self.blocks]
 
@@ -95,10 +91,10 @@ class RowTable:
         if len({shape[:-1] for shape in shapes}) > 1 or any(len(shape) < 2 for shape in shapes):
             raise ValueError(_misaligned(batch, names, shapes))
         for name, layout in zip(names, layouts):
-            row = layout.shape[-1:], layout.dtype
-            if self.columns.setdefault(f"record/{name}", row) != row:
+            row = layout.shape[-1], layout.dtype
+            if self.rows.setdefault(name, row) != row:
                 raise ValueError(
-                    f"loader: rows of {name!r} are {self.columns[f'record/{name}']} in the first "
+                    f"loader: rows of {name!r} are {self.rows[name]} in the first "
                     f"batch and {row} in batch {batch}; they have no common width and dtype"
                 )
         return tuple(shapes[0][:-1])
