@@ -11,6 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -135,6 +136,7 @@ class Runs:
             self._table.active_hooks.indices,
             set(beside),
             direct_depth=int(direct),
+            frame=next(_calls_of_modules(), None) if direct else None,
             outer_error=sys.exc_info()[1],
             is_recomputed=not has_graph,  # a checkpoint's forward has no graph either
             first_node=next_sequence(),
@@ -292,6 +294,7 @@ class Runs:
         """Return a context in which all calls of the model are one run with these hooks, or a part
         of the run in progress.
         """
+        self.end_left()
         if self.is_inside:
             return self._chosen(choice)
         return OutermostRun(partial(self.begin, choice), self.end)
@@ -384,6 +387,16 @@ class Runs:
         run = self.current
         if run is not None and run.leave_call(is_part):
             self.end(run, error)
+
+    def end_left(self) -> None:
+        """End a direct call that Ctrl-C, or another exception of which torch does not tell the
+        hooks that end a forward, has left. Local.
+        """
+        run = self.current
+        if run is None or run.frame is None or self.thread != threading.get_ident():
+            return
+        if not any(frame is run.frame for frame in _calls_of_modules()):
+            self.end(run, KeyboardInterrupt("it left the forward"))
 
     def deliver(self, run: Run, kind: str) -> None:
         """Deliver the records; renew the seed if an edit drew random numbers on any rank."""
@@ -520,3 +533,12 @@ class Runs:
         self.had_store = self.session is not None
         self.close_store()
         self.current = None
+
+
+def _calls_of_modules() -> Iterator[FrameType]:
+    """Yield the frames in which torch calls modules, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == nn.Module.__module__:
+            yield frame
+        frame = frame.f_back

@@ -20,6 +20,7 @@ from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.graphs import Graphs
 from flex_model.runs.lifecycle import Runs
 from flex_model.runs.remembered_runs import backward_task
+from flex_model.runs.until import CutError
 
 
 class RootHooks:
@@ -115,6 +116,7 @@ class RootHooks:
             continuous_batching.check_arguments(kwargs)
         if backward_task() != -1:
             return
+        self.runs.end_left()
         if self._table.active_hooks.indices and self._counts_positions:
             past_positions.begin(module, args, kwargs)
         part = self._parts.get(module)
@@ -140,6 +142,10 @@ class RootHooks:
             return
         error = sys.exc_info()[1]
         error = None if error is run.outer_error else error
+        if isinstance(error, CutError):
+            run.cut()
+            self.runs.end_direct(None, module in self._parts)
+            return
         if not self._tracking.is_local:
             self._tracking.end(output, failed=error is not None)
         acts_in_backward = self._watches and self._table.active_hooks.acts_in_backward

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from argparse import Namespace
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from flex_model.integrations.torch_private import next_sequence
@@ -54,6 +55,7 @@ class Run:
             run has cleared.
         direct_depth: For a run begun by a direct call of the wrapped module: the depth of such
             calls inside each other.
+        frame: That of the direct call which began it.
         seed: Random seed of the run, rank 0's; None until an edit needs it.
         has_drawn: Whether an edit drew random numbers.
         calls: By registration index: how often its editing function was called.
@@ -80,6 +82,7 @@ class Run:
     active: frozenset[int] = frozenset()
     hooks_seen: set[int] = field(default_factory=set)
     direct_depth: int = 0
+    frame: FrameType | None = None
     seed: int | None = None
     has_drawn: bool = False
     calls: dict[int, int] = field(default_factory=dict)
@@ -168,7 +171,7 @@ class Run:
     def end(self) -> None:
         """End the run: nodes made from now on are not its own."""
         self.last_node = next_sequence()
-        self.outer_error = None
+        self.outer_error = self.frame = None
 
     def part(self) -> Run:
         """Return a part of the run with a choice of hooks of its own, which ``add_part`` ends."""

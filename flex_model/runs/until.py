@@ -12,8 +12,10 @@ from torch import nn
 Site = tuple[Sequence[nn.Module], str]
 
 
-class CutError(BaseException):
-    """Leaves the forward early; not a failure."""
+class CutError(Exception):
+    """Leaves the forward early; not a failure. An ``Exception``: for no other does torch call the
+    hooks that end a module's forward, those of other FlexModels, too.
+    """
 
 
 class Until:
@@ -55,8 +57,9 @@ class Until:
         self._missing = set(range(len(self._sites)))
         try:
             yield
-        except CutError:
-            if not self.is_reached:  # raised by another Until
+        except Exception as error:  # of torch's stages, too, which raise one of their own from it
+            is_cut = isinstance(error.__cause__ or error, CutError)
+            if not is_cut or not self.is_reached:  # raised by another Until
                 raise
 
     def _reach(self, number: int) -> None:

@@ -137,6 +137,28 @@ def test_hugging_face():
         assert len(again.hidden_states) == len(expected.hidden_states)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "ddp"])
+def test_a_run_of_another_flex_model_ends_with_the_forward_that_it_cuts(name):
+    parallelism = models.TWO_RANKS[name]
+    module, records, seen = parallelism.shard(models.mlp()), {}, {}
+    mine = parallelism.my_rows(BATCH)
+    with (
+        FlexModel(module, seen, **parallelism.sizes, output_ranks="all") as other,
+        FlexModel(module, records, **parallelism.sizes, output_ranks="all") as flex,
+    ):
+        other.register_forward_hook(HookFunction("inp", editing_function=triple))
+        other.register_forward_hook(HookFunction("out"))
+        flex.register_forward_hook(HookFunction("fc1"))
+        module(mine)
+        whole, expected = seen["inp"], records["fc1"]
+        flex.run_until(None, mine)
+        assert_close((seen, records), ({"inp": whole}, {"fc1": expected}))
+        module(mine)
+        assert len(seen["out"]) == 1
+        assert_close((seen["inp"], records["fc1"]), (whole, expected))
+
+
 def test_a_compiled_model_is_refused():
     compiled = torch.compile(models.mlp(), backend="eager")
     with FlexModel(compiled, {}) as flex, pytest.raises(ValueError, match="can't run in part"):

@@ -208,6 +208,25 @@ def test_records_of_a_failed_run_are_dropped():
     assert records_of_failed_runs(models.ONE_RANK) == [{}, {"inp": 1}]
 
 
+@pytest.mark.parametrize("call", ["module", "flex"])
+def test_a_direct_call_that_ctrl_c_leaves_is_over(call):
+    model, records, interrupted = nn.Sequential(nn.Tanh(), nn.Tanh()), {}, []
+
+    def interrupt(module, args, output):
+        if not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+
+    with FlexModel(model, records) as flex:
+        flex.register_forward_hook(HookFunction("0"))
+        model[1].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(BATCH)
+        for _ in range(2):
+            (model if call == "module" else flex)(BATCH)
+            assert_close(records, {"0": [BATCH.tanh()]})
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["dtensor", "ddp"])
 def test_records_of_a_failed_run_are_dropped_on_two_ranks(name):
