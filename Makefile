@@ -119,8 +119,11 @@ check: build  ## all that CI runs before the tests
 	@$(MAKE) --no-print-directory check-sanitizers check-slow check-versions
 	@echo "== check: passed"
 
-.PHONY: check-at-once
-check-at-once: check-sdist lint docs check-symbols
+.PHONY: check-at-once oldest-versions
+check-at-once: oldest-versions check-sdist lint docs check-symbols
+
+oldest-versions: venv
+	$(PYTHON) .ci/versions.py make
 
 check-build: build  ## the CUDA build, where nvcc is; check-sdist makes the one without
 ifneq ($(NVCC),)

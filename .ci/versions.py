@@ -1,9 +1,9 @@
-"""versions.py check | matrix: the tests under other versions of torch and transformers.
+"""versions.py make | check | matrix: the tests under other versions of torch and transformers.
 
 Each pair but .venv's own is in an environment of its own, in build/versions; the binaries are those
 of .venv, which every torch from 2.11 on loads. `check` runs a row of each framework, and fault
-tests, on the oldest pairs. `matrix` runs the rows on every torch and writes docs/versions.md
-(`matrix 2.15.0`: on these only, and prints the page).
+tests, on the oldest pairs, whose environments `make` makes. `matrix` runs the rows on every torch
+and writes docs/versions.md (`matrix 2.15.0`: on these only, and prints the page).
 """
 
 import json
@@ -147,4 +147,8 @@ def _cell(path: Path, is_run: bool) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(check() if sys.argv[1:] == ["check"] else matrix(sys.argv[2:]))
+    if sys.argv[1:] == ["make"]:
+        for oldest in OLDEST:
+            environment(*oldest)
+    else:
+        sys.exit(check() if sys.argv[1:] == ["check"] else matrix(sys.argv[2:]))
