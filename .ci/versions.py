@@ -107,6 +107,7 @@ def test(pair: tuple[str, str], rows: tuple[str, ...], *files: str, **variables:
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     return run(
         *(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not hosts"),
+        *("-n", os.environ.get("JOBS", "2"), "--dist", "loadfile", "--no-loadscope-reorder"),
         *("-W", "ignore:flex_model was built against", *chosen, *files),
         env=os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | variables,
     )
