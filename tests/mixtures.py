@@ -3,6 +3,7 @@
 import re
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,11 +64,11 @@ def gate_of(model):
 
 def sharded(kind, model, folder, records=None, **settings):
     """``kind``: "tp", "ep", "ep" and an implementation of it, "ep of fsdp", "dp" or "fsdp"."""
-    records = {} if records is None else records
+    records, num_ranks = {} if records is None else records, dist.get_world_size()
     if kind[:2] in ("tp", "ep"):
-        sizes = {"fsdp_size" if kind == "ep of fsdp" else "tp_size": 2}
+        sizes = {"fsdp_size" if kind == "ep of fsdp" else "tp_size": num_ranks}
         if kind != "tp":
-            sizes["ep_size"] = 2
+            sizes["ep_size"] = num_ranks
         if kind == "ep all_reduce":
             sizes["ep_implementation"] = kind[3:]
         return FlexModel(
@@ -79,4 +80,4 @@ def sharded(kind, model, folder, records=None, **settings):
         model = fully_shard(model)
     else:
         model = DistributedDataParallel(model)
-    return FlexModel(model, records, data_parallel_size=2, **settings)
+    return FlexModel(model, records, data_parallel_size=num_ranks, **settings)

@@ -323,10 +323,20 @@ def test_other_edits_on_another_rank():
         flex(TOKENS.chunk(2)[dist.get_rank()])
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["ep of fsdp", "dp"])
+def test_replayed_routes_on_four_ranks(kind, tmp_path):
+    edits_of_shards(kind, "Mixtral", "replay", tmp_path)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", grid_but(["tp", "ep", "dp", "fsdp"], "ep", "fsdp"))
 @pytest.mark.parametrize(("family", "edit"), [("Mixtral", "replay"), ("Glm4Moe", "forbid")])
 def test_edits_of_shards(kind, family, edit, tmp_path):
+    edits_of_shards(kind, family, edit, tmp_path)
+
+
+def edits_of_shards(kind, family, edit, tmp_path):
     """Each data-parallel rank takes its own rows of the whole batch's routes."""
     model, rank = make(family), dist.get_rank()
     make_edit, choose = EDITS[edit]
@@ -336,8 +346,9 @@ def test_edits_of_shards(kind, family, edit, tmp_path):
     gate_of(reference).register_forward_hook(lambda gate, args, out: out[1].retain_grad())
     output, gate, embedding = outputs_and_gradients(reference)
     tokens = TOKENS
-    if kind in ("dp", "fsdp"):
-        tokens, output = tokens.chunk(2)[rank], output.chunk(2)[rank]
+    if kind not in ("tp", "ep"):
+        num_ranks = dist.get_world_size()
+        tokens, output = tokens.chunk(num_ranks)[rank], output.chunk(num_ranks)[rank]
     flex = sharded(kind, model, tmp_path)
     model = flex.module.module if kind == "dp" else flex.module
     routing = flex.routing(BLOCK)
