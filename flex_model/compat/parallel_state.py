@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -132,7 +133,7 @@ class ParallelState:
         own = self._process_group
         if own is not None and tuple(dist.get_process_group_ranks(own)) == ranks:
             return own
-        return _torch_group(ranks)
+        return _torch_group(ranks, self._timeout_s)
 
     def communicator(self, axis: str) -> Communicator:
         """Transfers along "tp", "pp" or "dp", or over the "grid" of a stage.
@@ -230,7 +231,7 @@ _torch_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 _torch_world: dist.ProcessGroup | None = None
 
 
-def _torch_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def _torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
     """The torch group of ascending global ranks, made once. Collective over them when it is new."""
     global _torch_world
     world = dist.group.WORLD
@@ -242,5 +243,12 @@ def _torch_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
         return world
     if ranks not in _torch_groups:
         logger.debug("new torch group of the global ranks %s", ranks)
+        # Members that do not come are named here, where torch would wait for half an hour.
+        mesh = Mesh(ranks, ranks.index(dist.get_rank()), tp_size=len(ranks))
+        communicator = Communicator(mesh, timeout_s)
+        try:
+            communicator.exchange(torch.zeros(1))
+        finally:
+            communicator.close()
         _torch_groups[ranks] = new_group_of_members(ranks)
     return _torch_groups[ranks]

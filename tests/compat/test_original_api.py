@@ -25,6 +25,7 @@ from torch.testing import assert_close
 import flex_model.distributed as fm_dist
 import models
 from flex_model import HookError, HookMismatchError
+from flex_model.compat import parallel_state
 from flex_model.distributed import process_groups
 from flex_model.utils import setup_logger
 
@@ -555,6 +556,17 @@ def test_a_model_on_some_of_the_ranks():
     assert total.item() == 4
     dist.destroy_process_group(everyone)
     dist.destroy_process_group(pair) if rank in (1, 3) else None
+
+
+@pytest.mark.ranks(4)
+def test_a_member_that_does_not_come_to_a_new_group_is_named():
+    if dist.get_rank() == 1:
+        fmps = parallel_state.ParallelState(state(tp=2, dp=2).mesh, timeout_s=1.0)
+        before = dict(parallel_state._torch_groups)
+        parallel_state._torch_groups.clear()
+        with pytest.raises(HookError, match=r"global ranks? \[3\]"):
+            fmps.get_data_parallel_group()
+        parallel_state._torch_groups.update(before)
 
 
 @pytest.mark.ranks(2)
