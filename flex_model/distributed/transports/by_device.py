@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -50,10 +50,13 @@ class Untried:
     """
 
     def __init__(
-        self, means: list[tuple[str, Callable[[], GpuTransport]]], reasons: list[str], wanted: str
+        self,
+        means: Sequence[tuple[str, Callable[[], GpuTransport]]],
+        reasons: list[str],
+        wanted: str,
     ) -> None:
         self.reasons = reasons
-        self._means, self._wanted = means, wanted
+        self._means, self._wanted = list(means), wanted
 
     def connect(self) -> GpuTransport | None:
         """Connect the ranks by the best one that works on all of them; None if there is none.

@@ -165,9 +165,9 @@ def copies(full: Tensor, number: int) -> list[Tensor]:
     return [full, *(memory.copy(full) for _ in range(number - 1))]
 
 
-def exchange_bytes(transport: Transport, data: bytes) -> list[bytes]:
+def exchange_bytes(exchange: Callable[[Tensor], Tensor], data: bytes) -> list[bytes]:
     """Implement ``Transport.exchange_bytes`` by ``exchange``."""
-    rows = transport.exchange(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    rows = exchange(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     copied = bytearray(rows.numel())  # no numpy: errors must be reported without it, too
     torch.frombuffer(copied, dtype=torch.uint8).copy_(rows.flatten())
     return [bytes(copied[at : at + len(data)]) for at in range(0, len(copied), len(data))]
