@@ -21,14 +21,14 @@ from flex_model._C import GatherPlan
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import buffer_layout
 from flex_model.distributed.transports.peer_buffers import CudaIpc
-from flex_model.distributed.transports.transport import Gathered, all_reduce_sum, end_to_end
+from flex_model.distributed.transports.transport import Gathered, TensorTransport, end_to_end
 
 _MIN_SLOT_BYTES = 1 << 20
 _STEP_BYTES = 64 << 20  # of the sizes of large slots
 _ROUND_BYTES = 256 << 20  # of tensors gathered at once
 
 
-class PeerMemory:
+class PeerMemory(TensorTransport):
     """Implements ``GpuTransport`` by reading and writing the memory of peers; see ``ByDevice``.
 
     The transfers are collective over the group.
@@ -172,9 +172,6 @@ class PeerMemory:
             self._pull_whole(shard, addresses[self.group.rank])
         self._peers.end_transfer()
         return shard
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        return all_reduce_sum(self, self.group.size, tensor)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """Rank 0's tensor on every rank; ``like`` has its shape, dtype and device."""
