@@ -185,7 +185,7 @@ class Communicator(GroupPool):
             _, packed, rows, edited = received
         seed = Header.seed_if_alike(rows, packed) if state == OK else None
         if seed is not None:
-            return [header.with_seed(seed)] * len(rows)
+            return [header.of_call(seed, header.hash)] * len(rows)
         site = header.site ^ mark
         header = replace(header, site=site, sequence=self.sequence, state=state)
         try:
