@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from flex_model.distributed import kernels
 from flex_model.distributed.transports import nccl
 from flex_model.distributed.transports.by_device import ByDevice, GpuTransport, Untried
 from flex_model.distributed.transports.host_gather import HostGather
-from flex_model.distributed.transports.peer_buffers import CudaIpc
+from flex_model.distributed.transports.peer_buffers import CudaIpc, number_of
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from flex_model.distributed.transports.transport import (
     Transport,
@@ -139,9 +138,7 @@ def _rank(device: torch.device) -> Rank:
     """Determine the capabilities of this rank."""
     if device.type != "cuda":
         return Rank(0, False)
-    properties: Any = torch.cuda.get_device_properties(device)
-    gpu = int(str(properties.uuid).replace("-", "")[:15], 16)
-    return Rank(gpu, nccl.is_available(), kernels.why_unusable(device))
+    return Rank(number_of(device), nccl.is_available(), kernels.why_unusable(device))
 
 
 def _peer_memory(on_cpu: Transport, wait: Wait, device: torch.device) -> GpuTransport:

@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,12 @@ _CLOSE_S = 2.0  # how long to wait for kernels, which give up at once but may co
 def _exchange(on_cpu: Transport, numbers: list[int]) -> list[int]:
     """Gather equally many numbers of every rank, in one list. Collective."""
     return on_cpu.exchange(torch.tensor(numbers, dtype=torch.int64)).reshape(-1).tolist()
+
+
+def number_of(device: torch.device) -> int:
+    """A number that identifies a GPU, of 60 bits."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(str(properties.uuid).replace("-", "")[:15], 16)
 
 
 class _Recorded:
@@ -79,10 +86,7 @@ class CudaIpc:
         )
         # WaitState of csrc/cuda/peers.h: 1 + a rank that kernels missed, and whether they give up.
         self._words = (ctypes.c_int32 * 2).from_address(self._state.data_ptr())
-        uuid = str(torch.cuda.get_device_properties(device).uuid).replace("-", "")
-        words = _exchange(on_cpu, [int(uuid[:8], 16), int(uuid[8:16], 16)])
-        gpus = set(zip(words[::2], words[1::2]))
-        self.has_device_barrier = len(gpus) == group.size
+        self.has_device_barrier = len({*_exchange(on_cpu, [number_of(device)])}) == group.size
         self._opened: list[int] = []
         # Keys outlive the group, so none is used twice; ranks count equally.
         store, key = group.bounded_store, f"cuda_ipc/{group.rank}"
