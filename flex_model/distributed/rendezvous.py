@@ -136,19 +136,19 @@ class Rendezvous:
         has_come = threading.Event()
 
         def meet(store: Any) -> dict[int, str | None]:
-            store.append(_log(place), self._line(text))
+            store.append(f"{place}/log", self._line(text))
             has_come.set()
             texts: dict[int, str | None] = {}
             # Who left and comes again counts twice, so the log decides.
-            if store.add(_count(place), 1) >= len(self.ranks):
-                texts = self._parsed(read(store, _log(place)))
+            if store.add(f"{place}/count", 1) >= len(self.ranks):
+                texts = self._parsed(read(store, f"{place}/log"))
             if self._are_all(texts):
-                store.set(_met(place), "")
+                store.set(f"{place}/met", "")
             else:
-                store.wait([_met(place)], limit)
-                texts = self._parsed(read(store, _log(place)))
+                store.wait([f"{place}/met"], limit)
+                texts = self._parsed(read(store, f"{place}/log"))
             if self._are_all(texts):
-                keys = [key(left) for left in stale for key in (_log, _count, _met)]
+                keys = [f"{left}/{key}" for left in stale for key in ("log", "count", "met")]
                 for key in keys[self.me :: len(self.ranks)]:
                     store.delete_key(key)
             return texts
@@ -177,14 +177,14 @@ class Rendezvous:
             return texts
         finally:
             if not met.done():  # ends the thread, and makes the others look
-                self.bounded_store.tell(_met(place), "")
+                self.bounded_store.tell(f"{place}/met", "")
 
     def _line(self, text: str | None) -> str:
         """This rank's line of the log; None: it does not wait any more."""
         return json.dumps([self.me, text]) + "\n"
 
     def _texts(self, place: str) -> dict[int, str | None]:
-        return self._parsed(self.bounded_store.read(_log(place)))
+        return self._parsed(self.bounded_store.read(f"{place}/log"))
 
     def _parsed(self, log: str | None) -> dict[int, str | None]:
         """Return the texts of the ranks that have come so far, None of those that have left again;
@@ -212,8 +212,8 @@ class Rendezvous:
         ended = processes.ended(self.ranks[rank] for rank in absent)
         if not ended and time.monotonic() < start + self.timeout_s:
             return
-        self.bounded_store.append(_log(place), self._line(None))
-        log = self.bounded_store.read(_log(place))
+        self.bounded_store.append(f"{place}/log", self._line(None))
+        log = self.bounded_store.read(f"{place}/log")
         if not self._are_all(self._parsed(log)):
             self.check_alive(ended)
             left = [rank for rank in absent if rank in texts]
@@ -357,15 +357,3 @@ def _place_in(store: dist.Store, path: Sequence[str]) -> dist.Store:
     for part in path:
         store = dist.PrefixStore(part, store)
     return store
-
-
-def _log(place: str) -> str:
-    return f"{place}/log"
-
-
-def _count(place: str) -> str:
-    return f"{place}/count"
-
-
-def _met(place: str) -> str:
-    return f"{place}/met"
