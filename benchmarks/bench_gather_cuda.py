@@ -143,8 +143,6 @@ def bench_ranks(args):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) if own_gpu else 0)
         torch.cuda.set_device(device)
         synchronize = torch.cuda.synchronize
-    if not own_gpu:
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     dist.init_process_group("cpu:gloo,cuda:nccl" if with_nccl else "gloo")
     group, _ = process_groups.acquire(tuple(range(n)), 60.0)
 

@@ -8,8 +8,7 @@ import torch
 
 from flex_model.distributed.costs import added
 from flex_model.distributed.hosts import Hosts, Settings
-from flex_model.distributed.transports.across_hosts import AcrossHosts
-from flex_model.distributed.transports.gloo import Gloo
+from flex_model.distributed.transports.gloo import BetweenHosts, Gloo
 from flex_model.inspection.call_costs import (
     CostRecorder,
     Place,
@@ -90,13 +89,15 @@ class _Communicator(RecordingCommunicator):
         hosts = Hosts(names, None, Settings("auto", "", ""), [])
         if hosts.is_one:
             return WithoutValues(rank, len(names))
-        leaders, here = list(hosts.by_name), hosts.ranks_of(names[rank])
+        leaders, here = list(hosts.by_name), hosts.by_name[names[rank]]
         between = None
         if here[0] == rank:
             place = Place(leaders.index(names[rank]), len(leaders))
-            between = _BetweenHosts(place, leaders, self._note)
+            between = _Between(place, leaders, self._note)
         inside = WithoutValues(here.index(rank), len(here))
-        return AcrossHosts(Place(rank, len(names)), hosts, inside, between)
+        group = Place(rank, len(names))
+        group.hosts = hosts
+        return Gloo(group, between, inside)
 
     def call(self, transfer, axes, *args, num_bytes=0):
         if transfer in ("exchange", "exchange_bytes"):
@@ -119,7 +120,7 @@ class _Communicator(RecordingCommunicator):
         self.traffic += Traffic(tuple(sent), tuple(received), tuple(messages))
 
 
-class _BetweenHosts(Gloo):
+class _Between(BetweenHosts):
     """Notes the messages of one host."""
 
     def __init__(self, group, hosts, note):

@@ -11,10 +11,8 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, HookMismatchError, agreed, see
 
-_ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (ValueError, TypeError, IndexError, RuntimeError, HookError, HookMismatchError)
-} | {kind.__name__: kind for kind in (OSError, FileNotFoundError, PermissionError)}
+_KINDS = (ValueError, TypeError, IndexError, RuntimeError, HookError, HookMismatchError)
+_ERRORS = {kind.__name__: kind for kind in (*_KINDS, OSError, FileNotFoundError, PermissionError)}
 
 
 def gather_checked(
@@ -46,7 +44,12 @@ def gather_checked(
     gathered = exchange_json(communicator, [equal, value, error], moment)
     for name in equal or ():
         check_equal([of_rank[name] for of_rank, _, _ in gathered], name)
-    _raise_errors([of_rank for _, _, of_rank in gathered], section, cause)
+    found = [(rank, *of_rank) for rank, (_, _, of_rank) in enumerate(gathered) if of_rank]
+    if found:
+        texts = list(dict.fromkeys(text for _, _, text in found))
+        where = "" if len(found) == len(gathered) else f" (on rank {found[0][0]})"
+        where += f"; {see(section)}" if section else ""
+        raise agreed(_ERRORS[found[0][1]](f"{'; '.join(texts)}{where}")) from cause
     return [of_rank for _, of_rank, _ in gathered]
 
 
@@ -61,13 +64,3 @@ def check_equal(values: list[Any], name: str) -> None:
                 f"same settings ({see('ranks-differ')})"
             )
         )
-
-
-def _raise_errors(errors: list[Any], section: str, cause: Exception | None) -> None:
-    found = [(rank, *error) for rank, error in enumerate(errors) if error]
-    if not found:
-        return
-    texts = list(dict.fromkeys(text for _, _, text in found))
-    where = "" if len(found) == len(errors) else f" (on rank {found[0][0]})"
-    where += f"; {see(section)}" if section else ""
-    raise agreed(_ERRORS[found[0][1]](f"{'; '.join(texts)}{where}")) from cause

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,13 +19,13 @@ from torch import Tensor
 from flex_model._C import GatherPlan
 from flex_model.distributed import costs
 from flex_model.distributed.failure import ERROR, FAILED, OK, RankState
-from flex_model.distributed.group_pool import GroupPool
+from flex_model.distributed.group_pool import BITS_OF_SEQUENCE, GroupPool
 from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import GRID, Axis, Mesh
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.shared_memory import SharedMemory
-from flex_model.distributed.transports.transport import Gathered
+from flex_model.distributed.transports.transport import Gathered, exchange_bytes
 from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, agreed, see
 from flex_model.integrations.torch_private import current_graph_task
 
@@ -185,7 +185,7 @@ class Communicator(GroupPool):
             _, packed, rows, edited = received
         seed = Header.seed_if_alike(rows, packed) if state == OK else None
         if seed is not None:
-            return [header.with_seed(seed)] * len(rows)
+            return [header.of_call(seed, header.hash)] * len(rows)
         site = header.site ^ mark
         header = replace(header, site=site, sequence=self.sequence, state=state)
         try:
@@ -198,7 +198,7 @@ class Communicator(GroupPool):
                 return headers
             self.failure.agree()
             raise failure
-        if not all(self.is_of_this_model(other.sequence) for other in headers):
+        if any(other.sequence >> BITS_OF_SEQUENCE != self._number for other in headers):
             raise self.mismatch(f"{where}, of FlexModel {self._number}", "run different FlexModels")
         for other in headers:
             if (other.kind, other.site, other.sequence) != (
@@ -269,7 +269,7 @@ class Communicator(GroupPool):
             self._received = header, packed, rows, edited
             return False
         if places:
-            self._count(axes, plan.full_bytes)
+            self._count(plan.full_bytes, self.transport(axes).name)
         return True
 
     def check_hooks(self, header: Header, where: str) -> None:
@@ -291,15 +291,12 @@ class Communicator(GroupPool):
 
     def exchange_text(self, text: str) -> list[str]:
         """Gather a text of every rank, truncated to 2 KiB."""
-        data = bytearray(text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES))
-        rows = self.exchange(torch.frombuffer(data, dtype=torch.uint8))
-        # No numpy: errors must be reported without it, too.
-        return [bytes(row.tolist()).rstrip().decode(errors="replace") for row in rows]
+        rows = self.exchange_padded(text.encode()[:_TEXT_BYTES], _TEXT_BYTES)
+        return [row.rstrip().decode(errors="replace") for row in rows]
 
     def exchange_padded(self, data: bytes, width: int) -> list[bytes]:
         """Gather the bytes of every rank, with spaces up to a ``width`` that is the same on all."""
-        row = torch.frombuffer(bytearray(data.ljust(width)), dtype=torch.uint8)
-        return [other.numpy().tobytes() for other in self.exchange(row)]
+        return exchange_bytes(self.exchange, data.ljust(width))
 
     def _exchange_wide_shapes(self, header: Header, headers: list[Header]) -> list[Header]:
         row = torch.full((65,), -1, dtype=torch.int64)
@@ -387,9 +384,8 @@ class Communicator(GroupPool):
         """Return ``num_copies`` full tensors, of which the last ``num_read`` are expected to be
         read only; both numbers may differ by rank.
         """
-        moved = self._count(axes, plan.full_bytes)
         args = plain(shard), plan, num_copies, num_read
-        return self._move("all_gather", axes, *args, num_bytes=moved)
+        return self._move("all_gather", axes, *args, num_bytes=plan.full_bytes)
 
     def gather_to_first(
         self, axes: tuple[Axis, ...], tensors: list[Gathered]
@@ -398,51 +394,46 @@ class Communicator(GroupPool):
         to = self.transport(axes)
         host_gather = to.host_gather_of(tensors) if isinstance(to, ByDevice) else None
         name = to.name if host_gather is None else host_gather.name
-        self.num_payloads += 1
-        self.meter.payload(0, name)
+        self._count(0, name)
         num_bytes = 0
         for tensor in tensors:
             moved = costs.of_gather_to_first(tensor.plan, tensor.ranks, to.group.rank)
             self.meter.part_of_payload(tensor.site, moved, name)
             num_bytes += moved
-        return self._move("gather_to_first", axes, tensors, num_bytes=num_bytes)
+        return self._moved("gather_to_first", axes, tensors, num_bytes=num_bytes)
 
     def scatter_from_first(
         self, axes: tuple[Axis, ...], full: Tensor | None, like: Tensor, plan: GatherPlan
     ) -> Tensor:
         """Return this rank's shard of the first rank's ``full``."""
-        rank, size = self.transport(axes).group.rank, self.transport(axes).group.size
-        moved = self._count(axes, costs.of_gather_to_first(plan, range(size), rank))
+        group = self.transport(axes).group
+        num_bytes = costs.of_gather_to_first(plan, range(group.size), group.rank)
         full = None if full is None else plain(full)
-        return self._move("scatter_from_first", axes, full, like, plan, num_bytes=moved)
+        return self._move("scatter_from_first", axes, full, like, plan, num_bytes=num_bytes)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """Return the tensor of the stage's first rank on every rank."""
-        moved = self._count(GRID, like.nbytes)
         tensor = None if tensor is None else plain(tensor)
-        return self._move("broadcast", GRID, tensor, like, num_bytes=moved)
+        return self._move("broadcast", GRID, tensor, like, num_bytes=like.nbytes)
 
     def all_reduce_sum(self, axes: tuple[Axis, ...], tensor: Tensor) -> Tensor:
         """Return the sum over the ranks along ``axes``, on every rank."""
-        moved = self._count(axes, 2 * tensor.nbytes)  # its summand and the sum
-        return self._move("all_reduce_sum", axes, plain(tensor), num_bytes=moved)
+        num_bytes = 2 * tensor.nbytes  # its summand and the sum
+        return self._move("all_reduce_sum", axes, plain(tensor), num_bytes=num_bytes)
 
-    def _move(
-        self,
-        transfer: str | Callable[..., Any],
-        axes: tuple[Axis, ...],
-        *args: Any,
-        num_bytes: int,
-    ) -> Any:
+    def _move(self, transfer: str, axes: tuple[Axis, ...], *args: Any, num_bytes: int) -> Any:
+        self._count(num_bytes, self.transport(axes).name)
+        return self._moved(transfer, axes, *args, num_bytes=num_bytes)
+
+    def _moved(self, transfer: str, axes: tuple[Axis, ...], *args: Any, num_bytes: int) -> Any:
         result = self.call(transfer, axes, *args, num_bytes=num_bytes)
         if not self.defers:
             self.finish_transfers()
         return result
 
-    def _count(self, axes: tuple[Axis, ...], num_bytes: int) -> int:
+    def _count(self, num_bytes: int, transport: str) -> None:
         self.num_payloads += 1
-        self.meter.payload(num_bytes, self.transport(axes).name)
-        return num_bytes
+        self.meter.payload(num_bytes, transport)
 
 
 def _can_continue(headers: list[Header]) -> bool:

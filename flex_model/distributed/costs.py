@@ -6,6 +6,7 @@ minimum of any transport. Headers, of 64 bytes, are counted separately.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -93,7 +94,7 @@ class Meter:
     def __init__(self) -> None:
         self.site = 0
         self._headers: dict[int, int] = {}
-        self._payloads: dict[int, Spent] = {}
+        self._payloads: defaultdict[int, Spent] = defaultdict(Spent)
 
     @property
     def spent(self) -> dict[int, Spent]:
@@ -118,16 +119,10 @@ class Meter:
         self.site = site
 
     def payload(self, num_bytes: int, transport: str) -> None:
-        self._of(self.site).add(num_bytes, transport, payloads=1)
+        self._payloads[self.site].add(num_bytes, transport, payloads=1)
 
     def part_of_payload(self, site: int, num_bytes: int, transport: str) -> None:
         """Count bytes of ``site`` (0: the last header's) in a collective shared with other
         sites.
         """
-        self._of(site or self.site).add(num_bytes, transport)
-
-    def _of(self, site: int) -> Spent:
-        spent = self._payloads.get(site)
-        if spent is None:
-            spent = self._payloads[site] = Spent()
-        return spent
+        self._payloads[site or self.site].add(num_bytes, transport)

@@ -188,11 +188,6 @@ class TensorSpec:
         """Whether data-parallel ranks hold the same tensor, instead of rows of a batch."""
         return self.communicator.mesh.dp_size > 1 and not isinstance(self.layout.dp, Shard)
 
-    @property
-    def covers_grid(self) -> bool:
-        """Whether every rank of the stage holds a part of its own, which rank 0 can send to it."""
-        return len(self.plan.shard_sizes) == len(self.communicator.mesh.stage_ranks)
-
     @functools.cached_property
     def ranks_of_first(self) -> list[int]:
         """The indices of the ranks from which the stage's first rank gathers its full tensor."""
@@ -223,7 +218,8 @@ class TensorSpec:
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor) -> Tensor:
         """Return this rank's shard of rank 0's full tensor."""
-        if self.covers_grid and self.axes:
+        covers_grid = len(self.plan.shard_sizes) == len(self.communicator.mesh.stage_ranks)
+        if covers_grid and self.axes:  # each rank has a part of its own
             return self.communicator.scatter_from_first(self.axes, full, like, self.plan)
         # A copy: the model may change its tensor, and the user keep this one.
         full = None if full is None else _copy(full)
@@ -397,13 +393,14 @@ class _Scatter(Function):
     @staticmethod
     @_transferring
     def backward(ctx, grad):
-        context, grad = ctx.context, plain(grad)
+        context, full = ctx.context, plain(grad)
         in_graph = context.has_graph_of_gradient()
-        spec = context.gradient(grad)
-        if spec.is_whole:
-            return grad, None
-        context.check_consistency(grad)
-        full = gather(grad, context.of_gradient(spec)) if in_graph else spec.all_gather(grad)
+        spec = context.gradient(full)
+        if not spec.is_whole:
+            context.check_consistency(full)
+            full = gather(full, context.of_gradient(spec)) if in_graph else spec.all_gather(full)
+        if context.spec.is_shared_over_dp:  # the edit's gradient depends on every rank's loss
+            full = mean_over_dp(full, spec.communicator, context.check_consistency)
         return (full / spec.grad_scale if spec.grad_scale > 1 else full), None
 
 
@@ -448,7 +445,7 @@ class _ScatterFromFirst(Function):
         spec = context.gradient(grad)
         context.check_consistency(grad)
         mesh = spec.communicator.mesh
-        if spec.is_shared_over_dp:  # as _MeanGradientOverDp
+        if spec.is_shared_over_dp:  # as in _Scatter
             grad = spec.communicator.all_reduce_sum(("dp",), grad) / mesh.dp_size
         full = spec.gather_to_first(grad.contiguous())
         if full is None:
@@ -456,24 +453,6 @@ class _ScatterFromFirst(Function):
         elif spec.grad_scale > 1:
             full = full / spec.grad_scale
         return full, *[None] * (len(ctx.needs_input_grad) - 1)
-
-
-class _MeanGradientOverDp(Function):
-    """The identity, whose gradient is averaged over dp: the gradient of an edit of a tensor that dp
-    ranks share depends on every rank's loss.
-    """
-
-    @staticmethod
-    def forward(ctx, full, context):
-        ctx.context = context
-        return full.detach().clone()
-
-    @staticmethod
-    @_transferring
-    def backward(ctx, grad):
-        context = ctx.context
-        mean = mean_over_dp(plain(grad), context.spec.communicator, context.check_consistency)
-        return mean, None
 
 
 class _MeanOverDp(Function):
@@ -512,8 +491,6 @@ def scatter(full: Tensor, context: GatherContext) -> Tensor:
     """
     if not torch.is_grad_enabled():
         return _scattered(full, context)
-    if context.spec.is_shared_over_dp and full.requires_grad:
-        full = _MeanGradientOverDp.apply(full, context)
     return _Scatter.apply(full, context)
 
 

@@ -34,7 +34,7 @@ from flex_model.integrations import profiler
 from flex_model.integrations.torch_private import current_transform, is_batched
 
 _LOOK_S = 0.1  # until a wait first looks in the store for a peer's error
-_BITS_OF_SEQUENCE = 32  # above them: the number of the FlexModel
+BITS_OF_SEQUENCE = 32  # above them: the number of the FlexModel
 
 
 class GroupPool:
@@ -62,7 +62,6 @@ class GroupPool:
         self.edit_of = ""  # the hook whose editing function runs; it must not transfer anything
         self._groups: dict[tuple[Axis, ...], process_groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
-        self._by_axes: dict[tuple[Axis, ...], Transport] = {}
         self._by_device: list[ByDevice] = []  # of the transports
         self._device = device or torch.device("cpu")
         self._number = 0  # of this FlexModel, among those of its ranks
@@ -79,18 +78,14 @@ class GroupPool:
     def connect(self) -> None:
         """Connect to the other ranks of the stage. Collective."""
         self.transport(GRID)
-        self.sequence = self._number << _BITS_OF_SEQUENCE  # unique among these ranks' models
+        self.sequence = self._number << BITS_OF_SEQUENCE  # unique among these ranks' models
         self._notices = Notices(self._groups[GRID].board, self._number)
-
-    def is_of_this_model(self, sequence: int) -> bool:
-        """Whether a rank at this sequence number runs this FlexModel, not another of its ranks."""
-        return sequence >> _BITS_OF_SEQUENCE == self._number
 
     def transport(self, axes: tuple[Axis, ...]) -> Transport:
         """Return the transport of the ranks along ``axes``, made collectively at the first use."""
-        to = self._by_axes.get(axes)
-        if to is not None:
-            return to
+        made = self._transports.get(axes)
+        if made is not None:
+            return made[0]
         places = self.mesh.ranks_along(axes)
         key = GRID if len(places) == len(self.mesh.stage_ranks) else axes
         if key not in self._transports:
@@ -108,33 +103,20 @@ class GroupPool:
             if isinstance(to, ByDevice):
                 self._by_device.append(to)
             logger.info("ranks %s communicate by %s: %s", list(ranks), to.name, why)
-        self._by_axes[axes] = self._transports[key][0]
-        return self._by_axes[axes]
+        self._transports[axes] = self._transports[key]
+        return self._transports[axes][0]
 
     @property
     def is_child(self) -> bool:
         """Whether this process was forked from the one that made the FlexModel."""
         return os.getpid() != self._pid
 
-    @property
-    def transport_name(self) -> str:
-        """The name of the transport of CPU tensors among all ranks; ``"local"`` with one rank."""
-        return "local" if self.is_local else self.transport(GRID).name
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The host of each rank of the stage; of ranks that share no memory each has its own."""
-        if self.is_local:
-            return ("",)
-        hosts = self.transport(GRID).group.hosts
-        is_apart = hosts.here is None
-        return tuple(f"rank {r}" if is_apart else name for r, name in enumerate(hosts.names))
-
     def transports(self) -> dict[str, tuple[str, str]]:
         """The transports used so far, by axes: the name, and the reason for the choice."""
         return {
             _text_of(axes): (to.name, why + (to.changes(why) if isinstance(to, ByDevice) else ""))
             for axes, (to, why) in self._transports.items()
+            if axes in self._groups  # not those of other axes with the same ranks
         }
 
     @property
@@ -154,7 +136,6 @@ class GroupPool:
         while self._by_device:
             self._by_device.pop().close()
         self._transports.clear()
-        self._by_axes.clear()
         self._notices = None  # which has the memory that the ranks share
         while self._groups:
             group = self._groups.popitem()[1]
@@ -242,13 +223,13 @@ class GroupPool:
 
     def call(
         self,
-        transfer: str | Callable[..., Any],
+        transfer: str,
         axes: tuple[Axis, ...],
         *args: Any,
         num_bytes: int = 0,
     ) -> Any:
-        """Call a method of the transport (by name), or a function with the transport as its first
-        argument. On any error the groups are aborted, so that no rank waits for it.
+        """Call a method of the transport. On any error the groups are aborted, so that no rank
+        waits for it.
 
         Args:
             num_bytes: The bytes that this rank moves, for observers.
@@ -260,15 +241,12 @@ class GroupPool:
             raise self._unusable(self.broken)
         to = self.transport(axes)
         to.group.prepare_wait(self, self.where, self.timeout_s)
-        name = transfer if isinstance(transfer, str) else transfer.__name__
         begin = profiler.begin_transfer
-        ends = profiler.begun(self.observers, begin, name, axes, num_bytes)
+        ends = profiler.begun(self.observers, begin, transfer, axes, num_bytes)
         try:
             for other in self._by_device:
                 self._guarded(other, other.check)
-            if isinstance(transfer, str):
-                return self._guarded(to, getattr(to, transfer), *args)
-            return self._guarded(to, transfer, to, *args)
+            return self._guarded(to, getattr(to, transfer), *args)
         finally:
             for end in ends:
                 end()
@@ -357,22 +335,18 @@ class GroupPool:
         return reason or f"{failure}, in a transfer at or before {self.where}."
 
     def _wait(self, works: list) -> None:
-        with self._groups[GRID].bounded_store.answer_limit.within(self.timeout_s):
-            self._wait_within(works)
-
-    def _wait_within(self, works: list) -> None:
-        start, looks = time.monotonic(), Looks(_LOOK_S)
-        is_done = lambda: all(work.is_completed() for work in works)  # noqa: E731
-        for _ in sleeps(is_done):
-            waited_s = time.monotonic() - start
-            if looks.are_due(waited_s, self.timeout_s):
-                self._on_poll(waited_s)
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            lost = error.rank if isinstance(error, LostError) else None
-            raise self.abort(self._who_is_lost(self._groups[GRID], lost)) from error
+        group, start, looks = self._groups[GRID], time.monotonic(), Looks(_LOOK_S)
+        with group.bounded_store.answer_limit.within(self.timeout_s):
+            for _ in sleeps(lambda: all(work.is_completed() for work in works)):
+                waited_s = time.monotonic() - start
+                if looks.are_due(waited_s, self.timeout_s):
+                    self._on_poll(waited_s)
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                lost = error.rank if isinstance(error, LostError) else None
+                raise self.abort(self._who_is_lost(group, lost)) from error
 
     def _who_is_lost(self, group: process_groups.PrivateGroup, lost: int | None) -> str:
         """Name the rank of a lost connection: to the global rank ``lost``, which may also have

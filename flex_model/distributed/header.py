@@ -163,11 +163,6 @@ class Header:
                 return None
         return int.from_bytes(rows[0][24:32], "little")
 
-    def with_seed(self, seed: int) -> Header:
-        """Set rank 0's seed; return the header."""
-        self.seed = seed
-        return self
-
     def of_call(self, seed: int, hash: int | None) -> Header:
         """Set what differs from call to call of one hook; return the header."""
         self.seed, self.hash = seed, hash

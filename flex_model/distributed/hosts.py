@@ -101,9 +101,6 @@ class Hosts:
             ranks.setdefault(name, []).append(rank)
         return ranks
 
-    def ranks_of(self, name: str) -> list[int]:
-        return self.by_name[name]
-
     @cached_property
     def leaders(self) -> list[int]:
         """The first rank of each host, in order."""
@@ -181,7 +178,7 @@ def share(
     """Share memory with the ranks of this host; or return why they can't, where that is clear.
     Collective over them.
     """
-    here = hosts.ranks_of(hosts.names[meeting.me])
+    here = hosts.by_name[hosts.names[meeting.me]]
     place, number = here.index(meeting.me), meeting.number
     tables: list[Any] = [offers[rank].table for rank in here]  # each has one: see `hosts_of`
     control: _C.Address | None = None

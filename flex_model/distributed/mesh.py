@@ -64,12 +64,9 @@ class Mesh:
         if tp_size * pp_size * dp_size != len(ranks):
             raise ValueError(
                 f"tensor_parallel_size ({tp_size}) x pipeline_parallel_size ({pp_size}) x "
-                "data_parallel_size "
-                f"({dp_size}) = {tp_size * pp_size * dp_size}, but the process group has "
-                f"{len(ranks)} "
-                f"rank{'s' * (len(ranks) > 1)}; give sizes that multiply to {len(ranks)}, or a "
-                "process_group or "
-                "device_mesh of the ranks that hold the model"
+                f"data_parallel_size ({dp_size}) = {tp_size * pp_size * dp_size}, but the process "
+                f"group has {len(ranks)} rank{'s' * (len(ranks) > 1)}; give sizes that multiply to "
+                f"{len(ranks)}, or a process_group or device_mesh of the ranks that hold the model"
             )
         return Mesh._of(ranks, pp_size, dp_size, tp_size)
 
@@ -87,8 +84,7 @@ class Mesh:
         if names is None:
             raise ValueError(
                 "device_mesh must have named dims, so that tensor- and data-parallel axes can be "
-                "told apart; "
-                'make it with init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
+                'told apart; make it with init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
             )
         axes = []
         for name, size in zip(names, device_mesh.shape):

@@ -74,13 +74,12 @@ class PrivateGroup:
     number: int
     timeout_s: float
     world: dist.ProcessGroup | None  # torch.distributed may be destroyed and initialised again
-    num_users: int = 0
+    num_users: int = 1
     broken: str | None = None  # why it can't be used any more
     locks: PageLocks = field(default_factory=PageLocks)
     pid: int = field(default_factory=os.getpid)  # the process that made the group
     _watcher: Watcher | None = None  # as shared memory has it
-    _position: str | None = None
-    _timeout_s: float | None = None
+    _wait: tuple[str, float] | None = None  # the position and the deadline, as it has them
 
     @property
     def size(self) -> int:
@@ -109,14 +108,15 @@ class PrivateGroup:
         here = self.hosts.here
         if here is None:
             return [rank for rank in range(self.size) if rank != self.rank]
-        ranks_here = self.hosts.ranks_of(self.hosts.names[self.rank])
+        ranks_here = self.hosts.by_name[self.hosts.names[self.rank]]
         behind = [rank for place, rank in enumerate(ranks_here) if here.is_behind(place)]
         leaders = [rank for rank in self.hosts.leaders if rank not in ranks_here]
         return sorted({*behind, *leaders} - {self.rank})
 
     def name_of(self, rank: int, position: str = "") -> str:
         """Return the name of a rank for messages, with the position at which it waits."""
-        return _name_of(self.ranks, rank, position)
+        last = f"; last seen waiting at: {position}" if position else ""
+        return f"rank {rank} (global rank {self.ranks[rank]}{last})"
 
     def prepare_wait(self, watcher: Watcher, where: str, timeout_s: float) -> None:
         """Set what shared memory needs for a wait of this rank: whose ``compare`` it calls in a
@@ -131,11 +131,10 @@ class PrivateGroup:
         if self._watcher is not watcher:
             self._watcher = watcher
             here.set_watch(watcher.compare)
-        if self._position != where:
-            self._position = where
+        wait = where, timeout_s
+        if self._wait != wait:
+            self._wait = wait
             here.set_position(where)
-        if self._timeout_s != timeout_s:
-            self._timeout_s = timeout_s
             here.set_timeout(timeout_s)
 
     def forget(self, watcher: Watcher) -> None:
@@ -146,7 +145,22 @@ class PrivateGroup:
 
     def explained(self, failure: _C.WaitError, where: str, timeout_s: float) -> str:
         """Return the message of a wait in shared memory, at ``where``, that failed."""
-        return _explained(failure, self.hosts, self.ranks, self.rank, where, timeout_s)
+        reason, places, text = failure.args
+        assert self.hosts.here is not None
+        if reason == "broken":
+            return text or "another rank aborted, and died before it could report why."
+        if reason == "out of step":
+            return f"{text}, at {where}."
+        ranks_here = self.hosts.by_name[self.hosts.names[self.rank]]
+        missing = [ranks_here[place] for place in places]
+        if reason == "dead":
+            names = ", ".join(map(self.name_of, missing))
+            return f"{names} ended or died; rank {self.rank} waited for it at {where}."
+        listed = ", ".join(
+            self.name_of(rank, self.hosts.here.position_of(place) or NOT_SEEN)
+            for rank, place in zip(missing, places)
+        )
+        return f"rank {self.rank} waited {timeout_s:g} s at {where}; missing: {listed}."
 
     def retain(self) -> None:
         """Count a user more. Local."""
@@ -227,8 +241,8 @@ def _acquire(ranks: tuple[int, ...], timeout_s: float, device: str) -> tuple[Pri
     offer = Offer.of_this_process(settings, device)
     text = json.dumps([held, processes.identity(), offer])
     try:
-        stale = [_meeting(number - 1)] if number > 1 else []
-        texts = connecting.all_gather(_meeting(number), text, stale)
+        stale = [f"meeting/{number - 1}"] if number > 1 else []
+        texts = connecting.all_gather(f"meeting/{number}", text, stale)
     except HookError:
         _acquired[ranks] -= 1  # as on the ranks that did not arrive: the next try matches theirs
         if held:
@@ -248,12 +262,7 @@ def _acquire(ranks: tuple[int, ...], timeout_s: float, device: str) -> tuple[Pri
         made.tell(error)
         raise
     _groups[ranks, number] = group
-    group.retain()
     return group, number
-
-
-def _meeting(number: int) -> str:
-    return f"meeting/{number}"
 
 
 def use_pool() -> None:
@@ -332,6 +341,17 @@ def _make(
         messages, leaders = Messages(meeting.backend(), meeting.ranks, meeting.me), None
         # A rank may drop them as soon as they are made, while others still connect to it.
         meeting.all_gather("made", "")
+    return _connected(meeting, number, hosts, messages, leaders)
+
+
+def _connected(
+    meeting: Rendezvous,
+    number: int,
+    hosts: Hosts,
+    messages: Messages | None = None,
+    leaders: PrivateGroup | None = None,
+) -> PrivateGroup:
+    """Return the group of ranks that have met."""
     return PrivateGroup(
         meeting.ranks,
         meeting.me,
@@ -371,9 +391,8 @@ def _across_hosts(
         reason, _, text = error.args
         if reason == "broken" and text:  # the first rank of this host has failed
             raise HookError(text) from None
-        shared = replace(hosts, here=here)
-        where = "the connection of the hosts"
-        why = _explained(error, shared, meeting.ranks, meeting.me, where, timeout_s)
+        group = _connected(meeting, number, replace(hosts, here=here))
+        why = group.explained(error, "the connection of the hosts", timeout_s)
         failure = meeting.failure(why.removesuffix("."))
         here.abort(str(failure))
         raise failure from None
@@ -397,53 +416,5 @@ def _leaders(
     made = replace(of_leaders, timeout_s=left_s)
     shared = made.all_gather("made", json.dumps(is_shared))
     names = [hosts.names[rank] for rank in hosts.leaders]
-    group = PrivateGroup(
-        ranks,
-        place,
-        messages,
-        of_leaders.store,
-        of_leaders.bounded_store,
-        Hosts(names, None, hosts.settings, []),
-        None,
-        number,
-        meeting.timeout_s,
-        dist.group.WORLD,
-    )
-    return group, all(map(json.loads, shared))
-
-
-def _name_of(ranks: tuple[int, ...], rank: int, position: str = "") -> str:
-    last = f"; last seen waiting at: {position}" if position else ""
-    return f"rank {rank} (global rank {ranks[rank]}{last})"
-
-
-def _explained(
-    failure: _C.WaitError,
-    hosts: Hosts,
-    ranks: tuple[int, ...],
-    me: int,
-    where: str,
-    timeout_s: float,
-) -> str:
-    """Return the message of a wait in the memory that ``hosts`` shares, of rank ``me``."""
-    reason, places, text = failure.args
-    assert hosts.here is not None
-    ranks_here = hosts.ranks_of(hosts.names[me])
-    if reason == "broken":
-        return text or "another rank aborted, and died before it could report why."
-    if reason == "out of step":
-        return f"{text}, at {where}."
-    missing = [ranks_here[place] for place in places]
-    if reason == "dead":
-        names = ", ".join(_name_of(ranks, rank) for rank in missing)
-        return f"{names} ended or died; rank {me} waited for it at {where}."
-    listed = ", ".join(
-        _name_of(ranks, rank, hosts.here.position_of(place) or NOT_SEEN)
-        for rank, place in zip(missing, places)
-    )
-    return f"rank {me} waited {timeout_s:g} s at {where}; missing: {listed}."
-
-
-def num_groups() -> int:
-    """The number of private groups that this process holds."""
-    return len(_groups)
+    of_hosts = Hosts(names, None, hosts.settings, [])
+    return _connected(of_leaders, number, of_hosts, messages), all(map(json.loads, shared))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -33,30 +34,19 @@ _POLL_S = 5e-4  # between looks at memory that another rank is about to make
 
 T = TypeVar("T")
 
-_spares: list[_Connection] = []  # at most one
+_spares: list[tuple[Any, Any]] = []  # at most one; see `_take_connection`
 
 
-class _Connection:
-    """A connection to the store beside torch's own, because a call that waits blocks the others of
-    its connection. One is kept for the next wait, since a new one may take seconds: torch looks up
-    the names of both ends, and a name server may be slow to fail.
+def _take_connection() -> tuple[Any, Any]:
+    """Return the world, and a connection to its store beside torch's own, because a call that waits
+    blocks the others of its connection. One is kept for the next wait, since a new one may take
+    seconds: torch looks up the names of both ends, and a name server may be slow to fail.
     """
-
-    def __init__(self) -> None:
-        self._world = dist.group.WORLD
-        self.store = default_store().clone()
-
-    @staticmethod
-    def take() -> _Connection:
-        try:
-            spare = _spares.pop()
-        except IndexError:  # another thread may have taken it a moment ago
-            spare = None
-        return _Connection() if spare is None or spare._world is not dist.group.WORLD else spare
-
-    def give_back(self) -> None:
-        """Keep the connection for the next wait."""
-        _spares[:] = [self]
+    with contextlib.suppress(IndexError):  # another thread may have taken it a moment ago
+        world, store = _spares.pop()
+        if world is dist.group.WORLD:
+            return world, store
+    return dist.group.WORLD, default_store().clone()
 
 
 def close_connection() -> None:
@@ -146,19 +136,19 @@ class Rendezvous:
         has_come = threading.Event()
 
         def meet(store: Any) -> dict[int, str | None]:
-            store.append(_log(place), self._line(text))
+            store.append(f"{place}/log", self._line(text))
             has_come.set()
             texts: dict[int, str | None] = {}
             # Who left and comes again counts twice, so the log decides.
-            if store.add(_count(place), 1) >= len(self.ranks):
-                texts = self._parsed(read(store, _log(place)))
+            if store.add(f"{place}/count", 1) >= len(self.ranks):
+                texts = self._parsed(read(store, f"{place}/log"))
             if self._are_all(texts):
-                store.set(_met(place), "")
+                store.set(f"{place}/met", "")
             else:
-                store.wait([_met(place)], limit)
-                texts = self._parsed(read(store, _log(place)))
+                store.wait([f"{place}/met"], limit)
+                texts = self._parsed(read(store, f"{place}/log"))
             if self._are_all(texts):
-                keys = [key(left) for left in stale for key in (_log, _count, _met)]
+                keys = [f"{left}/{key}" for left in stale for key in ("log", "count", "met")]
                 for key in keys[self.me :: len(self.ranks)]:
                     store.delete_key(key)
             return texts
@@ -187,14 +177,14 @@ class Rendezvous:
             return texts
         finally:
             if not met.done():  # ends the thread, and makes the others look
-                self.bounded_store.tell(_met(place), "")
+                self.bounded_store.tell(f"{place}/met", "")
 
     def _line(self, text: str | None) -> str:
         """This rank's line of the log; None: it does not wait any more."""
         return json.dumps([self.me, text]) + "\n"
 
     def _texts(self, place: str) -> dict[int, str | None]:
-        return self._parsed(self.bounded_store.read(_log(place)))
+        return self._parsed(self.bounded_store.read(f"{place}/log"))
 
     def _parsed(self, log: str | None) -> dict[int, str | None]:
         """Return the texts of the ranks that have come so far, None of those that have left again;
@@ -222,8 +212,8 @@ class Rendezvous:
         ended = processes.ended(self.ranks[rank] for rank in absent)
         if not ended and time.monotonic() < start + self.timeout_s:
             return
-        self.bounded_store.append(_log(place), self._line(None))
-        log = self.bounded_store.read(_log(place))
+        self.bounded_store.append(f"{place}/log", self._line(None))
+        log = self.bounded_store.read(f"{place}/log")
         if not self._are_all(self._parsed(log)):
             self.check_alive(ended)
             left = [rank for rank in absent if rank in texts]
@@ -257,10 +247,10 @@ class Rendezvous:
         """
 
         def run() -> T:
-            connection = _Connection.take()
-            result = function(_place_in(connection.store, self.path))
+            world, store = _take_connection()
+            result = function(_place_in(store, self.path))
             if keeps:
-                connection.give_back()
+                _spares[:] = [(world, store)]
             return result
 
         return in_thread(run)
@@ -273,53 +263,47 @@ class Rendezvous:
 
     def poll(self, awaited: Callable[[], list[int]], what: str) -> None:
         """Poll until ``awaited()`` is empty: the ranks that have not shared ``what`` yet."""
-        with self.answer_limit.within(self.timeout_s):
-            self._poll(awaited, what)
-
-    def _poll(self, awaited: Callable[[], list[int]], what: str) -> None:
         start = time.monotonic()
         check_at = start + _CHECK_S
         watch = _Watch(self)
-        for _ in sleeps(lambda: not awaited(), _POLL_S, 10 * _POLL_S):
-            now = time.monotonic()
-            if now < check_at:
-                continue
-            check_at = now + _CHECK_S
-            self.check_alive(processes.ended(self.ranks))
-            watch.look()
-            if now > start + self.timeout_s:
-                missing = [self.ranks[rank] for rank in awaited()]
-                raise self.failure(
-                    f"global ranks {missing} did not share {what} within {self.timeout_s:g} s"
-                )
+        with self.answer_limit.within(self.timeout_s):
+            for _ in sleeps(lambda: not awaited(), _POLL_S, 10 * _POLL_S):
+                now = time.monotonic()
+                if now < check_at:
+                    continue
+                check_at = now + _CHECK_S
+                self.check_alive(processes.ended(self.ranks))
+                watch.look()
+                if now > start + self.timeout_s:
+                    missing = [self.ranks[rank] for rank in awaited()]
+                    raise self.failure(
+                        f"global ranks {missing} did not share {what} within {self.timeout_s:g} s"
+                    )
 
     def backend(self) -> Any:
         """Make a ProcessGroupGloo of the ranks, whose constructor waits for all of them."""
-        with self.answer_limit.within(self.timeout_s):
-            return self._backend()
-
-    def _backend(self) -> Any:
         limit = timedelta(seconds=self.timeout_s + _SLACK_S)
 
         def make(store: dist.Store) -> Any:
             return dist.ProcessGroupGloo(store, self.me, len(self.ranks), limit)
 
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0"  # gloo continues to use it
-        start, watch = time.monotonic(), _Watch(self)
-        made = self._in_thread(make, keeps=not is_lazy)
-        why = f"gloo did not connect the ranks within {self.timeout_s:g} s"
-        try:
-            while not is_done(made, _CHECK_S):
+        with self.answer_limit.within(self.timeout_s):
+            start, watch = time.monotonic(), _Watch(self)
+            made = self._in_thread(make, keeps=not is_lazy)
+            try:
+                while not is_done(made, _CHECK_S):
+                    self.check_alive(processes.ended(self.ranks))
+                    watch.look()
+                    if time.monotonic() > start + self.timeout_s:
+                        why = f"gloo did not connect the ranks within {self.timeout_s:g} s"
+                        raise RuntimeError(why)
+                return made.result()
+            except HookError:
+                raise
+            except RuntimeError as error:
                 self.check_alive(processes.ended(self.ranks))
-                watch.look()
-                if time.monotonic() > start + self.timeout_s:
-                    raise RuntimeError(why)
-            return made.result()
-        except HookError:
-            raise
-        except RuntimeError as error:
-            self.check_alive(processes.ended(self.ranks))
-            raise self._explained(f"{error}") from error
+                raise self._explained(f"{error}") from error
 
     def _explained(self, why: str) -> HookError:
         """Return why gloo has failed, with the ranks that are gone, or another rank's report."""
@@ -373,15 +357,3 @@ def _place_in(store: dist.Store, path: Sequence[str]) -> dist.Store:
     for part in path:
         store = dist.PrefixStore(part, store)
     return store
-
-
-def _log(place: str) -> str:
-    return f"{place}/log"
-
-
-def _count(place: str) -> str:
-    return f"{place}/count"
-
-
-def _met(place: str) -> str:
-    return f"{place}/met"

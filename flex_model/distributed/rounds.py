@@ -70,14 +70,13 @@ def gather_to_first(rank: int, sizes: Sequence[int]) -> list[Round]:
     """
     if rank > 0:
         return [_round([Part(0, 0, sizes[rank])], [])]
-    return [_round([], _of_others(sizes))]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [_round([], [Part(r, ends[r], ends[r + 1]) for r in range(1, len(sizes))])]
 
 
 def scatter_from_first(rank: int, sizes: Sequence[int]) -> list[Round]:
     """The round that is the reverse of ``gather_to_first``, with the same buffers."""
-    if rank > 0:
-        return [_round([], [Part(0, 0, sizes[rank])])]
-    return [_round(_of_others(sizes), [])]
+    return [Round(receives, sends) for sends, receives in gather_to_first(rank, sizes)]
 
 
 def all_to_all(rank: int, sent: Sequence[int], received: Sequence[int]) -> list[Round]:
@@ -103,11 +102,6 @@ def even_parts(num_bytes: int, num_ranks: int) -> list[int]:
     units = -(-num_bytes // _LARGEST_ELEMENT_BYTES)
     cuts = [units * rank // num_ranks * _LARGEST_ELEMENT_BYTES for rank in range(num_ranks)]
     return [min(stop, num_bytes) - start for start, stop in zip(cuts, [*cuts[1:], num_bytes])]
-
-
-def _of_others(sizes: Sequence[int]) -> list[Part]:
-    ends = list(itertools.accumulate(sizes, initial=0))
-    return [Part(r, ends[r], ends[r + 1]) for r in range(1, len(sizes))]
 
 
 def _round(sends: list[Part], receives: list[Part]) -> Round:

@@ -177,7 +177,6 @@ def forget_meshes() -> None:
         debug._clear_sharding_prop_cache()
 
 
-symmetric_memory: Any = getattr(torch._C, "_distributed_c10d", None)  # without it: CUDA IPC
 FUNCTIONAL_COLLECTIVES = "torch.distributed._functional_collectives"  # AsyncCollectiveTensor
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental._context_parallel._attention"
 

@@ -21,7 +21,6 @@ from torch.distributed.tensor import Shard
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed import kernels
 from flex_model.distributed.transports import nccl, peer_buffers
-from flex_model.integrations.torch_private import symmetric_memory
 from tests import models
 from tests.cuda.processes import join_ranks, run_rank
 
@@ -44,57 +43,19 @@ def edit(module, full, save_ctx, modules):
 
 
 @contextlib.contextmanager
-def without_symmetric_memory(rank):
-    """A later torch, without the class."""
-    if rank != 1:
-        yield
-        return
-    before = symmetric_memory._SymmetricMemory
-    del symmetric_memory._SymmetricMemory
-    yield
-    symmetric_memory._SymmetricMemory = before
-
-
-@contextlib.contextmanager
-def of_nvshmem(rank):
-    with patch.object(symmetric_memory._SymmetricMemory, "get_backend", lambda device: "NVSHMEM"):
-        yield
-
-
-@contextlib.contextmanager
 def with_one_visible_gpu(rank):
-    """All ranks have GPU 0, as torch's rendezvous and CUDA IPC see it."""
-
-    def rendezvous(tensor, name):
-        raise RuntimeError("detected allocations from overlapping devices from different ranks")
+    """All ranks have GPU 0, as CUDA IPC sees it."""
 
     def no_handle(buffer):
         raise RuntimeError("ipc_handle: invalid device ordinal")
 
-    with (
-        patch.object(symmetric_memory._SymmetricMemory, "rendezvous", rendezvous),
-        patch.object(torch.ops.flex_model, "ipc_handle", no_handle),
-    ):
+    with patch.object(torch.ops.flex_model, "ipc_handle", no_handle):
         yield
 
 
 @contextlib.contextmanager
 def with_little_memory(rank):
-    """On one rank, there is no more symmetric memory when the buffers must grow."""
-    allocate = symmetric_memory._SymmetricMemory.empty_strided_p2p
-
-    def refuse(size, *args):
-        if rank == 1 and size[0] > 3 << 20:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return allocate(size, *args)
-
-    with patch.object(symmetric_memory._SymmetricMemory, "empty_strided_p2p", refuse):
-        yield
-
-
-@contextlib.contextmanager
-def with_little_memory_for_ipc(rank):
-    """The same with CUDA IPC, after which the other rank has freed its part."""
+    """On one rank, there is no more memory when the buffers must grow; the other frees its part."""
     allocate, allocated = peer_buffers.CudaIpc._allocate, []
 
     def refuse(self, num_bytes):
@@ -104,7 +65,7 @@ def with_little_memory_for_ipc(rank):
         allocated.append(weakref.ref(self._buffer.untyped_storage()))
         return handle
 
-    with of_nvshmem(rank), patch.object(peer_buffers.CudaIpc, "_allocate", refuse):
+    with patch.object(peer_buffers.CudaIpc, "_allocate", refuse):
         yield
         assert allocated[-1]() is None
 
@@ -123,23 +84,12 @@ def without_an_image(rank):
 CASES = [
     (contextlib.nullcontext, "peer_memory", "because the ranks' GPUs reach each other; nccl: "),
     (
-        without_symmetric_memory,
-        "peer_memory",
-        "peer_memory by symmetric memory: ranks [1]: AttributeError: ",
-    ),
-    (of_nvshmem, "peer_memory", "has the backend NVSHMEM, not CUDA"),
-    (
         with_one_visible_gpu,
         "shared_memory",
-        "peer_memory by CUDA IPC: ranks [0, 1]: RuntimeError: ipc_handle: invalid device ordinal",
+        "peer_memory: ranks [0, 1]: RuntimeError: ipc_handle: invalid device ordinal",
     ),
     (
         with_little_memory,
-        "peer_memory",
-        "peer_memory can't be used any more: ranks [1]: OutOfMemoryError: CUDA out of memory",
-    ),
-    (
-        with_little_memory_for_ipc,
         "shared_memory",
         "peer_memory can't be used any more: ranks [1]: OutOfMemoryError: CUDA out of memory",
     ),

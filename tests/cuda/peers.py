@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from flex_model.distributed import process_groups
-from flex_model.distributed.transports import on_gpu, peer_buffers
+from flex_model.distributed.transports import on_gpu
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.nccl import Nccl
+from flex_model.distributed.transports.peer_buffers import CudaIpc
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from flex_model.distributed.transports.transport import Gathered
 from tests.cuda.processes import join_ranks, run_rank
@@ -41,8 +42,7 @@ def transport_of(means, group, device):
         return on_gpu.connect(on_cpu, "", wait, device)[0]
     if means == "nccl":
         return ByDevice(on_cpu, Nccl(on_cpu, wait, device))
-    kind = {"symmetric memory": peer_buffers.SymmetricMemory, "cuda ipc": peer_buffers.CudaIpc}
-    return ByDevice(on_cpu, PeerMemory(group, kind[means](on_cpu, wait, device)))
+    return ByDevice(on_cpu, PeerMemory(group, CudaIpc(on_cpu, wait, device)))
 
 
 def same_bits(got, expected):

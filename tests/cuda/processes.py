@@ -45,11 +45,7 @@ def run_ranks(tmp_path, module, num_ranks, *arguments):
     ``"share"`` among the arguments: the ranks have one GPU.
     """
     emulated = ["tests.cuda.emulated.run"] if "tests.cuda.emulated.runtime" in sys.modules else []
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1" if "share" in arguments else "0",
-    }
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", *emulated, module, str(rank), str(num_ranks)]

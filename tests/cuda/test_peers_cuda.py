@@ -1,4 +1,4 @@
-"""Transports between processes on CUDA: peer memory by both means, NCCL. Needs a GPU."""
+"""Transports between processes on CUDA: peer memory, NCCL. Needs a GPU."""
 
 import threading
 import time
@@ -11,7 +11,6 @@ import torch.distributed as dist
 from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.transports import nccl, peer_buffers
 from flex_model.distributed.transports.transport import UnavailableError
-from flex_model.integrations.torch_private import symmetric_memory
 from tests.cuda.processes import run_ranks
 from tests.ops.test_ops import blocks, plan_of
 
@@ -28,15 +27,15 @@ def run(tmp_path, num_ranks, share, *means):
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_processes_that_share_a_gpu(tmp_path, num_ranks):
-    run(tmp_path, num_ranks, "share", "symmetric memory", "cuda ipc", "best")
+    run(tmp_path, num_ranks, "share", "cuda ipc", "best")
 
 
-@pytest.mark.parametrize("means", [("symmetric memory", "cuda ipc"), ("nccl",)], ids="-".join)
+@pytest.mark.parametrize("means", ["cuda ipc", "nccl"])
 def test_processes_with_a_gpu_each(tmp_path, means):
     num_ranks = min(torch.cuda.device_count(), 8)
     if num_ranks < 2:
         pytest.skip("one GPU")
-    run(tmp_path, num_ranks, "own", *means)
+    run(tmp_path, num_ranks, "own", means)
 
 
 def test_edits_stay_on_the_gpu(tmp_path):
@@ -59,11 +58,11 @@ def test_hooks_in_processes_that_capture_a_graph(tmp_path, num_ranks):
     run_ranks(tmp_path, "tests.cuda.graphs", num_ranks)
 
 
-@pytest.mark.parametrize("means", [("symmetric memory", "cuda ipc"), ("nccl",)], ids="-".join)
+@pytest.mark.parametrize("means", ["cuda ipc", "nccl"])
 def test_one_rank(tmp_path, means):
-    if "nccl" in means and not nccl.is_available():
+    if means == "nccl" and not nccl.is_available():
         pytest.skip("torch has no NCCL")
-    run(tmp_path, 1, "own", *means)
+    run(tmp_path, 1, "own", means)
 
 
 def test_a_meeting_that_a_peer_misses_ends():
@@ -187,15 +186,6 @@ def ipc_of_one_rank():
     return buffers
 
 
-def test_closed_symmetric_memory_leaves_no_process_group_in_torchs_registry():
-    buffers = of_one_rank(peer_buffers.SymmetricMemory, dist.HashStore())
-    buffers.allocate(1 << 20)
-    assert symmetric_memory._resolve_process_group(buffers._name).size() == 1
-    buffers.close()
-    with pytest.raises(RuntimeError, match="Could not resolve"):  # not: "has been destroyed"
-        symmetric_memory._resolve_process_group(buffers._name)
-
-
 class SilentStore:
     """A store whose host can't be reached any more: calls do not return."""
 
@@ -206,7 +196,7 @@ class SilentStore:
         return lambda *args: self.is_back.wait()
 
 
-@pytest.mark.parametrize("kind", [peer_buffers.SymmetricMemory, peer_buffers.CudaIpc, nccl.Nccl])
+@pytest.mark.parametrize("kind", [peer_buffers.CudaIpc, nccl.Nccl])
 def test_a_store_that_does_not_answer_ends_the_set_up(kind):
     store, start = SilentStore(), time.monotonic()
     with pytest.raises(UnavailableError, match=r"ranks \[0\]: .*did not answer in 0.2 s"):

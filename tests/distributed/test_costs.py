@@ -21,7 +21,7 @@ from flex_model import FlexModel, HookFunction, cli
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.costs import SUMMED_BYTES
 from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.mesh import GRID, Mesh
 from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.inspection.offline import run_on_shapes
@@ -180,7 +180,7 @@ def test_sums_and_broadcasts_move_what_is_predicted(where, monkeypatch):
     made = counting(monkeypatch)
     with hosts(where):
         communicator = Communicator(Mesh.from_sizes(2, 1, 2), 30.0)
-        names = communicator.hosts
+        names = tuple(communicator.transport(GRID).group.hosts.names)
         recorder = TrafficRecorder(communicator.mesh, names)
         for axes in (("dp", "tp"), ("dp",), ("tp",)):
             communicator.transport(axes)
@@ -321,7 +321,8 @@ def transfer(to, number, full=None):
 
 
 def check_transfers(communicator, sockets):
-    rank, names = communicator.mesh.group_rank, communicator.hosts
+    rank = communicator.mesh.group_rank
+    names = tuple(communicator.transport(GRID).group.hosts.names)
     assert len(set(names)) == 4
     recorder, full = TrafficRecorder(communicator.mesh, names), torch.arange(sum(ROWS))
     number, has_more = 0, True

@@ -101,7 +101,7 @@ def ranks_with(wanted="auto", **means):
 
     try:
         patch.setattr(on_gpu, "_rank", lambda device: Rank(dist.get_rank() + 1, True))
-        patch.setattr(on_gpu, "_MEANS", {n: [(n, partial(make, n))] for n in on_gpu.NAMES})
+        patch.setattr(on_gpu, "_MEANS", {n: partial(make, n) for n in on_gpu.NAMES})
         on_cpu, why = choose(group, wait, torch.device("cpu"))
         yield made, lambda: on_gpu.connect(on_cpu, why, wait, torch.device("cpu"), wanted)
     finally:

@@ -41,7 +41,7 @@ def check_exchanges(gloo, rank, size):
     for i in range(60):
         sizes = [choose.choice([0, 1, 64, 100_000]) for _ in range(size)]
         expected = [torch.full((n,), (i + r) % 251, dtype=torch.uint8) for r, n in enumerate(sizes)]
-        gathered, starts = gloo.gather_bytes(expected[rank], sizes)
+        gathered, starts = gloo._between.gather(expected[rank], sizes)
         for start, num_bytes, row in zip(starts, sizes, expected):
             assert torch.equal(gathered[start : start + num_bytes], row)
         rows = gloo.exchange_bytes(bytes([i, rank]) * 32)

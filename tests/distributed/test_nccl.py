@@ -13,7 +13,7 @@ import torch.distributed as dist
 from flex_model.distributed import process_groups
 from flex_model.distributed.transports import nccl
 from flex_model.distributed.transports.by_device import ByDevice
-from flex_model.distributed.transports.gloo import Gloo
+from flex_model.distributed.transports.gloo import BetweenHosts, Gloo
 from flex_model.distributed.transports.nccl import Nccl
 from flex_model.distributed.transports.transport import Gathered
 from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
@@ -43,7 +43,7 @@ class OverGloo(Nccl):
 def connected():
     with mock.patch.dict(os.environ, FLEX_MODEL_TRANSPORT="gloo"):
         group, _ = process_groups.acquire(tuple(range(dist.get_world_size())), 20.0)
-    yield OverGloo(Gloo(group, wait), wait, torch.device("cpu"))
+    yield OverGloo(Gloo(group, BetweenHosts(group, wait)), wait, torch.device("cpu"))
     group.release()
 
 

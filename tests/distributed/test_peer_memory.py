@@ -15,7 +15,7 @@ from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
 
 
 class HostBuffers:
-    """``PeerBuffers`` of threads: only ``allocate`` and ``barrier`` wait."""
+    """``CudaIpc`` of threads: only ``allocate`` and ``barrier`` wait."""
 
     def __init__(self, rank, addresses, barrier, kept):
         self.kept = kept  # peers may read after a rank has left

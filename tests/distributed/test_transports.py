@@ -18,7 +18,7 @@ from flex_model.distributed import memory
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header
-from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.mesh import GRID, Mesh
 from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.distributed.transports.transport import Gathered
@@ -170,7 +170,7 @@ def moves_every_way(communicator, large):
 @pytest.mark.parametrize("large", [False, True])
 def test_two_ranks(name, large):
     with transport(name) as communicator:
-        assert communicator.transport_name == NAMES[name]
+        assert communicator.transport(GRID).name == NAMES[name]
         moves_every_way(communicator, large)
 
 
@@ -180,7 +180,7 @@ def test_two_ranks(name, large):
 @pytest.mark.parametrize("dp", [1, 2])
 def test_four_ranks(name, dp):
     with transport(name, dp) as communicator:
-        assert communicator.transport_name == NAMES[name]
+        assert communicator.transport(GRID).name == NAMES[name]
         moves_every_way(communicator, large=False)
         moves_every_way(communicator, large=dp == 2)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from flex_model.distributed.transports.transport import (
     Transport,
     UnavailableError,
 )
+from flex_model.errors import HookError, agreed
 
 Result = TypeVar("Result")
 
@@ -39,14 +40,23 @@ class GpuTransport(TensorTransport, Protocol):
         """Free the resources."""
 
 
-class Untried(Protocol):
+class Untried:
     """The transports of GPU tensors that the ranks of a group have not tried yet.
 
-    Attributes:
+    Args:
+        means: The name of each, the best first, and a collective function that connects the ranks.
         reasons: Why others are not used.
+        wanted: The one that the environment requests; empty: any.
     """
 
-    reasons: list[str]
+    def __init__(
+        self,
+        means: Sequence[tuple[str, Callable[[], GpuTransport]]],
+        reasons: list[str],
+        wanted: str,
+    ) -> None:
+        self.reasons = reasons
+        self._means, self._wanted = list(means), wanted
 
     def connect(self) -> GpuTransport | None:
         """Connect the ranks by the best one that works on all of them; None if there is none.
@@ -55,7 +65,16 @@ class Untried(Protocol):
         Raises:
             HookError: the environment requests one that does not work; on every rank.
         """
-        ...
+        while self._means:
+            name, connect = self._means.pop(0)
+            try:
+                return connect()
+            except UnavailableError as error:
+                self.reasons.append(f"{name}: {error}")
+        if self._wanted:
+            why = "; ".join(self.reasons)
+            raise agreed(HookError(f"FLEX_MODEL_TRANSPORT={self._wanted} is not available: {why}"))
+        return None
 
 
 class ByDevice:

@@ -6,8 +6,7 @@ import torch
 
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import on_gpu
-from flex_model.distributed.transports.across_hosts import AcrossHosts
-from flex_model.distributed.transports.gloo import Gloo
+from flex_model.distributed.transports.gloo import BetweenHosts, Gloo
 from flex_model.distributed.transports.shared_memory import SharedMemory
 from flex_model.distributed.transports.transport import Transport, Wait
 
@@ -28,10 +27,10 @@ def choose(group: PrivateGroup, wait: Wait, device: torch.device) -> tuple[Trans
 def _choose_on_cpu(group: PrivateGroup, wait: Wait) -> tuple[Transport, str]:
     hosts = group.hosts
     if hosts.here is None:
-        return Gloo(group, wait), hosts.why_not_shared
+        return Gloo(group, BetweenHosts(group, wait)), hosts.why_not_shared
     inside = SharedMemory(group, hosts.here)
     if hosts.is_one:
         return inside, "the ranks are on one host"
-    between = None if group.leaders is None else Gloo(group.leaders, wait)
+    between = None if group.leaders is None else BetweenHosts(group.leaders, wait)
     names = ", ".join(dict.fromkeys(hosts.names))
-    return AcrossHosts(group, hosts, inside, between), f"the ranks are on several hosts: {names}"
+    return Gloo(group, between, inside), f"the ranks are on several hosts: {names}"

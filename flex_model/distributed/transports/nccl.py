@@ -21,10 +21,10 @@ from flex_model._C import GatherPlan
 from flex_model.distributed.transports import buffer_layout
 from flex_model.distributed.transports.transport import (
     Gathered,
+    TensorTransport,
     Transport,
     UnavailableError,
     Wait,
-    all_reduce_sum,
     on_every_rank,
 )
 
@@ -39,7 +39,7 @@ def is_available() -> bool:
     return torch.cuda.is_available() and dist.is_nccl_available()
 
 
-class Nccl:
+class Nccl(TensorTransport):
     """Implements ``GpuTransport`` by NCCL, with one CUDA device per rank; see ``ByDevice``.
 
     The transfers are collective over the group, and so is the constructor: it connects the
@@ -224,9 +224,6 @@ class Nccl:
         ]
         self._grouped([(parts[rank], rank) for rank in range(1, self.group.size)], [])
         return torch.ops.flex_model.split(full, plan.code, 0, list(like.shape))
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        return all_reduce_sum(self, self.group.size, tensor)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """Rank 0's tensor on every rank; ``like`` has its shape, dtype and device."""

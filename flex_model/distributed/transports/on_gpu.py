@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from flex_model.distributed import kernels
-from flex_model.distributed.transports import nccl, peer_buffers
-from flex_model.distributed.transports.by_device import ByDevice, GpuTransport
+from flex_model.distributed.transports import nccl
+from flex_model.distributed.transports.by_device import ByDevice, GpuTransport, Untried
 from flex_model.distributed.transports.host_gather import HostGather
+from flex_model.distributed.transports.peer_buffers import CudaIpc, number_of
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from flex_model.distributed.transports.transport import (
     Transport,
@@ -22,7 +22,6 @@ from flex_model.distributed.transports.transport import (
     by_ranks,
     exchange_texts,
 )
-from flex_model.errors import HookError, agreed
 
 NAMES = ("peer_memory", "nccl")
 
@@ -67,43 +66,6 @@ def candidates(
     return chosen, [f"{', '.join(names)}: {why}" for names, why in left_out]
 
 
-class Untried:
-    """See ``by_device.Untried``.
-
-    Args:
-        names: The transports to try, the best first.
-        reasons: Why others are left out.
-        wanted: ``FLEX_MODEL_TRANSPORT``.
-        on_cpu, wait, device: As of ``connect``.
-    """
-
-    def __init__(
-        self,
-        names: list[str],
-        reasons: list[str],
-        wanted: str,
-        on_cpu: Transport,
-        wait: Wait,
-        device: torch.device,
-    ) -> None:
-        self.reasons = reasons
-        self._wanted = wanted
-        self._means = [means for name in names for means in _MEANS[name]]
-        self._arguments = on_cpu, wait, device
-
-    def connect(self) -> GpuTransport | None:
-        while self._means:
-            name, means = self._means.pop(0)
-            try:
-                return means(*self._arguments)
-            except UnavailableError as error:
-                self.reasons.append(f"{name}: {error}")
-        if self._wanted in NAMES:
-            why = "; ".join(self.reasons)
-            raise agreed(HookError(f"FLEX_MODEL_TRANSPORT={self._wanted} is not available: {why}"))
-        return None
-
-
 def connect(
     on_cpu: Transport, why: str, wait: Wait, device: torch.device, wanted: str = "auto"
 ) -> tuple[Transport, str]:
@@ -134,7 +96,8 @@ def connect(
     host_gather = None
     if wanted not in NAMES and not failures and all(rank.gpu for rank in ranks):
         host_gather = connect_host_gather(on_cpu, device, reasons)
-    untried = Untried(names, reasons, wanted, on_cpu, wait, device)
+    means = [(name, partial(_MEANS[name], on_cpu, wait, device)) for name in names]
+    untried = Untried(means, reasons, wanted if wanted in NAMES else "")
     on_gpu = untried.connect()
     first = why if on_gpu is None else "the ranks' GPUs reach each other"
     why = "; ".join([first, *reasons])
@@ -175,30 +138,20 @@ def _rank(device: torch.device) -> Rank:
     """Determine the capabilities of this rank."""
     if device.type != "cuda":
         return Rank(0, False)
-    properties: Any = torch.cuda.get_device_properties(device)
-    gpu = int(str(properties.uuid).replace("-", "")[:15], 16)
-    return Rank(gpu, nccl.is_available(), kernels.why_unusable(device))
+    return Rank(number_of(device), nccl.is_available(), kernels.why_unusable(device))
 
 
-def _peer_memory(
-    kind: type[peer_buffers.SymmetricMemory | peer_buffers.CudaIpc],
-    on_cpu: Transport,
-    wait: Wait,
-    device: torch.device,
-) -> GpuTransport:
-    memory = kind(on_cpu, wait, device)
+def _peer_memory(on_cpu: Transport, wait: Wait, device: torch.device) -> GpuTransport:
+    peers = CudaIpc(on_cpu, wait, device)
     try:
-        memory.allocate(1 << 20)
+        peers.allocate(1 << 20)
     except UnavailableError:
-        memory.close()
+        peers.close()
         raise
-    return PeerMemory(on_cpu.group, memory)
+    return PeerMemory(on_cpu.group, peers)
 
 
-_MEANS: dict[str, list[tuple[str, Callable[[Transport, Wait, torch.device], GpuTransport]]]] = {
-    "peer_memory": [
-        ("peer_memory by symmetric memory", partial(_peer_memory, peer_buffers.SymmetricMemory)),
-        ("peer_memory by CUDA IPC", partial(_peer_memory, peer_buffers.CudaIpc)),
-    ],
-    "nccl": [("nccl", nccl.Nccl)],
+_MEANS: dict[str, Callable[[Transport, Wait, torch.device], GpuTransport]] = {
+    "peer_memory": _peer_memory,
+    "nccl": nccl.Nccl,
 }

@@ -1,9 +1,9 @@
 """GPU memory that all ranks of a host can access, and their barriers, for ``PeerMemory``.
 
-The memory is torch's symmetric memory, or CUDA IPC where that does not work. Ranks with different
-GPUs have barriers on their streams, by signal pads in the first page of each other's buffers, which
-is zero before any rank uses it. Ranks that share a GPU are time-sliced, so a kernel that waits for
-another process may block that process: their barriers are on the host.
+Every process opens the others' memory by CUDA IPC, of GPUs that are peers or the same one. Ranks
+with different GPUs have barriers on their streams, by signal pads in the first page of each other's
+buffers, which is zero before any rank uses it. Ranks that share a GPU are time-sliced, so a kernel
+that waits for another process may block that process: their barriers are on the host.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import contextlib
 import ctypes
 import time
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from flex_model.distributed.bounded_store import BoundedStore
@@ -28,7 +26,6 @@ from flex_model.distributed.transports.transport import (
     Wait,
     on_every_rank,
 )
-from flex_model.integrations.torch_private import symmetric_memory
 
 MAX_RANKS = 128  # kMaxPeers of csrc/cuda/peers.h
 _FLAG_BYTES = 4096  # of the signal pad at the head of a buffer: a uint32 per rank
@@ -41,6 +38,12 @@ def _exchange(on_cpu: Transport, numbers: list[int]) -> list[int]:
     return on_cpu.exchange(torch.tensor(numbers, dtype=torch.int64)).reshape(-1).tolist()
 
 
+def number_of(device: torch.device) -> int:
+    """A number that identifies a GPU, of 60 bits."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(str(properties.uuid).replace("-", "")[:15], 16)
+
+
 class _Recorded:
     """An event, as a work of torch.distributed to wait for."""
 
@@ -48,8 +51,11 @@ class _Recorded:
         self.is_completed, self.wait = event.query, event.synchronize
 
 
-class _CudaBuffers:
-    """The barriers that both kinds of buffers share, and the outcome of transfers.
+class CudaIpc:
+    """Buffers of equal size on every rank, which all ranks can access, and barriers of the ranks.
+
+    Memory must not be freed while another process has it open: the buffer outlives this object
+    until all have closed it.
 
     Args:
         on_cpu: The CPU transport of the same ranks.
@@ -80,12 +86,18 @@ class _CudaBuffers:
         )
         # WaitState of csrc/cuda/peers.h: 1 + a rank that kernels missed, and whether they give up.
         self._words = (ctypes.c_int32 * 2).from_address(self._state.data_ptr())
-        uuid = str(torch.cuda.get_device_properties(device).uuid).replace("-", "")
-        words = _exchange(on_cpu, [int(uuid[:8], 16), int(uuid[8:16], 16)])
-        gpus = set(zip(words[::2], words[1::2]))
-        self.has_device_barrier = len(gpus) == group.size
+        self.has_device_barrier = len({*_exchange(on_cpu, [number_of(device)])}) == group.size
+        self._opened: list[int] = []
+        # Keys outlive the group, so none is used twice; ranks count equally.
+        store, key = group.bounded_store, f"cuda_ipc/{group.rank}"
+        number = on_every_rank(on_cpu, lambda: store.next_number(key))
+        self._place = f"cuda_ipc/{number}/closed"
+        _kept[:] = [kept for kept in _kept if not kept.is_closed_by_all()]
 
     def begin_barrier(self) -> list[int]:
+        """Begin a barrier that the next ``pull_`` completes: return its argument ``barrier``, empty
+        where the current stream waits already. Collective.
+        """
         self._number += 1
         if self.has_device_barrier:
             timeout_ms = int(1000 * self._timeout_s)
@@ -97,19 +109,25 @@ class _CudaBuffers:
         return []
 
     def barrier(self) -> None:
+        """Make the current stream wait for the work queued before on all ranks. Collective."""
         waits_for = self.begin_barrier()
         if waits_for:
             torch.ops.flex_model.peer_barrier(self._buffer, waits_for)
 
     def begin_transfer(self) -> None:
+        """Make the current stream wait for the transfer before, which may be on another stream.
+        Local.
+        """
         self._stream = torch.cuda.current_stream(self._device)
         self._last.wait(self._stream)
 
     def end_transfer(self) -> None:
+        """Note that a transfer ends with the work queued so far. Local."""
         self._last.record(self._stream)
         self._is_unfinished = True
 
     def check(self) -> None:
+        """See ``GpuTransport``, as for what follows."""
         missing = self._words[0]
         if missing:
             raise TransferError(
@@ -147,112 +165,18 @@ class _CudaBuffers:
         except RuntimeError:
             return False
 
-    def _free(self) -> None:
-        raise NotImplementedError
-
-    def _make_room(self, num_bytes: int) -> None:
-        """Free memory that torch's allocator caches, which other allocators can't use."""
-        if torch.cuda.mem_get_info(self._device)[0] < 2 * num_bytes:
-            torch.cuda.empty_cache()
-
     def _reset(self) -> None:
         """Reset the count of barriers: new signal pads are zero."""
         self._number = 0
         self._signal_pads = []
         self._buffer = None
 
-
-class SymmetricMemory(_CudaBuffers):
-    """``torch.distributed._symmetric_memory``: driver allocations mapped by every rank.
-
-    Ranks may share a GPU with ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``.
-    """
-
-    def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
-        super().__init__(on_cpu, wait, device)
-        self._handle: Any = None
-        self._group: Any = None
-        try:
-            on_every_rank(on_cpu, self._register)
-        except UnavailableError:
-            self.close()
-            raise
-
-    def _register(self) -> None:
-        """Register a process group by whose name torch finds the ranks and their store."""
-        backend = symmetric_memory._SymmetricMemory.get_backend(self._device)
-        if backend != "CUDA":  # that of NVSHMEM allocates on all processes, not on a group's
-            raise RuntimeError(f"torch's symmetric memory has the backend {backend}, not CUDA")
-        group = self.group
-        # Names and keys outlive the group, so none is used twice; ranks count equally.
-        number = group.bounded_store.next_number(f"symmetric_memory/{group.rank}")
-        ranks = "_".join(map(str, group.ranks))
-        name = f"flex_model/symmetric_memory/{ranks}/{group.number}/{number}"
-        self._name = cast(Any, name)  # a type of its own in torch's stubs
-        store: Any = group.store
-        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
-            # A shorter deadline: the rendezvous waits on the store for a rank that failed, and must
-            # end before the ranks that wait for this one abort.
-            store = store.clone()
-            store.set_timeout(timedelta(seconds=group.timeout_s / 2))
-        store = dist.PrefixStore(f"symmetric_memory/{number}", store)
-        made: Any = dist.ProcessGroup(store, group.rank, group.size)
-        made._set_group_name(self._name)
-        symmetric_memory._register_process_group(self._name, made)
-        self._group = made
-
     def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
-        self._reset()
-        self._handle = None
-        memory = symmetric_memory._SymmetricMemory
+        """Return this rank's buffer (uint8), and the address here of every rank's buffer. Frees the
+        buffers allocated before. Collective.
 
-        def allocate() -> Tensor:
-            self._make_room(num_bytes)
-            size = (_FLAG_BYTES + num_bytes,)
-            buffer = memory.empty_strided_p2p(size, (1,), torch.uint8, self._device, self._name)
-            # Signal pads of our own: torch may still be zeroing its when a peer signals.
-            buffer[:_FLAG_BYTES].zero_()
-            torch.cuda.current_stream(self._device).synchronize()
-            return buffer
-
-        def rendezvous() -> list[int]:
-            self._handle = memory.rendezvous(buffer, self._name)
-            addresses = list(self._handle.buffer_ptrs)
-            if addresses[self.group.rank] != buffer.data_ptr() or not all(addresses):
-                raise RuntimeError("symmetric memory is at another address than its buffer")
-            return addresses
-
-        buffer = on_every_rank(self._on_cpu, allocate)
-        # If torch frees memory that a peer still maps, the peer's mapping keeps it.
-        self._buffer, self._signal_pads = buffer, on_every_rank(self._on_cpu, rendezvous)
-        return buffer[_FLAG_BYTES:], [address + _FLAG_BYTES for address in self._signal_pads]
-
-    def _free(self) -> None:
-        self._reset()
-        self._handle = None
-        if self._group is not None:
-            with contextlib.suppress(Exception):
-                symmetric_memory._unregister_process_group(self._name)
-            self._group = None
-
-
-class CudaIpc(_CudaBuffers):
-    """Allocations that every process opens by a handle, of GPUs that are peers or the same one.
-
-    Memory must not be freed while another process has it open: the buffer outlives this object
-    until all have closed it.
-    """
-
-    def __init__(self, on_cpu: Transport, wait: Wait, device: torch.device) -> None:
-        super().__init__(on_cpu, wait, device)
-        self._opened: list[int] = []
-        # Keys outlive the group, so none is used twice; ranks count equally.
-        store, key = self.group.bounded_store, f"cuda_ipc/{self.group.rank}"
-        number = on_every_rank(on_cpu, lambda: store.next_number(key))
-        self._place = f"cuda_ipc/{number}/closed"
-        _kept[:] = [kept for kept in _kept if not kept.is_closed_by_all()]
-
-    def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
+        UnavailableError, on every rank, if one can't have the memory.
+        """
         self._close_peers()
         _exchange(self._on_cpu, [0])  # all have closed the buffers that are freed below
         self._reset()
@@ -271,7 +195,8 @@ class CudaIpc(_CudaBuffers):
 
     def _allocate(self, num_bytes: int) -> list[int]:
         """Allocate this rank's buffer; return its handle."""
-        self._make_room(num_bytes)
+        if torch.cuda.mem_get_info(self._device)[0] < 2 * num_bytes:
+            torch.cuda.empty_cache()  # torch's allocator keeps what others can't use then
         like = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._buffer = torch.ops.flex_model.ipc_buffer(like, num_bytes)
         return torch.ops.flex_model.ipc_handle(self._buffer).tolist()
@@ -323,4 +248,4 @@ class _Kept:
 
 
 _kept: list[_Kept] = []
-_in_use: list[_CudaBuffers] = []  # closed, while kernels of this process used them
+_in_use: list[CudaIpc] = []  # closed, while kernels of this process used them

@@ -14,63 +14,21 @@ aligned as theirs are, so that one launch copies all of them.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import buffer_layout
-from flex_model.distributed.transports.transport import Gathered, all_reduce_sum, end_to_end
+from flex_model.distributed.transports.peer_buffers import CudaIpc
+from flex_model.distributed.transports.transport import Gathered, TensorTransport, end_to_end
 
 _MIN_SLOT_BYTES = 1 << 20
 _STEP_BYTES = 64 << 20  # of the sizes of large slots
 _ROUND_BYTES = 256 << 20  # of tensors gathered at once
 
 
-class PeerBuffers(Protocol):
-    """Buffers of equal size on every rank, which all ranks can access, and barriers of the
-    ranks.
-    """
-
-    def allocate(self, num_bytes: int) -> tuple[Tensor, list[int]]:
-        """Return this rank's buffer (uint8), and the address here of every rank's buffer. Frees the
-        buffers allocated before. Collective.
-
-        UnavailableError, on every rank, if one can't have the memory.
-        """
-        ...
-
-    def begin_transfer(self) -> None:
-        """Make the current stream wait for the transfer before, which may be on another stream.
-        Local.
-        """
-
-    def barrier(self) -> None:
-        """Make the current stream wait for the work queued before on all ranks. Collective."""
-        ...
-
-    def begin_barrier(self) -> list[int]:
-        """Begin a barrier that the next ``pull_`` completes: return its argument ``barrier``, empty
-        where the current stream waits already. Collective.
-        """
-        ...
-
-    def end_transfer(self) -> None:
-        """Note that a transfer ends with the work queued so far. Local."""
-
-    def check(self) -> None:
-        """See ``GpuTransport``, as for what follows."""
-
-    def finish(self) -> None: ...
-
-    def abort(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class PeerMemory:
+class PeerMemory(TensorTransport):
     """Implements ``GpuTransport`` by reading and writing the memory of peers; see ``ByDevice``.
 
     The transfers are collective over the group.
@@ -82,7 +40,7 @@ class PeerMemory:
 
     name = "peer_memory"
 
-    def __init__(self, group: PrivateGroup, peers: PeerBuffers) -> None:
+    def __init__(self, group: PrivateGroup, peers: CudaIpc) -> None:
         self.group = group
         self._peers = peers
         self._slot_bytes = 0
@@ -214,9 +172,6 @@ class PeerMemory:
             self._pull_whole(shard, addresses[self.group.rank])
         self._peers.end_transfer()
         return shard
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        return all_reduce_sum(self, self.group.size, tensor)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """Rank 0's tensor on every rank; ``like`` has its shape, dtype and device."""

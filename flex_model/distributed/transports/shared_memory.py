@@ -15,10 +15,10 @@ from flex_model import _C
 from flex_model._C import GatherPlan
 from flex_model.distributed import memory
 from flex_model.distributed.process_groups import PrivateGroup
-from flex_model.distributed.transports.transport import Gathered, all_reduce_sum, on_cpu
+from flex_model.distributed.transports.transport import Gathered, Transport, on_cpu
 
 
-class SharedMemory:
+class SharedMemory(Transport):
     """See ``Transport``. ``host`` connects the group's ranks, all on this host."""
 
     name = "shared_memory"
@@ -52,7 +52,8 @@ class SharedMemory:
             full = host.new_empty(plan.full_sizes)  # the short path of small tensors
             self._host.all_gather(plan, host, (full,))
             return [full]
-        num_views = min(num_read, num_copies) if self._are_viewed(plan) else 0
+        are_viewed = 0 <= self.group.hosts.viewed_bytes <= plan.full_bytes
+        num_views = min(num_read, num_copies) if are_viewed else 0
         fulls = [memory.empty(plan.full_sizes, shard.dtype) for _ in range(num_copies - num_views)]
         if num_views:
             sizes, code, bits = memory.as_leased(plan.full_sizes, shard.dtype)
@@ -61,9 +62,6 @@ class SharedMemory:
         else:
             self._host.all_gather(plan, host, fulls)
         return fulls if shard.is_cpu else [full.to(shard.device) for full in fulls]
-
-    def _are_viewed(self, plan: GatherPlan) -> bool:
-        return 0 <= self.group.hosts.viewed_bytes <= plan.full_bytes
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
         rank = self._rank
@@ -90,9 +88,6 @@ class SharedMemory:
         check_bytes(shard, plan.shard_bytes[self._rank])
         self._host.scatter_from_first(plan, host, shard)
         return shard.to(like.device)
-
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        return all_reduce_sum(self, self.group.size, tensor)
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         if self._rank == 0:

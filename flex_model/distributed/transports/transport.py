@@ -80,9 +80,11 @@ class TensorTransport(Protocol):
 
     Attributes:
         name: As users name it in ``FLEX_MODEL_TRANSPORT``.
+        group: Its ranks.
     """
 
     name: str
+    group: PrivateGroup
 
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
@@ -117,17 +119,17 @@ class TensorTransport(Protocol):
         """Return the sum over ranks, on every rank. It is added in the order of ranks, in the
         tensor's own dtype: the same bits on all ranks, and by all transports.
         """
-        ...
+
+        def of_piece(piece: Tensor) -> Tensor:
+            plan = stacking(self.group.size, piece.numel(), piece.element_size())
+            (rows,) = self.all_gather(piece.unsqueeze(0), plan, num_read=1)
+            return added_up(list(rows))
+
+        return sum_of_pieces(tensor, of_piece)
 
 
 class Transport(TensorTransport, Protocol):
-    """Moves tensors, and a few bytes of each rank.
-
-    Attributes:
-        group: Its ranks.
-    """
-
-    group: PrivateGroup
+    """Moves tensors, and a few bytes of each rank."""
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         """Gather the bytes of every rank, all of one length."""
@@ -165,9 +167,9 @@ def copies(full: Tensor, number: int) -> list[Tensor]:
     return [full, *(memory.copy(full) for _ in range(number - 1))]
 
 
-def exchange_bytes(transport: Transport, data: bytes) -> list[bytes]:
+def exchange_bytes(exchange: Callable[[Tensor], Tensor], data: bytes) -> list[bytes]:
     """Implement ``Transport.exchange_bytes`` by ``exchange``."""
-    rows = transport.exchange(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    rows = exchange(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     copied = bytearray(rows.numel())  # no numpy: errors must be reported without it, too
     torch.frombuffer(copied, dtype=torch.uint8).copy_(rows.flatten())
     return [bytes(copied[at : at + len(data)]) for at in range(0, len(copied), len(data))]
@@ -232,17 +234,6 @@ def end_to_end(sizes: list[int]) -> GatherPlan:
     starts = itertools.accumulate(sizes, initial=0)
     boxes = [(r, [start], [0], [size]) for r, (start, size) in enumerate(zip(starts, sizes))]
     return GatherPlan([sum(sizes)], [[size] for size in sizes], boxes, 1)
-
-
-def all_reduce_sum(transport: TensorTransport, num_ranks: int, tensor: Tensor) -> Tensor:
-    """Implement ``TensorTransport.all_reduce_sum`` by ``all_gather``."""
-
-    def of_piece(piece: Tensor) -> Tensor:
-        plan = stacking(num_ranks, piece.numel(), piece.element_size())
-        (rows,) = transport.all_gather(piece.unsqueeze(0), plan, num_read=1)
-        return added_up(list(rows))
-
-    return sum_of_pieces(tensor, of_piece)
 
 
 def sum_of_pieces(tensor: Tensor, of_piece: Callable[[Tensor], Tensor]) -> Tensor:

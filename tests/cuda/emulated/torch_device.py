@@ -16,8 +16,6 @@ from tests.cuda.emulated import runtime  # before torch
 import torch
 from torch.utils._pytree import tree_map_only
 
-from tests.cuda.emulated import symmetric_memory
-
 # Left as they are: they move no bytes.
 WITHOUT_WORK = ("set_", "is_set_to", "resize_")
 # Those that take tensors of several devices.
@@ -243,5 +241,4 @@ def install():
     cuda.CUDAGraph, cuda.graph = runtime.Graph, runtime.Capture
     for name in ("set_device", "synchronize"):
         setattr(cuda, name, getattr(runtime, name))
-    symmetric_memory.install()
     importlib.import_module("flex_model")  # now: scripts may put their own folders first
