@@ -128,7 +128,7 @@ class _Route:
         if communicator.is_local:
             self._full_shape = shapes[0]
             return tensor
-        differing = differing_axes(layout, self._fingerprints(tensor))
+        differing = differing_axes(layout, values.exchanged(communicator, tensor))
         if differing:
             raise ValueError(
                 f"{self._site}: the ranks along {' and '.join(differing)} hold different values of "
@@ -166,11 +166,6 @@ class _Route:
             dp = None if sizes is not None and sizes[0] is not None else Shard(0)
         dp, tp = stated_by(self._site, sizes, shapes, mesh, (dp, None))
         return ShardLayout(dp or Replicate(), tp or Replicate(), source=SIZES)
-
-    def _fingerprints(self, tensor: Tensor) -> values.Fingerprints:
-        communicator = self._fmps.communicator(self._axis)
-        rows = communicator.exchange(values.fingerprint(tensor)).tolist()
-        return values.Fingerprints.of(communicator.mesh, rows)
 
 
 class BaseOffloadStrategy:

@@ -125,7 +125,7 @@ class HookExecutor:
         """Reduce the partial sums of a DTensor's gradient. Every rank continues with the result,
         also one whose function fails: it alone would reduce later, and wait for the others.
         """
-        return dtensor.without_partial(grad) if dtensor.is_dtensor(grad) else grad
+        return dtensor.without_partial(grad)
 
     def gradient(self, call: HookCall, grad: Tensor) -> Tensor:
         """Run a hook on one ``summed`` gradient. An activation's gradient is passed as that of the
@@ -162,17 +162,14 @@ class HookExecutor:
         mesh = self._communicator.mesh
         if mesh.dp_size == 1:
             return grad
-        plain = grad
-        if dtensor.is_dtensor(grad):
-            if dtensor.reaches(grad, mesh, call.describe(), "dp"):
-                return grad  # FSDP2: already averaged
-            plain = dtensor.to_local(grad)
+        if dtensor.is_dtensor(grad) and "dp" in dtensor.axis_names(grad, mesh, call.describe()):
+            return grad  # FSDP2: already averaged
 
         def check(tensor: Tensor) -> None:
             check_call(self._communicator, call, tensor, "tensor")
 
-        mean = mean_over_dp(plain, self._communicator, check)
-        return dtensor.like(mean, grad) if dtensor.is_dtensor(grad) else mean
+        mean = mean_over_dp(dtensor.to_local(grad), self._communicator, check)
+        return dtensor.like(mean, grad)
 
     def _collect(self, call: HookCall, leaf: Tensor) -> None:
         function = call.registration.hook_function

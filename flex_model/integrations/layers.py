@@ -204,4 +204,4 @@ def _is_share_of_units(own: int, full: int, mesh: Mesh) -> bool:
 
 
 def _is_along_tp(tensor: Any, mesh: Mesh) -> bool:
-    return is_dtensor(tensor) and "tp" in axis_names(tensor, mesh, "a parameter")
+    return "tp" in axis_names(tensor, mesh, "a parameter")
