@@ -202,11 +202,11 @@ def differing_axes(layout: ShardLayout, prints: Fingerprints) -> list[str]:
     """Return the axes along which replicas differ, by hashes of their values. Equal values prove
     nothing, so shards and partial sums are not compared.
     """
-    axes = replicated_axes(layout, prints.mesh)
+    axes = axes_of_replicas(layout, prints.mesh)
     return [axis for axis in axes if not prints.equal_along(axis)]
 
 
-def replicated_axes(layout: ShardLayout, mesh: Mesh) -> list[str]:
+def axes_of_replicas(layout: ShardLayout, mesh: Mesh) -> list[str]:
     """Return the axes along which several ranks hold replicas."""
     sizes = {"dp": mesh.dp_size, "tp": mesh.tp_size}
     return [axis for axis in AXES if sizes[axis] > 1 and getattr(layout, axis) == Replicate()]

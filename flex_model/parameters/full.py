@@ -411,7 +411,7 @@ class Parameters:
         """Check that ranks that share the tensor hold equal values, where only the layout of other
         tensors implies that they share it; or append the check to ``later``.
         """
-        replicated = resolve.replicated_axes(layout, self._communicator.mesh)
+        replicated = resolve.axes_of_replicas(layout, self._communicator.mesh)
         axes = [axis for axis in replicated if axis not in stated_axes]
         if not axes:
             return

@@ -330,7 +330,7 @@ class Records:
         compared = [
             (record, spec.layout)
             for record, spec in zip(pending, specs)
-            if resolve.replicated_axes(spec.layout, self._communicator.mesh)
+            if resolve.axes_of_replicas(spec.layout, self._communicator.mesh)
             # A data-parallel rank may have no rows of it.
             and replicas.are_compared(spec.full_shape)
         ]
