@@ -14,24 +14,18 @@ from flex_model import names
 from flex_model.integrations.torch_private import current_graph_task, fsdp2_state
 
 
-def _fsdp1_class() -> Any:
-    module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return getattr(module, "FullyShardedDataParallel", ())
-
-
-def _fsdp2_class() -> Any:
-    module = sys.modules.get("torch.distributed.fsdp")
-    return getattr(module, "FSDPModule", ())
+def _is_a(name: str, module: nn.Module) -> bool:
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), name, ()))
 
 
 def is_fsdp1(module: nn.Module) -> bool:
     """Whether a module is a ``FullyShardedDataParallel`` (FSDP1) wrapper."""
-    return isinstance(module, _fsdp1_class())
+    return _is_a("FullyShardedDataParallel", module)
 
 
 def is_fsdp2(module: nn.Module) -> bool:
     """Whether ``fully_shard`` (FSDP2) was applied to a module."""
-    return isinstance(module, _fsdp2_class())
+    return _is_a("FSDPModule", module)
 
 
 def mesh_of_fsdp2(module: Any) -> Any:
@@ -63,7 +57,7 @@ def wrapper_of_parameter(root: nn.Module, name: str) -> Any:
 
 @contextlib.contextmanager
 def summoned(
-    root: nn.Module, wrapper: nn.Module, name: str, *, writeback: bool, with_grads: bool
+    root: nn.Module, wrapper: Any, name: str, *, writeback: bool, with_grads: bool
 ) -> Iterator[None]:
     """Gather the parameters of this FSDP1 wrapper in full, inside. Collective over its group.
 
@@ -77,7 +71,7 @@ def summoned(
     _check_idle(wrapper, shown)
     # FSDP1 must initialize the outermost wrapper first, or the model can't run afterwards.
     wrappers_of_parameter(root, name)[0].check_is_root()
-    summon = _fsdp1_class().summon_full_params
+    summon = wrapper.summon_full_params  # static
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(
