@@ -19,7 +19,7 @@ from flex_model.distributed.placement import Shape
 from flex_model.integrations.dtensor import is_dtensor, to_local
 
 # Floating dtypes with several values in one element.
-_SEVERAL_VALUES = {getattr(torch, name, None) for name in ("float4_e2m1fn_x2",)} - {None}
+_SEVERAL_VALUES = {torch.float4_e2m1fn_x2}
 _NARROW = {getattr(torch, n) for n in dir(torch) if n.startswith("float8_")} | _SEVERAL_VALUES
 # What the tensors beside a packed weight are called: each has some of its values' factors.
 _FACTORS = ("scale", "absmax", "zero_point", "qzeros")
