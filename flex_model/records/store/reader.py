@@ -183,9 +183,8 @@ class Reader:
         group = self._group(batch)
         index = group.index
         found = dict(index.batches[batch - index.first]["notes"])
-        for other, name, layout in index.annotations:
-            if other == batch:
-                found[name] = group.tensor(annotation_key(batch, name), index.layouts[layout])
+        for name, layout in index.annotations_of_batch.get(batch, {}).items():
+            found[name] = group.tensor(annotation_key(batch, name), layout)
         return found
 
     def _group(self, batch: int) -> _Group:
