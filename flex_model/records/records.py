@@ -126,10 +126,7 @@ class Records:
         self, names: Iterable[str], records: dict[str, list[Tensor]]
     ) -> dict[str, list[Tensor]]:
         """Replace the lists of these names by a batch's; return those that were there."""
-        found = {}
-        for name in names:
-            if name in self.output_ptr:
-                found[name] = self.output_ptr.pop(name)
+        found = {name: self.output_ptr.pop(name) for name in names if name in self.output_ptr}
         self.output_ptr.update(records)
         return found
 
