@@ -360,11 +360,7 @@ class Session:
             self._writer.submit(changes)
         self._writer.wait()
         self.synchronize()
-        deadline = time.monotonic() + SEEN_S
-        self.store.reload()
-        while self.store.num_batches < self.num_batches and time.monotonic() < deadline:
-            time.sleep(0.01)
-            self.store.reload()
+        _reload(self.store, lambda: self.store.num_batches >= self.num_batches)
 
     def close(self, after: type[BaseException] | None = None) -> None:
         """Close; collective. After an exception of a kind, flush complete batches if all ranks take
@@ -530,9 +526,14 @@ def _delete_leftovers(store: ActivationStore, manifest: Manifest) -> None:
 
 def _id_seen(store: ActivationStore) -> str | None:
     """Return the id of the store that this rank sees in the folder, after rank 0 has written it."""
+    _reload(store, lambda: bool(store._manifest.id))
+    return store._manifest.id or None
+
+
+def _reload(store: ActivationStore, is_seen: Callable[[], bool]) -> None:
+    """Reload the manifest until this rank sees what rank 0 wrote, or the time for it is over."""
     deadline = time.monotonic() + SEEN_S
     store.reload()
-    while not store._manifest.id and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while not is_seen() and time.monotonic() < deadline:
+        time.sleep(0.01)
         store.reload()
-    return store._manifest.id or None
