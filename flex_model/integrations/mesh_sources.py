@@ -158,6 +158,7 @@ def _wrapper_groups(root: nn.Module, hidden: list[str]) -> Iterator[Source]:
     Append inaccessible groups to ``hidden``.
     """
     seen = set()
+    module: Any
     for module in root.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             name, device_mesh = "DistributedDataParallel", getattr(module, "device_mesh", None)

@@ -105,7 +105,8 @@ def _place(root: nn.Module, full_name: str) -> tuple[Any, str] | None:
     for depth in range(len(parts) - 1, -1, -1):
         hook = getattr(root.get_submodule(".".join(parts[:depth])), "_hf_hook", None)
         for one in getattr(hook, "hooks", (hook,)):
-            key, weights = ".".join(parts[depth:]), getattr(one, "weights_map", None)
+            key = ".".join(parts[depth:])
+            weights: Any = getattr(one, "weights_map", None)
             while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
                 weights, key = weights.dataset, weights.prefix + key
             if getattr(one, "offload", False) and weights is not None and key in weights:
