@@ -41,6 +41,7 @@ def wrappers_of_parameter(root: nn.Module, name: str) -> list[Any]:
     """Return the FSDP1 wrappers around the parameter of this (clean or wrapped) name, the outermost
     first. The last one owns it.
     """
+    names.check_name(name, "parameter")
     target, found = name.replace("_fsdp_wrapped_module.", ""), []
     for module_name, module in root.named_modules():
         if is_fsdp1(module):
