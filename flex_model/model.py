@@ -1446,7 +1446,7 @@ class FlexModel(nn.Module):
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         if self._runner.session is not None:
-            self._runner.session.close_on_exit(kind)
+            self._runner.session.close(kind)
         self.restore()
 
     def __copy__(self) -> FlexModel:

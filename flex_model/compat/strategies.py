@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,38 +36,7 @@ class BaseRoutingStrategy:
         self.prologue_fn = prologue_fn
         self.epilogue_fn = epilogue_fn
 
-    @classmethod
-    def initialize(
-        cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: ExpectedShape
-    ) -> BaseRoutingStrategy:
-        """Make the strategy of one site. Subclasses say how."""
-        raise NotImplementedError(
-            f"{cls.__name__} does not say how to route; use one of its subclasses"
-        )
-
-    def execute_prologue(self, tensor: Tensor) -> Tensor:
-        """The full tensor of this rank's shard."""
-        return self.prologue_fn(tensor)
-
-    def execute_epilogue(self, tensor: Tensor) -> Tensor:
-        """This rank's shard of a full tensor."""
-        return self.epilogue_fn(tensor)
-
-
-class ParameterTensorParallelRoutingStrategy(BaseRoutingStrategy):
-    """Parameters: gathered over the tensor-parallel ranks; data-parallel ranks have the same."""
-
-    @classmethod
-    def initialize(
-        cls, fmps: ParallelState, tensor: Tensor | None, expected_shape: ExpectedShape
-    ) -> BaseRoutingStrategy:
-        """Route as ``ActivationTensorAllToAllRoutingStrategy``, over the tensor-parallel ranks."""
-        route = _Route(fmps, "tp", tensor, expected_shape, batch_on_dp=False)
-        return cls(route.gather, route.scatter)
-
-
-class ActivationTensorAllToAllRoutingStrategy(BaseRoutingStrategy):
-    """Activations: gathered over tp and dp in one transfer; dim 0 is the batch."""
+    _axis: ClassVar[str] = ""  # whose ranks' shards make the full tensor; see ``communicator``
 
     @classmethod
     def initialize(
@@ -82,18 +51,43 @@ class ActivationTensorAllToAllRoutingStrategy(BaseRoutingStrategy):
                 over them in consecutive parts. Without any, a tensor must be the same on all
                 tensor-parallel ranks.
 
-        The prologue is collective over the ranks of the stage, the epilogue is local and undoes the
-        latest prologue, and its backward is collective. Gradients: as those of
-        ``all_gather_tensor_parallel`` and its kind; that of a tensor which all tensor-parallel
-        ranks hold passes as each rank has it, whole or a part of a sum.
+        The prologue is collective over the ranks of the stage (or the tensor-parallel ones, for a
+        parameter), the epilogue is local and undoes the latest prologue, and its backward is
+        collective. Gradients: as those of ``all_gather_tensor_parallel`` and its kind; that of a
+        tensor which all tensor-parallel ranks hold passes as each rank has it, whole or a part of a
+        sum.
 
         Raises:
             TypeError, ValueError: an ``expected_shape`` that is none, or that contradicts what the
                 ranks hold (in the prologue, on every rank); an epilogue without a prologue, or of
                 another shape.
         """
-        route = _Route(fmps, "grid", tensor, expected_shape, batch_on_dp=True)
+        if not cls._axis:
+            raise NotImplementedError(
+                f"{cls.__name__} does not say how to route; use one of its subclasses"
+            )
+        route = _Route(fmps, cls._axis, tensor, expected_shape)
         return cls(route.gather, route.scatter)
+
+    def execute_prologue(self, tensor: Tensor) -> Tensor:
+        """The full tensor of this rank's shard."""
+        return self.prologue_fn(tensor)
+
+    def execute_epilogue(self, tensor: Tensor) -> Tensor:
+        """This rank's shard of a full tensor."""
+        return self.epilogue_fn(tensor)
+
+
+class ParameterTensorParallelRoutingStrategy(BaseRoutingStrategy):
+    """Parameters: gathered over the tensor-parallel ranks; data-parallel ranks have the same."""
+
+    _axis = "tp"
+
+
+class ActivationTensorAllToAllRoutingStrategy(BaseRoutingStrategy):
+    """Activations: gathered over tp and dp in one transfer; dim 0 is the batch."""
+
+    _axis = "grid"
 
 
 class _Route:
@@ -105,11 +99,10 @@ class _Route:
         axis: str,
         example: Tensor | None,
         expected_shape: ExpectedShape,
-        batch_on_dp: bool,
     ) -> None:
-        self._site = f"routing of {'an activation' if batch_on_dp else 'a parameter'}"
+        self._site = f"routing of {'an activation' if axis == 'grid' else 'a parameter'}"
         check_state(fmps, self._site)
-        self._fmps, self._axis, self._batch_on_dp = fmps, axis, batch_on_dp
+        self._fmps, self._axis = fmps, axis
         self._expected = check_expected_shape(expected_shape)
         self._exchange_headers = header_exchange(fmps, axis, self._site)
         self._context: gather.GatherContext | None = None
@@ -128,7 +121,7 @@ class _Route:
         if communicator.is_local:
             self._full_shape = shapes[0]
             return tensor
-        differing = differing_axes(layout, self._fingerprints(tensor))
+        differing = differing_axes(layout, values.exchanged(communicator, tensor))
         if differing:
             raise ValueError(
                 f"{self._site}: the ranks along {' and '.join(differing)} hold different values of "
@@ -162,15 +155,10 @@ class _Route:
         sizes = self._expected
         check_dims(self._site, sizes, shapes)
         dp: Placement | None = Replicate()
-        if self._batch_on_dp and mesh.dp_size > 1 and shapes[0]:
+        if self._axis == "grid" and mesh.dp_size > 1 and shapes[0]:
             dp = None if sizes is not None and sizes[0] is not None else Shard(0)
         dp, tp = stated_by(self._site, sizes, shapes, mesh, (dp, None))
         return ShardLayout(dp or Replicate(), tp or Replicate(), source=SIZES)
-
-    def _fingerprints(self, tensor: Tensor) -> values.Fingerprints:
-        communicator = self._fmps.communicator(self._axis)
-        rows = communicator.exchange(values.fingerprint(tensor)).tolist()
-        return values.Fingerprints.of(communicator.mesh, rows)
 
 
 class BaseOffloadStrategy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from torch import Tensor
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports import buffer_layout
+
+if TYPE_CHECKING:
+    from flex_model.distributed.communicator import Communicator
 
 # Odd numbers without a pattern: the fractional digits of pi.
 _MIXERS = (0x243F6A8885A308D3, 0x13198A2E03707345, 0x082EFA98EC4E6C89)
@@ -109,3 +113,9 @@ class Fingerprints:
             self.hashes[place] == self.hashes[self.mesh.ranks_along((axis,), place)[0]]
             for place in places
         )
+
+
+def exchanged(communicator: Communicator, tensor: Tensor) -> Fingerprints:
+    """Return the fingerprints of a tensor on all ranks. Collective."""
+    rows = communicator.exchange(fingerprint(tensor)).tolist()
+    return Fingerprints.of(communicator.mesh, rows)

@@ -103,8 +103,7 @@ class HookExecutor:
             call.registration.check_movable(leaf)
             cuda_graphs.check(call, leaf, self._communicator.is_local)
             if not call.registration.edits:
-                if call.records or isinstance(call.registration.hook_function, PartHook):
-                    self._collect(call, leaf)
+                self._collect(call, leaf)
                 return tree
             self._communicator.defer(self._defers and not call.is_replay)
             inputs = self._gather(call, leaf)
@@ -125,7 +124,7 @@ class HookExecutor:
         """Reduce the partial sums of a DTensor's gradient. Every rank continues with the result,
         also one whose function fails: it alone would reduce later, and wait for the others.
         """
-        return dtensor.without_partial(grad) if dtensor.is_dtensor(grad) else grad
+        return dtensor.without_partial(grad)
 
     def gradient(self, call: HookCall, grad: Tensor) -> Tensor:
         """Run a hook on one ``summed`` gradient. An activation's gradient is passed as that of the
@@ -162,34 +161,35 @@ class HookExecutor:
         mesh = self._communicator.mesh
         if mesh.dp_size == 1:
             return grad
-        plain = grad
-        if dtensor.is_dtensor(grad):
-            if dtensor.reaches(grad, mesh, call.describe(), "dp"):
-                return grad  # FSDP2: already averaged
-            plain = dtensor.to_local(grad)
+        if dtensor.is_dtensor(grad) and "dp" in dtensor.axis_names(grad, mesh, call.describe()):
+            return grad  # FSDP2: already averaged
 
         def check(tensor: Tensor) -> None:
             check_call(self._communicator, call, tensor, "tensor")
 
-        mean = mean_over_dp(plain, self._communicator, check)
-        return dtensor.like(mean, grad) if dtensor.is_dtensor(grad) else mean
+        mean = mean_over_dp(dtensor.to_local(grad), self._communicator, check)
+        return dtensor.like(mean, grad)
 
     def _collect(self, call: HookCall, leaf: Tensor) -> None:
-        function = call.registration.hook_function
+        """Record a tensor that is not edited, or let a hook read it where it is."""
+        hook = call.registration.hook_function
+        reader = hook if isinstance(hook, PartHook) else None
+        if reader is None and not call.records:
+            return
         if self._communicator.is_local:
             if dtensor.is_dtensor(leaf):
                 leaf = dtensor.to_local(dtensor.without_partial(leaf))
             elif is_renamed(leaf):
                 leaf = plain(leaf)
-            if isinstance(function, PartHook):
-                return function.read(call, leaf.detach(), None, not function.needs_full)
+            if reader is not None:
+                return reader.read(call, leaf.detach(), None, not reader.needs_full)
             pick = self.layouts.pick_of_full(call, leaf)
             self._records.now(call, leaf if pick is None else pick.take(leaf.detach()))
             return
         call, shard, known = self.layouts.shard_of(call, leaf)
         shard = plain(shard)
-        if isinstance(function, PartHook):
-            return self._read(function, call, shard.detach(), known)
+        if reader is not None:
+            return self._read(reader, call, shard.detach(), known)
         pick = None
         if not cuda_graphs.is_captured(shard):  # its indices would be copied to the GPU
             pick = self.layouts.pick_of_shard(call, shard, known)

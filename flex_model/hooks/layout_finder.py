@@ -286,8 +286,6 @@ class LayoutFinder:
             ValueError: they don't. On every rank.
         """
         for parameter in call.registration.living_targets[:1]:
-            if dtensor.is_dtensor(parameter):
-                parameter = dtensor.to_local(parameter)
             _, is_close = replicas.compared(self._communicator, plain(parameter.detach()), [axis])
             if not is_close:
                 raise agreed(
@@ -370,8 +368,7 @@ class LayoutFinder:
         is_equal = True
         if grad is not None:
             check_call(self._communicator, call, grad, "gradient of an edit")
-            table = self._communicator.exchange(values.fingerprint(grad)).tolist()
-            is_equal = values.Fingerprints.of(self._mesh, table).equal_along("tp")
+            is_equal = values.exchanged(self._communicator, grad).equal_along("tp")
         return self._of_replicas(call, "tp", proven["tp"], grad, is_equal)
 
     def _of_second_gradient(self, call: HookCall, layout: ShardLayout) -> Placement:

@@ -290,7 +290,7 @@ def _seen(
 ) -> Seen:
     call = HookCall(registration, module, Run())
     registration.check_movable(leaf)
-    if registration.is_backward and dtensor.is_dtensor(leaf):
+    if registration.is_backward:
         leaf = dtensor.without_partial(leaf)
     call, shard, known = core.executor.layouts.shard_of(call, leaf)
     needs = leaf.requires_grad and not registration.is_backward
@@ -304,7 +304,7 @@ def _seen_parameter(core: HookCore, registration: Registration) -> Seen:
     known = None
     if dtensor.is_dtensor(parameter):
         site = registration.describe()
-        known = dtensor.layout(parameter, core.mesh, site, batch_on_dp=False)
+        known = dtensor.layout(parameter, core.mesh, site)
         parameter = dtensor.to_local(parameter)
     shape, dtype, device = tuple(parameter.shape), parameter.dtype, parameter.device
     return Seen(registration.index, shape, dtype, pair, False, known, device)

@@ -585,7 +585,7 @@ def _sharded_parameters(core: HookCore) -> Sharded:
     for full_name, parameter in core.module.named_parameters():
         name = clean(core.module, full_name)
         if dtensor.is_dtensor(parameter):
-            layout = dtensor.layout(parameter, core.mesh, name, batch_on_dp=False)
+            layout = dtensor.layout(parameter, core.mesh, name)
             by_tp = isinstance(layout.tp, Shard)
             if by_tp or isinstance(layout.dp, Shard):
                 with torch.no_grad():

@@ -43,12 +43,7 @@ def for_model(model: nn.Module, source: _Source, path: Path, *, is_renamed: bool
         if checkpoint is not None:
             raise checkpoint.refusal(f"{type(model).__name__} is not a model of transformers")
         return source
-    try:
-        return ConvertedWeights(model, source, checkpoint)
-    except ImportError:  # before transformers 5, the names are the same
-        if checkpoint is not None:
-            raise
-        return source
+    return ConvertedWeights(model, source, checkpoint)
 
 
 def _is_quantised(model: nn.Module) -> bool:
@@ -69,7 +64,6 @@ class ConvertedWeights:
         checkpoint: Of quantised weights, which are dequantised; None: plain ones.
 
     Raises:
-        ImportError: this version of transformers has no such tables.
         ValueError: quantised weights that can't be dequantised one by one.
     """
 

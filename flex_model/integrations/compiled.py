@@ -118,14 +118,8 @@ class HookGuards:
         number = num_compiled()
         if number == self._num_compiled and not has_new_hooks:
             return
-        if number or is_compiled(self._root):
-            see_hooks()
+        # Dynamo guards on hooks from now on. Code compiled before has no such guards, so all of it
+        # is dropped, that of other models too.
+        if (number or is_compiled(self._root)) and guard_on_hooks():
+            torch.compiler.reset()
         self._num_compiled = num_compiled()
-
-
-def see_hooks() -> None:
-    """Make dynamo guard on hooks, so that code is recompiled when they change. Code compiled before
-    has no such guards, so all of it is dropped, that of other models too.
-    """
-    if guard_on_hooks():
-        torch.compiler.reset()

@@ -150,9 +150,8 @@ def _axis_over(ranks: list[int], name: str, mesh: Mesh) -> Axis | None:
     )
 
 
-def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLayout:
-    """Return the layout of a DTensor. If its mesh has no dp dim and ``batch_on_dp`` (for
-    activations, not for parameters), the tensor holds rows of the batch along dp. Local.
+def layout(tensor: Any, mesh: Mesh, site: str) -> ShardLayout:
+    """Return the layout of a DTensor; replicated along an axis that its mesh does not cover. Local.
 
     Raises:
         ValueError: a placement that is not Shard, Replicate or a partial sum, or a mesh that does
@@ -167,11 +166,8 @@ def layout(tensor: Any, mesh: Mesh, site: str, *, batch_on_dp: bool) -> ShardLay
     tp = _on_axis(parts["tp"], tensor, mesh, site)
     # FSDP2 shards the shards of tensor parallelism, and its placements are _StridedShard then;
     # over fused projections they are not, so a parameter with a strided tp placement counts too.
-    tp_first = any(_is_strided(placement) for _, placement in parts["dp"]) or (
-        not batch_on_dp and isinstance(tp, Shard) and tp.parts > 1
-    )
-    if not parts["dp"] and batch_on_dp and mesh.dp_size > 1 and tensor.ndim:
-        dp = Shard(0)
+    is_interleaved = isinstance(tp, Shard) and tp.parts > 1
+    tp_first = is_interleaved or any(_is_strided(placement) for _, placement in parts["dp"])
     found = ShardLayout(dp, tp, source="its DTensor placements")
     return replace(found, tp_first=tp_first and found.splits_one_dim)
 
@@ -241,14 +237,13 @@ def _on_axis(
 
 
 def axis_names(tensor: Any, mesh: Mesh, site: str) -> set[str]:
-    """Return our axes that the DTensor's mesh covers, in full or in part. Local."""
+    """Return our axes that a DTensor's mesh covers, in full or in part; none for other tensors.
+    Local.
+    """
+    if not is_dtensor(tensor):
+        return set()
     axes = axes_of(tensor.device_mesh, mesh, site)
     return {name for axis in axes for name in _names(axis)}
-
-
-def reaches(tensor: Any, mesh: Mesh, site: str, axis: str) -> bool:
-    """Whether the DTensor's mesh covers this axis, or a part of it."""
-    return axis in axis_names(tensor, mesh, site)
 
 
 def plain_and_stated(
@@ -261,7 +256,7 @@ def plain_and_stated(
         return tensor, (None, None), None
     if not is_dtensor(tensor):
         return wait(tensor), (None, None), None
-    own = layout(tensor, mesh, site, batch_on_dp=False)
+    own = layout(tensor, mesh, site)
     axes = axis_names(tensor, mesh, site)
     has_dp, has_tp = mesh.dp_size == 1 or "dp" in axes, mesh.tp_size == 1 or "tp" in axes
     stated = own.dp if has_dp else None, own.tp if has_tp else None
@@ -269,14 +264,16 @@ def plain_and_stated(
 
 
 def to_local(tensor: Any) -> Tensor:
-    """Return this rank's shard as a plain tensor, in the graph."""
-    return wait(tensor.to_local())
+    """Return a DTensor's shard on this rank as a plain tensor, in the graph; others unchanged."""
+    return wait(tensor.to_local()) if is_dtensor(tensor) else tensor
 
 
 def like(shard: Tensor, tensor: Any) -> Tensor:
     """Return ``shard`` as a DTensor with the mesh, placements and shape of ``tensor``, in the
-    graph. Local.
+    graph; itself, if that is none. Local.
     """
+    if not is_dtensor(tensor):
+        return shard
     stride, strides = 1, []
     for size in reversed(tensor.shape):
         strides.append(stride)
@@ -292,12 +289,11 @@ def like(shard: Tensor, tensor: Any) -> Tensor:
 
 
 def without_partial(tensor: Any) -> Any:
-    """Return the DTensor with partial placements reduced. Collective over its mesh if any are."""
-    if not any(placement.is_partial() for placement in tensor.placements):
+    """Return a DTensor with partial placements reduced, and others unchanged. Collective over its
+    mesh if any are.
+    """
+    if not is_dtensor(tensor) or not any(one.is_partial() for one in tensor.placements):
         return tensor
     replicate = sys.modules["torch.distributed.tensor"].Replicate()
-    return tensor.redistribute(
-        placements=[
-            replicate if placement.is_partial() else placement for placement in tensor.placements
-        ]
-    )
+    reduced = [replicate if one.is_partial() else one for one in tensor.placements]
+    return tensor.redistribute(placements=reduced)

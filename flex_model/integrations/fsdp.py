@@ -14,24 +14,18 @@ from flex_model import names
 from flex_model.integrations.torch_private import current_graph_task, fsdp2_state
 
 
-def _fsdp1_class() -> Any:
-    module = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
-    return getattr(module, "FullyShardedDataParallel", ())
-
-
-def _fsdp2_class() -> Any:
-    module = sys.modules.get("torch.distributed.fsdp")
-    return getattr(module, "FSDPModule", ())
+def _is_a(name: str, module: nn.Module) -> bool:
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), name, ()))
 
 
 def is_fsdp1(module: nn.Module) -> bool:
     """Whether a module is a ``FullyShardedDataParallel`` (FSDP1) wrapper."""
-    return isinstance(module, _fsdp1_class())
+    return _is_a("FullyShardedDataParallel", module)
 
 
 def is_fsdp2(module: nn.Module) -> bool:
     """Whether ``fully_shard`` (FSDP2) was applied to a module."""
-    return isinstance(module, _fsdp2_class())
+    return _is_a("FSDPModule", module)
 
 
 def mesh_of_fsdp2(module: Any) -> Any:
@@ -43,26 +37,28 @@ def mesh_of_fsdp2(module: Any) -> Any:
     return getattr(getattr(group, "mesh_info", None), "mesh", None)
 
 
-def wrapper_of_parameter(root: nn.Module, name: str) -> nn.Module | None:
-    """Return the FSDP1 wrapper that owns the parameter of this (clean or wrapped) name, or None."""
-    if not any(is_fsdp1(module) for module in root.modules()):
-        return None
-    target = name.replace("_fsdp_wrapped_module.", "")
-    best: tuple[int, nn.Module] | None = None
+def wrappers_of_parameter(root: nn.Module, name: str) -> list[Any]:
+    """Return the FSDP1 wrappers around the parameter of this (clean or wrapped) name, the outermost
+    first. The last one owns it.
+    """
+    names.check_name(name, "parameter")
+    target, found = name.replace("_fsdp_wrapped_module.", ""), []
     for module_name, module in root.named_modules():
-        if not is_fsdp1(module):
-            continue
-        prefix = names.clean(root, module_name)
-        if (not prefix or target.startswith(prefix + ".")) and (
-            best is None or len(prefix) >= best[0]
-        ):
-            best = (len(prefix), module)
-    return None if best is None else best[1]
+        if is_fsdp1(module):
+            prefix = names.clean(root, module_name)
+            if not prefix or target.startswith(f"{prefix}."):
+                found.append(module)
+    return found
+
+
+def wrapper_of_parameter(root: nn.Module, name: str) -> Any:
+    """Return the FSDP1 wrapper that owns the parameter of this (clean or wrapped) name, or None."""
+    return next(reversed(wrappers_of_parameter(root, name)), None)
 
 
 @contextlib.contextmanager
 def summoned(
-    root: nn.Module, wrapper: nn.Module, name: str, *, writeback: bool, with_grads: bool
+    root: nn.Module, wrapper: Any, name: str, *, writeback: bool, with_grads: bool
 ) -> Iterator[None]:
     """Gather the parameters of this FSDP1 wrapper in full, inside. Collective over its group.
 
@@ -75,8 +71,8 @@ def summoned(
     shown = names.clean(root, name)
     _check_idle(wrapper, shown)
     # FSDP1 must initialize the outermost wrapper first, or the model can't run afterwards.
-    next(module for module in _path(root, name) if is_fsdp1(module)).check_is_root()
-    summon = _fsdp1_class().summon_full_params
+    wrappers_of_parameter(root, name)[0].check_is_root()
+    summon = wrapper.summon_full_params  # static
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(
@@ -97,8 +93,7 @@ def in_use(root: nn.Module, wrapper: Any, name: str) -> tuple[nn.Module, Tensor]
     """
     if wrapper.training_state.name != "FORWARD_BACKWARD":
         return None
-    module_name, _, leaf = name.replace("_fsdp_wrapped_module.", "").rpartition(".")
-    module = names.find_module(root, module_name)
+    module, leaf = _owner(root, name)
     value: Any = getattr(module, leaf, None)
     # While gathered, the attribute is a view of the flat parameter; otherwise it is a Parameter.
     is_view = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
@@ -107,17 +102,27 @@ def in_use(root: nn.Module, wrapper: Any, name: str) -> tuple[nn.Module, Tensor]
     return module, value
 
 
-def find_parameter(root: nn.Module, name: str) -> tuple[str, Any]:
+def find_parameter(root: nn.Module, name: str) -> tuple[str, Any, Any]:
     """Find a parameter, also one that FSDP1 has flattened: its module keeps a view as an attribute.
-    Return its full name and itself, or the view. ValueError: there is none.
+    Return its full name, itself or the view, and the FSDP1 wrapper that owns it, or None.
+
+    Raises:
+        ValueError: there is none.
     """
-    if is_flattened(root, name):
-        module_name, _, leaf = name.replace("_fsdp_wrapped_module.", "").rpartition(".")
-        view = vars(names.find_module(root, module_name)).get(leaf)
+    wrapper = wrapper_of_parameter(root, name)
+    if wrapper is not None and any(is_flat(inner) for inner, _ in wrapper.named_parameters()):
+        module, leaf = _owner(root, name)
+        view = vars(module).get(leaf)
         if isinstance(view, Tensor):
-            return name, view
+            return name, view, wrapper
     full_name, _, parameter = names.find_parameter(root, name)
-    return full_name, parameter
+    return full_name, parameter, wrapper
+
+
+def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module of a (clean or wrapped) parameter of FSDP1, and its name there."""
+    module_name, _, leaf = name.replace("_fsdp_wrapped_module.", "").rpartition(".")
+    return names.find_module(root, module_name), leaf
 
 
 class GatheredParameter:
@@ -189,26 +194,9 @@ def _check_idle(wrapper: Any, name: str) -> None:
         )
 
 
-def _path(root: nn.Module, name: str) -> Iterator[Any]:
-    """Yield the modules from ``root`` down to the owner of a (clean or wrapped) parameter name."""
-    target = name.replace("_fsdp_wrapped_module.", "")
-    for module_name, module in root.named_modules():
-        prefix = names.clean(root, module_name)
-        if not prefix or target.startswith(prefix + "."):
-            yield module
-
-
 def is_flat(name: str) -> bool:
     """Whether this is the name of a flat parameter of FSDP1."""
     return name.rpartition(".")[2] == "_flat_param"
-
-
-def is_flattened(root: nn.Module, name: str) -> bool:
-    """Whether the parameter of this name belongs to an FSDP1 wrapper that has its original
-    parameters only while they are gathered (``use_orig_params=False``). Local.
-    """
-    wrapper = wrapper_of_parameter(root, name)
-    return wrapper is not None and any(is_flat(inner) for inner, _ in wrapper.named_parameters())
 
 
 def names_in_flat(root: nn.Module, name: str) -> list[str]:
@@ -250,8 +238,6 @@ def earlier_hooks(root: nn.Module, parameter: nn.Parameter) -> list[Any]:
 
 def owner_fsdp2(root: nn.Module, name: str) -> Any:
     """Return the module with ``fully_shard`` that manages the parameter of this name, or None."""
-    if _fsdp2_class() is None:
-        return None
     full_name = names.find_parameter(root, name)[0]
     owner = root if is_fsdp2(root) else None
     module = root

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -88,11 +89,17 @@ def _is_megatrons(module: nn.Module, name: str = "") -> bool:
 
 def stated_sizes(module: nn.Module, leaf_name: str) -> tuple[int, ...] | None:
     """Return the full sizes of a weight or bias that its layer states in attributes. Local."""
-    for names in _STATED_SIZES if leaf_name in ("weight", "bias") else ():
+    number = {"weight": 2, "bias": 1}.get(leaf_name)
+    sizes = next(_sizes_of_weight(module), None)
+    return None if number is None or sizes is None else sizes[:number]
+
+
+def _sizes_of_weight(module: nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield the full sizes of a layer's weight by each of the pairs of attributes that it has."""
+    for names in _STATED_SIZES:
         sizes: list[Any] = [getattr(module, name, None) for name in names]
         if all(isinstance(size, int) for size in sizes):
-            return tuple(sizes if leaf_name == "weight" else sizes[:1])
-    return None
+            yield sizes[0], sizes[1]
 
 
 def dims_smaller_than_stated(module: nn.Module, leaf_name: str, parameter: Tensor) -> list[int]:
@@ -132,10 +139,7 @@ def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:
         return None
     if not quantized.has_one_value_each(module, "weight", weight):
         return None  # half the bytes may be all of the values
-    for names in _STATED_SIZES:
-        stated: list[Any] = [getattr(module, name, None) for name in names]
-        if not all(isinstance(size, int) for size in stated):
-            continue
+    for stated in _sizes_of_weight(module):
         smaller = [dim for dim in (0, 1) if weight.shape[dim] < stated[dim]]
         if len(smaller) != 1 or weight.shape[1 - smaller[0]] != stated[1 - smaller[0]]:
             continue
@@ -204,4 +208,4 @@ def _is_share_of_units(own: int, full: int, mesh: Mesh) -> bool:
 
 
 def _is_along_tp(tensor: Any, mesh: Mesh) -> bool:
-    return is_dtensor(tensor) and "tp" in axis_names(tensor, mesh, "a parameter")
+    return "tp" in axis_names(tensor, mesh, "a parameter")

@@ -158,6 +158,7 @@ def _wrapper_groups(root: nn.Module, hidden: list[str]) -> Iterator[Source]:
     Append inaccessible groups to ``hidden``.
     """
     seen = set()
+    module: Any
     for module in root.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             name, device_mesh = "DistributedDataParallel", getattr(module, "device_mesh", None)
@@ -168,14 +169,20 @@ def _wrapper_groups(root: nn.Module, hidden: list[str]) -> Iterator[Source]:
         if device_mesh is not None:
             names_of_dims(device_mesh)  # refuses context parallelism
         strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
-        # Torch has no public attribute for the replication group.
-        if "HYBRID" in strategy and getattr(module, "_inter_node_pg", None) is None:
-            hidden.append(f"FSDP1 with {strategy} does not expose the group it replicates over")
-            continue
-        mesh, is_exact = _wrapper_mesh(module)
-        if mesh.ranks not in seen:
-            seen.add(mesh.ranks)
-            yield Source(name, mesh, is_exact)
+        is_hybrid, me = "HYBRID" in strategy, dist.get_rank()
+        ranks = group_ranks(module.process_group)
+        if is_hybrid:
+            # Torch has no public attribute for the replication group.
+            between = getattr(module, "_inter_node_pg", None)
+            if between is None:
+                hidden.append(f"FSDP1 with {strategy} does not expose the group it replicates over")
+                continue
+            replicas, world_size = group_ranks(between), dist.get_world_size()
+            ranks = Mesh.from_lines((me,), replicas, ranks, me, world_size).ranks
+        if ranks not in seen:
+            seen.add(ranks)
+            mesh = Mesh(ranks, ranks.index(me), dp_size=len(ranks))
+            yield Source(name, mesh, is_exact=not is_hybrid)
         # They turn DTensors of a tensor-parallel mesh into plain tensors, but the root of their own
         # mesh still has the tp dim.
         whole = root_mesh(device_mesh)
@@ -184,17 +191,6 @@ def _wrapper_groups(root: nn.Module, hidden: list[str]) -> Iterator[Source]:
             axes = _known_axes(whole)
             if axes is not None and "pp" not in axes:
                 yield Source(f"the mesh of {name}", Mesh.from_table(whole.mesh, axes))
-
-
-def _wrapper_mesh(module: Any) -> tuple[Mesh, bool]:
-    ranks, me = group_ranks(module.process_group), dist.get_rank()
-    strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
-    if "HYBRID" not in strategy:
-        return Mesh(ranks, ranks.index(me), dp_size=len(ranks)), True
-    between = module._inter_node_pg
-    replicas = group_ranks(between)
-    grid = Mesh.from_lines((me,), replicas, ranks, me, dist.get_world_size())
-    return Mesh(grid.ranks, grid.rank, dp_size=grid.num_ranks), False
 
 
 def _megatron_groups(root: nn.Module) -> Iterator[Source]:

@@ -26,7 +26,9 @@ def read(root: nn.Module, full_name: str) -> Tensor:
     """Return the weights of an offloaded parameter: the tensor that is kept on the CPU itself, or a
     copy of the one on disk. Local.
     """
-    weights, key = _known_place(root, full_name)
+    place = _place(root, full_name)
+    assert place is not None
+    weights, key = place
     return weights[key]
 
 
@@ -55,8 +57,6 @@ def write(root: nn.Module, full_name: str, value: Tensor) -> None:
 
 
 def _write(full_name: str, weights: Any, key: str, value: Tensor) -> None:
-    while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
-        weights, key = weights.dataset, weights.prefix + key
     in_memory = getattr(weights, "state_dict", weights)
     if isinstance(in_memory, Mapping) and key in in_memory:
         in_memory[key].copy_(value)
@@ -97,32 +97,21 @@ def tied_names(root: nn.Module, full_name: str) -> list[str]:
     return sorted(tied_groups(root).get(full_name, set()) - {full_name})
 
 
-def _known_place(root: nn.Module, full_name: str) -> tuple[Any, str]:
-    place = _place(root, full_name)
-    assert place is not None
-    return place
-
-
 def _place(root: nn.Module, full_name: str) -> tuple[Any, str] | None:
-    """Return the innermost hook's map that holds the weights, and the key in it."""
+    """Return the innermost hook's map that holds the weights, and the key in it: the map inside of
+    a prefixed one, which iterates over keys without the prefix.
+    """
     parts = full_name.split(".")
     for depth in range(len(parts) - 1, -1, -1):
         hook = getattr(root.get_submodule(".".join(parts[:depth])), "_hf_hook", None)
-        key = ".".join(parts[depth:])
         for one in getattr(hook, "hooks", (hook,)):
-            weights = getattr(one, "weights_map", None)
-            if getattr(one, "offload", False) and weights is not None and _has(weights, key):
+            key = ".".join(parts[depth:])
+            weights: Any = getattr(one, "weights_map", None)
+            while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
+                weights, key = weights.dataset, weights.prefix + key
+            if getattr(one, "offload", False) and weights is not None and key in weights:
                 return weights, key
     return None
-
-
-def _has(weights: Any, key: str) -> bool:
-    """Whether ``key in weights``, by the map's own keys: a prefixed map iterates over those without
-    the prefix.
-    """
-    while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
-        weights, key = weights.dataset, weights.prefix + key
-    return key in weights
 
 
 # DeepSpeed ZeRO-3.

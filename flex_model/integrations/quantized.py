@@ -19,7 +19,7 @@ from flex_model.distributed.placement import Shape
 from flex_model.integrations.dtensor import is_dtensor, to_local
 
 # Floating dtypes with several values in one element.
-_SEVERAL_VALUES = {getattr(torch, name, None) for name in ("float4_e2m1fn_x2",)} - {None}
+_SEVERAL_VALUES = {torch.float4_e2m1fn_x2}
 _NARROW = {getattr(torch, n) for n in dir(torch) if n.startswith("float8_")} | _SEVERAL_VALUES
 # What the tensors beside a packed weight are called: each has some of its values' factors.
 _FACTORS = ("scale", "absmax", "zero_point", "qzeros")
@@ -48,7 +48,7 @@ def kind_of(module: nn.Module, leaf_name: str, tensor: Tensor) -> Kind | None:
     """Return how a parameter of ``module`` is packed; None for one whose elements are its values.
     Local.
     """
-    local = _local(tensor)
+    local = to_local(tensor)
     return next((kind for find in _KINDS if (kind := find(module, leaf_name, local))), None)
 
 
@@ -58,7 +58,7 @@ def has_one_value_each(module: nn.Module, leaf_name: str, tensor: Tensor) -> boo
     """
     kind = kind_of(module, leaf_name, tensor)
     if kind is not None:
-        own = _local(tensor)
+        own = to_local(tensor)
         return kind.shape(module, leaf_name, own) == tuple(own.shape)
     return tensor.is_floating_point() and tensor.dtype not in _SEVERAL_VALUES
 
@@ -79,7 +79,7 @@ def values(
     if is_part and not kind.in_tensor:
         why = "FSDP shards it, and its scales are kept apart"
         raise ValueError(_refusal(site, kind, why))
-    local = _local(tensor).detach()
+    local = to_local(tensor).detach()
     try:
         with torch.no_grad():
             found = kind.values(module, leaf_name, local)
@@ -143,7 +143,7 @@ def can_join(module: nn.Module, leaf_name: str, tensor: Tensor) -> bool:
     """Whether shards of a packed tensor, joined by the layout of its values, are the whole packed
     tensor. Local.
     """
-    kind, local = kind_of(module, leaf_name, tensor), _local(tensor)
+    kind, local = kind_of(module, leaf_name, tensor), to_local(tensor)
     if unpacks_itself(local):
         return False
     if kind is None or kind.values is None:
@@ -180,12 +180,6 @@ def name_of_values(root: nn.Module, full_name: str, shown: str) -> str:
     owner, _, leaf = full_name.rpartition(".")
     is_packed = leaf == "weight_packed" and _is_compressed(root.get_submodule(owner))
     return shown.removesuffix("_packed") if is_packed else shown
-
-
-def _local(tensor: Any) -> Tensor:
-    """Return this rank's part; the values of a plain tensor may not be loaded."""
-    local: Tensor = to_local(tensor) if is_dtensor(tensor) else tensor
-    return local
 
 
 def _own_shape(module: nn.Module, leaf_name: str, packed: Tensor) -> Shape:
@@ -310,7 +304,7 @@ def _values_compressed(module: nn.Module, leaf_name: str, packed: Tensor) -> Ten
     scheme: Any = module.quantization_scheme
     compressor = compressors.BaseCompressor.get_value_from_registry(scheme.format.value)
     own = {**module._parameters, **module._buffers}
-    parts = {name: _local(tensor) for name, tensor in own.items() if tensor is not None}
+    parts = {name: to_local(tensor) for name, tensor in own.items() if tensor is not None}
     found: Tensor = compressor.decompress({**parts, leaf_name: packed}, scheme)["weight"]
     return found.detach()
 
@@ -326,7 +320,7 @@ def _float8_layer(module: nn.Module, leaf_name: str, tensor: Tensor) -> Kind | N
 
 
 def _values_of_blocks(module: nn.Module, leaf_name: str, packed: Tensor) -> Tensor:
-    scales = _local(getattr(module, f"{leaf_name}_scale_inv"))
+    scales = to_local(getattr(module, f"{leaf_name}_scale_inv"))
     if not scales.is_floating_point():
         raise ValueError(f"its scales are {scales.dtype}")
     scales = scales.float()

@@ -7,6 +7,7 @@ vLLM is not needed. The formats are those of vLLM's commit 015a95c8: the files o
 from __future__ import annotations
 
 import base64
+import fcntl
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,8 +70,6 @@ def _check_written(lock: Path) -> None:
     """ValueError while vLLM holds the lock of a file that it writes."""
     if not lock.exists():
         return
-    import fcntl
-
     with open(lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

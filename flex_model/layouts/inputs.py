@@ -214,8 +214,7 @@ def _sketch(tensor: Tensor, has_rows: bool) -> Tensor:
     """An input's fingerprint and shape, of a fixed size."""
     row = torch.zeros(4 + _MAX_DIMS, dtype=torch.int64)
     row[3] = has_rows
-    if dtensor.is_dtensor(tensor):
-        tensor = dtensor.to_local(tensor)
+    tensor = dtensor.to_local(tensor)
     if _has_values(tensor):
         row[:2] = values.fingerprint(dtensor.wait(tensor))
     shape = tensor.shape[:_MAX_DIMS]

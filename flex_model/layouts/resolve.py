@@ -202,8 +202,11 @@ def differing_axes(layout: ShardLayout, prints: Fingerprints) -> list[str]:
     """Return the axes along which replicas differ, by hashes of their values. Equal values prove
     nothing, so shards and partial sums are not compared.
     """
-    return [
-        axis
-        for axis in AXES
-        if getattr(layout, axis) == Replicate() and not prints.equal_along(axis)
-    ]
+    axes = axes_of_replicas(layout, prints.mesh)
+    return [axis for axis in axes if not prints.equal_along(axis)]
+
+
+def axes_of_replicas(layout: ShardLayout, mesh: Mesh) -> list[str]:
+    """Return the axes along which several ranks hold replicas."""
+    sizes = {"dp": mesh.dp_size, "tp": mesh.tp_size}
+    return [axis for axis in AXES if sizes[axis] > 1 and getattr(layout, axis) == Replicate()]

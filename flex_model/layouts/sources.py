@@ -194,10 +194,8 @@ class Weights:
 
     def _states_along_tp(self, tensor: Tensor, leaf: str) -> bool:
         """Whether the tensor itself states a placement along tp, even if it is none of ours."""
-        if not dtensor.is_dtensor(tensor):
-            return False
         try:
-            return dtensor.reaches(tensor, self._mesh, leaf, "tp")
+            return "tp" in dtensor.axis_names(tensor, self._mesh, leaf)
         except ValueError:  # a mesh of its own, such as one of experts
             return True
 
@@ -226,7 +224,7 @@ def stated_by_dtensor(tensor: Any, mesh: Mesh) -> Placements | None:
     if not dtensor.is_dtensor(tensor):
         return None
     try:
-        layout = dtensor.layout(tensor, mesh, "", batch_on_dp=False)
+        layout = dtensor.layout(tensor, mesh, "")
         axes = dtensor.axis_names(tensor, mesh, "")
     except ValueError:
         return None

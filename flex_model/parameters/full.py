@@ -101,7 +101,7 @@ class Parameters:
     def full_kind(self, name: str) -> tuple[Shape, torch.dtype]:
         """Return the full parameter's shape and dtype, without moving its values."""
         with self._found(name) as found, torch.no_grad():
-            local, spec, _ = self._spec(name, found, _summed(found.kept), None)
+            local, spec, _ = self._spec(name, found, dtensor.without_partial(found.kept), None)
             return tuple(local.shape) if spec is None else spec.full_shape, local.dtype
 
     def gradient(
@@ -111,13 +111,9 @@ class Parameters:
         with self._found(name, sharded=True, with_grads=True) as found:
             offload.check_gradient("get_module_gradient", self._root, found.full_name)
             gradient = found.gradient
-            if not self._communicator.is_local:
-                there = gradient is not None
-                shown = clean(self._root, name)
-                what = f"the gradient of parameter {shown!r}, which is {'there' * there or None}"
-                self._communicator.check_consistency(
-                    Header("parameter", site=site_hash(name, there)), what
-                )
+            there = gradient is not None
+            what = f"the gradient of parameter {clean(self._root, name)!r}"
+            self._agree(f"{what}, which is {'there' * there or None}", name, there)
             if gradient is None:
                 return None
             found_name = f"{name}.grad"
@@ -138,11 +134,8 @@ class Parameters:
                 f"{type(full).__name__}"
             )
         got = tuple(full.shape)
-        if not self._communicator.is_local:
-            header = Header("parameter", site=site_hash("set", name, got))
-            self._communicator.check_consistency(
-                header, f"a new full value of parameter {shown!r}, of shape {got}"
-            )
+        what = f"a new full value of parameter {shown!r}, of shape {got}"
+        self._agree(what, "set", name, got)
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
             local, spec, pick = self._spec(
                 name, found, found.kept, expected_shape, use="write", experts=experts
@@ -218,7 +211,7 @@ class Parameters:
     ) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
             local, spec, pick = self._spec(
-                name, found, _summed(tensor), expected_shape, use, later, experts
+                name, found, dtensor.without_partial(tensor), expected_shape, use, later, experts
             )
             local = pick.take(local)
             if spec is not None:
@@ -273,14 +266,13 @@ class Parameters:
             self._check_elements(site.name, found, shapes)
         known = None
         if dtensor.is_dtensor(tensor) and dp is not None and tp is not None:
-            whole = dtensor.layout(tensor, self._communicator.mesh, site.name, batch_on_dp=False)
+            whole = dtensor.layout(tensor, self._communicator.mesh, site.name)
             known = ShardLayout(dp, tp, source=whole.source)
             by_hand = "tp" not in stated_axes  # FSDP2 splits what the layer split by hand before
             known = replace(known, tp_first=known.splits_one_dim if by_hand else whole.tp_first)
         prints = None
         if tp is None and expected is None and len(shapes) > 1:  # for the message
-            table = self._communicator.exchange(values.fingerprint(local)).tolist()
-            prints = values.Fingerprints.of(self._communicator.mesh, table)
+            prints = values.exchanged(self._communicator, local)
         try:
             layout = resolve.resolve(
                 site,
@@ -320,7 +312,7 @@ class Parameters:
         """Return this rank's tensor, or the values of a packed one; the kind of a packed one, and
         why it can't be used so, for all ranks to compare. Local.
         """
-        local = (tensor.to_local() if dtensor.is_dtensor(tensor) else tensor).detach()
+        local = dtensor.to_local(tensor).detach()
         kind = quantized.kind_of(found.module, found.leaf_name, tensor)
         if kind is None:
             return local, "", ""
@@ -330,7 +322,7 @@ class Parameters:
             return local, kind.name, ""
         mesh, is_part = self._communicator.mesh, False
         if dtensor.is_dtensor(tensor):
-            layout = dtensor.layout(tensor, mesh, site, batch_on_dp=False)
+            layout = dtensor.layout(tensor, mesh, site)
             is_part = layout.dp != Replicate()
         try:
             found_here = quantized.values(
@@ -385,7 +377,7 @@ class Parameters:
         tp: Placement | None = Replicate() if mesh.tp_size == 1 else None
         axes = self._stated_axes(name, tensor)
         if dtensor.is_dtensor(tensor):
-            layout = dtensor.layout(tensor, mesh, f"parameter {name!r}", batch_on_dp=False)
+            layout = dtensor.layout(tensor, mesh, f"parameter {name!r}")
             dp = layout.dp
             stated_tp = layers.as_computed_with(found.module, leaf_name, tensor, layout.tp)
             tp = stated_tp if "tp" in axes else tp
@@ -406,8 +398,6 @@ class Parameters:
 
     def _stated_axes(self, site: str, tensor: Any) -> frozenset[str]:
         """Return the axes along which a DTensor states its placement."""
-        if not dtensor.is_dtensor(tensor):
-            return frozenset()
         return frozenset(dtensor.axis_names(tensor, self._communicator.mesh, site))
 
     def _check_replicas(
@@ -421,12 +411,8 @@ class Parameters:
         """Check that ranks that share the tensor hold equal values, where only the layout of other
         tensors implies that they share it; or append the check to ``later``.
         """
-        sizes = {"dp": self._communicator.mesh.dp_size, "tp": self._communicator.mesh.tp_size}
-        axes = [
-            axis
-            for axis, size in sizes.items()
-            if size > 1 and axis not in stated_axes and getattr(layout, axis) == Replicate()
-        ]
+        replicated = resolve.axes_of_replicas(layout, self._communicator.mesh)
+        axes = [axis for axis in replicated if axis not in stated_axes]
         if not axes:
             return
         shape = tuple(local.shape)
@@ -447,8 +433,7 @@ class Parameters:
         if later is not None:
             later.append(PendingReplica.of(site, local, check))
             return
-        table = self._communicator.exchange(values.fingerprint(local)).tolist()
-        check(values.Fingerprints.of(self._communicator.mesh, table))
+        check(values.exchanged(self._communicator, local))
 
     def _check_parts(
         self, site: Site, local: Tensor, layout: ShardLayout, stated_axes: frozenset[str]
@@ -465,8 +450,7 @@ class Parameters:
         }
         if stated and site.name not in self._compared:
             self._compared.add(site.name)
-            table = self._communicator.exchange(values.fingerprint(local)).tolist()
-            prints = values.Fingerprints.of(self._communicator.mesh, table)
+            prints = values.exchanged(self._communicator, local)
             self._statements.check_parts(site, stated, prints, local)
 
     @contextlib.contextmanager
@@ -515,9 +499,12 @@ class Parameters:
 
     def _agree_to_gather(self, name: str) -> None:
         """Check that ranks agree before a collective of the framework, in which they would hang."""
+        self._agree(f"parameter {clean(self._root, name)!r}", name, "gather")
+
+    def _agree(self, what: str, *of: Any) -> None:
+        """Check that all ranks are at the same call: ``what`` it is for messages, and its hash."""
         if not self._communicator.is_local:
-            header = Header("parameter", site=site_hash(name, "gather"))
-            self._communicator.check_consistency(header, f"parameter {clean(self._root, name)!r}")
+            self._communicator.check_consistency(Header("parameter", site=site_hash(*of)), what)
 
 
 def _select(
@@ -540,8 +527,3 @@ def _select(
         return Select(rows=list(numbers("experts", parse("experts", experts), full_shape[0], site)))
     except (IndexError, TypeError, ValueError) as error:
         raise agreed(error) from None
-
-
-def _summed(tensor: Any) -> Any:
-    """Reduce the partial sums of a DTensor. Collective where there are any."""
-    return dtensor.without_partial(tensor) if dtensor.is_dtensor(tensor) else tensor

@@ -21,7 +21,7 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import DTYPES, Header, sites_hash
 from flex_model.distributed.mesh import GRID
 from flex_model.distributed.picked import Pick
-from flex_model.distributed.placement import Replicate, Shape, ShardLayout
+from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.distributed.transports import host_copies
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.hooks import cuda_graphs
@@ -126,10 +126,7 @@ class Records:
         self, names: Iterable[str], records: dict[str, list[Tensor]]
     ) -> dict[str, list[Tensor]]:
         """Replace the lists of these names by a batch's; return those that were there."""
-        found = {}
-        for name in names:
-            if name in self.output_ptr:
-                found[name] = self.output_ptr.pop(name)
+        found = {name: self.output_ptr.pop(name) for name in names if name in self.output_ptr}
         self.output_ptr.update(records)
         return found
 
@@ -330,7 +327,7 @@ class Records:
         compared = [
             (record, spec.layout)
             for record, spec in zip(pending, specs)
-            if self._is_replicated(spec.layout)
+            if resolve.axes_of_replicas(spec.layout, self._communicator.mesh)
             # A data-parallel rank may have no rows of it.
             and replicas.are_compared(spec.full_shape)
         ]
@@ -347,12 +344,6 @@ class Records:
                 own = record.snapshot.tensor
                 first = replicas.reconciled(self._communicator, site, own, axes)
                 record.snapshot.replace_by(owned_copy(first))
-
-    def _is_replicated(self, layout: ShardLayout) -> bool:
-        mesh = self._communicator.mesh
-        return (mesh.dp_size > 1 and isinstance(layout.dp, Replicate)) or (
-            mesh.tp_size > 1 and isinstance(layout.tp, Replicate)
-        )
 
     def _deliver_to_all(self, pending: list[PendingRecord], specs: list[TensorSpec]) -> None:
         self._snapshots.to_cpu([record.snapshot for record in pending])

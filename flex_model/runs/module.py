@@ -18,7 +18,7 @@ from flex_model.hooks.table import EVERYTHING
 from flex_model.integrations import adapters, copied, cut, fsdp, model_mesh, offload
 from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.statements import Statement
-from flex_model.names import clean, find_module, find_parameter, module_names
+from flex_model.names import clean, find_module, module_names
 from flex_model.records.store.session import Session, config_hash
 from flex_model.runs.settings import Groups, Settings, refuse_of_steps
 from flex_model.runs.skipping import Skip
@@ -213,12 +213,10 @@ class ModuleRunner:
         """Return the module, or parameter, of a hook, and when it gets a parameter's gradient."""
         root, name = self.core.module, function.module_name
         for parameter_name in function.parameter_names:
-            if not fsdp.is_flattened(root, parameter_name):
-                find_parameter(root, parameter_name)
+            fsdp.find_parameter(root, parameter_name)
         if kind != "tensor":
             return [find_module(root, name)], "computed"
-        full_name, parameter = fsdp.find_parameter(root, name)
-        wrapper = fsdp.wrapper_of_parameter(root, name)
+        full_name, parameter, wrapper = fsdp.find_parameter(root, name)
         if wrapper is not None and self.core.mesh.tp_size > 1:
             raise ValueError(
                 f"register_hook: parameter {clean(root, name)!r} belongs to a "

@@ -56,7 +56,7 @@ class StoredRecords(AbstractContextManager["StoredRecords"]):
         session = self._session
         try:
             if self._is_own:
-                session.close_on_exit(kind)
+                session.close(kind)
             elif kind is None:
                 session.flush()
             else:

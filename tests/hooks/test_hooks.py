@@ -115,6 +115,17 @@ def check_changes_of_an_editing_function(model, settings):
     flex.restore()
 
 
+@pytest.mark.parametrize("kind", ["forward", "full_backward"])
+def test_a_hook_without_records_has_none_when_its_editing_function_is_taken_off(kind):
+    flex = FlexModel(models.mlp(), records := {})
+    hook = HookFunction("act", editing_function=negate, record=False)
+    getattr(flex, f"register_{kind}_hook")(hook)
+    hook.editing_function = None
+    flex(BATCH).sum().backward()
+    assert records == {}
+    flex.restore()
+
+
 FIXED = {
     "editing_function": negate,
     "expected_shape": (4, 8),

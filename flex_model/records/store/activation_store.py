@@ -168,7 +168,7 @@ class ActivationStore:
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         if self._session is not None:
-            self._session.close_on_exit(kind)
+            self._session.close(kind)
 
     @property
     def num_batches(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import threading
@@ -132,8 +133,6 @@ class FolderLock:
         self._number: int | None = os.open(folder, os.O_RDONLY)
         _held.add(self)
         try:
-            import fcntl
-
             fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.release()
@@ -141,15 +140,13 @@ class FolderLock:
                 f"ActivationStore: {folder} is being written by another FlexModel or process; give "
                 "each a folder of its own, or close the other one"
             ) from None
-        except (ImportError, OSError):  # a file system without locks
+        except OSError:  # a file system without locks
             pass
 
     def release(self) -> None:
         """Release the lock; repeated calls do nothing."""
         if self._number is not None:
-            with contextlib.suppress(ImportError, OSError):
-                import fcntl
-
+            with contextlib.suppress(OSError):
                 fcntl.flock(self._number, fcntl.LOCK_UN)  # a new child may hold it, too, until then
             self.leave()
 
@@ -168,8 +165,7 @@ def _leave_in_child() -> None:
         lock.leave()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_in_child)
+os.register_at_fork(after_in_child=_leave_in_child)
 
 
 _POLL_S = 0.5  # how often a wait wakes up, so that Ctrl-C is handled within a second

@@ -53,9 +53,9 @@ def _layouts(index: Index, batch: int, names: Sequence[str]) -> dict[str, Record
             f"to_datasets: batch {batch} has {what}; give names=[...] of records with one row for "
             "each sequence, or use store.dataset(), which has a row for each batch"
         )
-    for other, name, number in index.annotations:
-        if other == batch and name not in found and {index.layouts[number].shape[:1]} == num_rows:
-            found[name] = index.layouts[number]
+    for name, layout in index.annotations_of_batch.get(batch, {}).items():
+        if name not in found and {layout.shape[:1]} == num_rows:
+            found[name] = layout
     return found
 
 

@@ -151,6 +151,14 @@ class Index:
             calls.append((record_key(batch, name, call), self.layouts[layout]))
         return found
 
+    @cached_property
+    def annotations_of_batch(self) -> dict[int, dict[str, RecordLayout]]:
+        """By batch and name: the layouts of annotations that are tensors."""
+        found: dict[int, dict[str, RecordLayout]] = {}
+        for batch, name, layout in self.annotations:
+            found.setdefault(batch, {})[name] = self.layouts[layout]
+        return found
+
     @property
     def names(self) -> set[str]:
         return {name for _, name, _, _ in self.records}

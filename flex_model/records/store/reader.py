@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import sys
 from collections import OrderedDict
 from collections.abc import Collection
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flex_model.distributed.placement import Shape
 from flex_model.records.store.manifest import (
     Index,
     Manifest,
@@ -60,114 +59,26 @@ class RecordRows:
                 out[is_held, channels] = held.index_select(0, number[is_held])
 
     def load(self) -> None:
-        """Read the record's pages from the disk, if they are not in memory."""
-        for shard in self._shards if _madvise is not None else ():
-            start = shard.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-            end = shard.data_ptr() + shard.nbytes
-            if _advise(start, end - start, _MADV_POPULATE_READ) == 0:
-                continue
-            # Linux before 5.14: it reads no more than its window of readahead for one such advice.
-            for piece in range(start, end, _READAHEAD_BYTES):
-                _advise(piece, min(_READAHEAD_BYTES, end - piece), mmap.MADV_WILLNEED)
+        """Read the record's pages from the disk, if they are not in memory: a byte of each."""
+        for shard in self._shards:
+            shard.flatten().view(torch.uint8)[:: mmap.PAGESIZE].sum()
 
 
 def _flat(shard: Tensor) -> Tensor:
     return shard.reshape(-1, shard.shape[-1])
 
 
-_READAHEAD_BYTES = 128 * 2**10  # of Linux, where nothing else is set
-_MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
-_madvise = ctypes.CDLL(None).madvise if sys.platform == "linux" else None
+class _Group:
+    """The index of a group of batches, and its files, each opened when it is first read."""
 
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.index = index
+        self._folder = folder
+        self._files: dict[int, Any] = {}  # by rank
 
-def _advise(address: int, num_bytes: int, advice: int) -> int:
-    assert _madvise is not None
-    return _madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), advice)
-
-
-class Reader:
-    """Reads the batches of one manifest of a folder, each when it is requested.
-
-    Args:
-        open_groups: The most groups whose files are kept open; batches are mostly read in order.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest, open_groups: int = 2) -> None:
-        self._folder, self._manifest, self._open_groups = folder, manifest, open_groups
-        self._opened: OrderedDict[int, tuple[Index, dict[int, Any]]] = OrderedDict()
-
-    def index_of(self, batch: int) -> Index:
-        """Return the index of a batch's group."""
-        return self._group(batch)[0]
-
-    def indices(self) -> list[Index]:
-        """Return the indices of all groups."""
-        return [self.index_of(first) for first, _, _ in self._manifest.groups]
-
-    def records(self, batch: int, names: Collection[str] | None = None) -> dict[str, list[Tensor]]:
-        """Return the records of these names (None: all), in the order of calls."""
-        index, files = self._group(batch)
-        return {
-            name: [self._tensor(index, files, key, layout) for key, layout in calls]
-            for name, calls in index.of_batch.get(batch, {}).items()
-            if names is None or name in names
-        }
-
-    def call(self, batch: int, name: str, call: int) -> Tensor:
-        """Return the record of one call."""
-        index, files = self._group(batch)
-        return self._tensor(index, files, *index.of_batch[batch][name][call])
-
-    def rows(self, batch: int, name: str, call: int) -> RecordRows:
-        """Return the rows of the record of one call; none is read yet."""
-        index, files = self._group(batch)
-        key, layout = index.of_batch[batch][name][call]
-        return RecordRows(layout, self._shards(index, files, key, layout))
-
-    def moments(self, name: str) -> Tensor | None:
-        """Return the moments of all rows of one name; None if the files do not have them, or its
-        records differ in width.
-        """
-        total: Tensor | None = None
-        for index in self.indices():
-            of_name = {number for _, other, _, number in index.records if other == name}
-            if not of_name:
-                continue
-            width = width_of(index.layouts[number] for number in of_name)
-            if width is None or name not in index.statistics:
-                return None
-            total = torch.zeros(3, width, dtype=torch.float64) if total is None else total
-            if total.shape[1] != width:
-                return None
-            files, key = self._group(index.first)[1], statistics_key(name)
-            for rank in {rank for number in of_name for rank, _ in index.layouts[number].shards}:
-                held = self._shard(index, files, key, rank, (3, width), torch.float64)
-                total = merged(total, held)
-        return total
-
-    def annotations(self, batch: int) -> dict[str, Any]:
-        index, files = self._group(batch)
-        found = dict(index.batches[batch - index.first]["notes"])
-        for other, name, layout in index.annotations:
-            if other == batch:
-                key = annotation_key(batch, name)
-                found[name] = self._tensor(index, files, key, index.layouts[layout])
-        return found
-
-    def _group(self, batch: int) -> tuple[Index, dict[int, Any]]:
-        place = self._manifest.group_of(batch)
-        if place not in self._opened:
-            first, last, digest = self._manifest.groups[place]
-            self._opened[place] = (Index.read(self._folder, first, last, digest), {})
-            while len(self._opened) > self._open_groups:
-                self._opened.popitem(last=False)
-        self._opened.move_to_end(place)
-        return self._opened[place]
-
-    def _tensor(
-        self, index: Index, files: dict[int, Any], key: str, layout: RecordLayout
-    ) -> Tensor:
-        shards = self._shards(index, files, key, layout)
+    def tensor(self, key: str, layout: RecordLayout) -> Tensor:
+        """Return a full tensor, in memory of its own."""
+        shards = self.shards(key, layout)
         if layout.is_whole:
             # A file is mapped once: a caller's writes to its record must not change the mapping.
             return shards[0].clone()
@@ -178,30 +89,20 @@ class Reader:
             full[to] = shards[shard][source]
         return full
 
-    def _shards(
-        self, index: Index, files: dict[int, Any], key: str, layout: RecordLayout
-    ) -> list[Tensor]:
-        return [
-            self._shard(index, files, key, rank, shape, layout.dtype)
-            for rank, shape in layout.shards
-        ]
+    def shards(self, key: str, layout: RecordLayout) -> list[Tensor]:
+        """Return the shards of a tensor, as they are mapped from the files."""
+        return [self.shard(key, rank, shape, layout.dtype) for rank, shape in layout.shards]
 
-    def _shard(
-        self,
-        index: Index,
-        files: dict[int, Any],
-        key: str,
-        rank: int,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def shard(self, key: str, rank: int, shape: Shape, dtype: torch.dtype) -> Tensor:
+        """Return one rank's shard. ValueError if its file does not have it."""
         from safetensors import SafetensorError, safe_open
 
+        index = self.index
         path = self._folder / shard_name(index.first, index.last, index.session, rank)
         try:
-            if rank not in files:
-                files[rank] = safe_open(str(path), framework="pt")
-            tensor = files[rank].get_tensor(key)
+            if rank not in self._files:
+                self._files[rank] = safe_open(str(path), framework="pt")
+            tensor = self._files[rank].get_tensor(key)
             if tensor.dtype != dtype:  # a dtype that safetensors has no name for
                 if tensor.dtype != torch.uint8 or tensor.dim() != 1:
                     raise ValueError(f"{key!r} is of {tensor.dtype}, not {dtype}")
@@ -215,3 +116,83 @@ class Reader:
                 "again"
             ) from error
         return tensor
+
+
+class Reader:
+    """Reads the batches of one manifest of a folder, each when it is requested.
+
+    Args:
+        open_groups: The most groups whose files are kept open; batches are mostly read in order.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, open_groups: int = 2) -> None:
+        self._folder, self._manifest, self._open_groups = folder, manifest, open_groups
+        self._opened: OrderedDict[int, _Group] = OrderedDict()
+
+    def index_of(self, batch: int) -> Index:
+        """Return the index of a batch's group."""
+        return self._group(batch).index
+
+    def indices(self) -> list[Index]:
+        """Return the indices of all groups."""
+        return [self.index_of(first) for first, _, _ in self._manifest.groups]
+
+    def records(self, batch: int, names: Collection[str] | None = None) -> dict[str, list[Tensor]]:
+        """Return the records of these names (None: all), in the order of calls."""
+        group = self._group(batch)
+        return {
+            name: [group.tensor(key, layout) for key, layout in calls]
+            for name, calls in group.index.of_batch.get(batch, {}).items()
+            if names is None or name in names
+        }
+
+    def call(self, batch: int, name: str, call: int) -> Tensor:
+        """Return the record of one call."""
+        group = self._group(batch)
+        return group.tensor(*group.index.of_batch[batch][name][call])
+
+    def rows(self, batch: int, name: str, call: int) -> RecordRows:
+        """Return the rows of the record of one call; none is read yet."""
+        group = self._group(batch)
+        key, layout = group.index.of_batch[batch][name][call]
+        return RecordRows(layout, group.shards(key, layout))
+
+    def moments(self, name: str) -> Tensor | None:
+        """Return the moments of all rows of one name; None if the files do not have them, or its
+        records differ in width.
+        """
+        total: Tensor | None = None
+        for index in self.indices():
+            layouts = [
+                index.layouts[number] for _, other, _, number in index.records if other == name
+            ]
+            if not layouts:
+                continue
+            width = width_of(layouts)
+            if width is None or name not in index.statistics:
+                return None
+            total = torch.zeros(3, width, dtype=torch.float64) if total is None else total
+            if total.shape[1] != width:
+                return None
+            group, key = self._group(index.first), statistics_key(name)
+            for rank in {rank for layout in layouts for rank, _ in layout.shards}:
+                total = merged(total, group.shard(key, rank, (3, width), torch.float64))
+        return total
+
+    def annotations(self, batch: int) -> dict[str, Any]:
+        group = self._group(batch)
+        index = group.index
+        found = dict(index.batches[batch - index.first]["notes"])
+        for name, layout in index.annotations_of_batch.get(batch, {}).items():
+            found[name] = group.tensor(annotation_key(batch, name), layout)
+        return found
+
+    def _group(self, batch: int) -> _Group:
+        place = self._manifest.group_of(batch)
+        if place not in self._opened:
+            index = Index.read(self._folder, *self._manifest.groups[place])
+            self._opened[place] = _Group(self._folder, index)
+            while len(self._opened) > self._open_groups:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(place)
+        return self._opened[place]

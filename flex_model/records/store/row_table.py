@@ -57,11 +57,8 @@ class RowTable:
         found: dict[str, list[torch.dtype]] = {}  # annotations that fit, for each block
         is_annotated = False
         for index in reader.indices():
-            layouts: dict[int, dict[str, RecordLayout]] = {}
-            for batch, name, number in index.annotations:
-                layouts.setdefault(batch, {})[name] = index.layouts[number]
             for batch in range(index.first, index.last + 1):
-                beside = layouts.get(batch, {})
+                beside = index.annotations_of_batch.get(batch, {})
                 is_annotated |= mask in beside
                 of_names = [index.of_batch.get(batch, {}).get(name, []) for name in names]
                 if len({len(calls) for calls in of_names}) > 1:

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, agreed, see
@@ -359,35 +360,25 @@ class Session:
             self._writer.submit(changes)
         self._writer.wait()
         self.synchronize()
-        deadline = time.monotonic() + SEEN_S
-        self.store.reload()
-        while self.store.num_batches < self.num_batches and time.monotonic() < deadline:
-            time.sleep(0.01)
-            self.store.reload()
+        _reload(self.store, lambda: self.store.num_batches >= self.num_batches)
 
-    def close(self) -> None:
-        """Close; collective. See ``ActivationStore.close``."""
-        if self._is_closed or self._writer.is_child:
+    def close(self, after: type[BaseException] | None = None) -> None:
+        """Close; collective. After an exception of a kind, flush complete batches if all ranks take
+        part.
+        """
+        if self._is_over:
+            return
+        if after is not None:
+            try:
+                self.flush_after_error(after)
+            finally:
+                self.abandon()
             return
         try:
             if not self._failure:
                 self.flush(is_complete=True)
         finally:
             self._end()
-
-    def close_on_exit(self, kind: type[BaseException] | None) -> None:
-        """Close at the end of a ``with`` block. After an exception of this kind, flush complete
-        batches if all ranks take part.
-        """
-        if kind is None:
-            self.close()
-            return
-        if self._is_closed or self._writer.is_child:
-            return
-        try:
-            self.flush_after_error(kind)
-        finally:
-            self.abandon()
 
     def flush_after_error(self, kind: type[BaseException]) -> None:
         """Flush after an exception of this kind; do nothing if some rank does not take part."""
@@ -402,7 +393,7 @@ class Session:
 
     def abandon(self) -> None:
         """End without the other ranks, losing unlisted batches; with one rank, flush. Local."""
-        if self._is_closed or self._writer.is_child:
+        if self._is_over:
             return
         try:
             if self._communicator.is_local and not self._failure:
@@ -417,6 +408,10 @@ class Session:
                 )
         finally:
             self._end()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_closed or self._writer.is_child
 
     def _end(self) -> None:
         self._is_closed = True
@@ -466,29 +461,22 @@ def opened(
     """Return rank 0's lock, the manifest as all ranks see it, and the session's name. Collective.
 
     Raises:
-        ValueError: see ``Session``; on every rank.
-        OSError: with one rank.
+        ValueError, OSError: see ``Session``; on every rank.
     """
-    if communicator.is_local:
-        return _prepared(store, config), store._manifest, uuid.uuid4().hex[:8]
     lock: FolderLock | None = None
-    error: str | None = None
-    if communicator.mesh.rank == 0:
-        try:
+    where = f"the store {store.folder}"
+
+    def prepare() -> None:
+        nonlocal lock
+        if communicator.mesh.rank == 0:
             lock = _prepared(store, config)
-        except (ValueError, OSError) as problem:
-            error = f"{type(problem).__name__}: {problem}"
+
     try:
-        _raise_reported(exchange_json(communicator, error, f"the store {store.folder}"))
-        error, number = None, None
-        try:
-            number = _id_seen(store)
-        except (ValueError, OSError) as problem:
-            error = f"{type(problem).__name__}: {problem}"
-        local = [error, number, uuid.uuid4().hex[:8]]
-        gathered = exchange_json(communicator, local, f"the store {store.folder}")
-        _raise_reported([one[0] for one in gathered])
-        if len({one[1] for one in gathered}) > 1:
+        gather_checked(communicator, where, prepare)
+        gathered = gather_checked(
+            communicator, where, lambda: (_id_seen(store), uuid.uuid4().hex[:8])
+        )
+        if len({number for number, _ in gathered}) > 1:
             raise agreed(
                 ValueError(
                     f"ActivationStore: the ranks do not see the same {store.folder}; give a folder "
@@ -499,7 +487,7 @@ def opened(
         if lock is not None:
             lock.release()
         raise
-    return lock, store._manifest, gathered[0][2]
+    return lock, store._manifest, gathered[0][1]
 
 
 def _prepared(store: ActivationStore, config: str | None) -> FolderLock:
@@ -538,15 +526,14 @@ def _delete_leftovers(store: ActivationStore, manifest: Manifest) -> None:
 
 def _id_seen(store: ActivationStore) -> str | None:
     """Return the id of the store that this rank sees in the folder, after rank 0 has written it."""
-    deadline = time.monotonic() + SEEN_S
-    store.reload()
-    while not store._manifest.id and time.monotonic() < deadline:
-        time.sleep(0.05)
-        store.reload()
+    _reload(store, lambda: bool(store._manifest.id))
     return store._manifest.id or None
 
 
-def _raise_reported(errors: list[Any]) -> None:
-    texts = list(dict.fromkeys(error for error in errors if error))
-    if texts:
-        raise agreed(ValueError("; ".join(texts)))
+def _reload(store: ActivationStore, is_seen: Callable[[], bool]) -> None:
+    """Reload the manifest until this rank sees what rank 0 wrote, or the time for it is over."""
+    deadline = time.monotonic() + SEEN_S
+    store.reload()
+    while not is_seen() and time.monotonic() < deadline:
+        time.sleep(0.01)
+        store.reload()

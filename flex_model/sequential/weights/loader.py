@@ -490,8 +490,6 @@ def absent(weight: Weight) -> Tensor:
 
 def local_of(tensor: Any) -> Tensor:
     """Return the plain tensor that this rank holds, or would hold, on meta."""
-    if not dtensor.is_dtensor(tensor):
-        return tensor.detach()
     with torch.no_grad():
         return dtensor.to_local(tensor).detach()
 
@@ -508,7 +506,7 @@ def part_of(full: Tensor, tensor: Any) -> Tensor:
 
 def with_local(tensor: Any, local: Tensor) -> Tensor:
     """Return ``tensor`` with ``local`` as this rank's part."""
-    return dtensor.like(local, tensor) if dtensor.is_dtensor(tensor) else local
+    return dtensor.like(local, tensor)
 
 
 @dataclass(eq=False)

@@ -332,7 +332,7 @@ def test_what_ranks_do_not_agree_on(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         if rank == 0:
             patch.setattr(session, "_prepared", refuse)
-        with pytest.raises(ValueError, match="PermissionError: not yours"):
+        with pytest.raises(PermissionError, match=r"not yours \(on rank 0\)"):
             hooked(way.shard(exact()), ActivationStore(tmp_path / "d"), **way.sizes)
     hooked(way.shard(exact()), ActivationStore(tmp_path / "d"), **way.sizes).restore()
     folder = tmp_path / "a"
