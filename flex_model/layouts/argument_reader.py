@@ -46,7 +46,7 @@ class ArgumentReader:
     """The arguments of one operation, from the entries of all ranks.
 
     Attributes:
-        values: The values of its tensors, in order.
+        operands: Its tensors, in order.
         full_sizes: See `Operation`.
         shards_passed: By position in the argument "size": how the tensor is split whose split dim
             has the size that was passed.
@@ -58,7 +58,6 @@ class ArgumentReader:
 
     def __init__(self, proofs: AxisProofs, num_ranks: int, is_view: bool = False) -> None:
         self._proofs, self._num_ranks, self._is_view = proofs, num_ranks, is_view
-        self.values: list[Any] = []
         self.operands: list[Operand] = []
         self.full_sizes: dict[str, list[int | None]] = {}
         self.differs = False
@@ -125,8 +124,7 @@ class ArgumentReader:
         else:
             placement = None if value is None else self._proofs.placement(value)
         shapes = tuple(tuple(item[2]) for item in items)
-        self.values.append(value)
-        operand = Operand(shapes, dtype_of(items[0][3]), placement)
+        operand = Operand(shapes, dtype_of(items[0][3]), placement, value)
         self.operands.append(operand)
         return operand
 

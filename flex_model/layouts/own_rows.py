@@ -8,7 +8,7 @@ rows of the batch again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flex_model.distributed.placement import Shard
@@ -24,15 +24,13 @@ class OwnRows(NamedTuple):
     total: int
 
 
-def infer(
-    operation: Operation, output: int, values: Sequence[Any], known: Mapping[Any, OwnRows]
-) -> OwnRows | None:
+def infer(operation: Operation, output: int, known: Mapping[Any, OwnRows]) -> OwnRows | None:
     """Return which rows an output belongs to; None if it belongs to no such rows."""
     taken = _taken(operation, output)
     if taken is not None:
         return taken
-    found = {known[value] for value in values if value in known}
-    others = [one for one, value in zip(operation.operands, values) if value not in known]
+    found = {known[value] for value in operation.values if value in known}
+    others = [one for one in operation.operands if one.value not in known]
     is_of_rows = len(found) == 1 and all(one.placement == REPLICATED for one in others)
     return found.pop() if is_of_rows else None
 
@@ -49,10 +47,9 @@ def _taken(operation: Operation, output: int) -> OwnRows | None:
     return None if found is None else OwnRows(*found, operand.shapes[0][dim])
 
 
-def infer_joined(
-    operation: Operation, values: Sequence[Any], known: Mapping[Any, OwnRows]
-) -> Shard | None:
+def infer_joined(operation: Operation, known: Mapping[Any, OwnRows]) -> Shard | None:
     """Return the split of a tensor that joins all rows in their order; None for all else."""
+    values = operation.values
     if operation.name not in ("stack", "cat") or not all(value in known for value in values):
         return None
     rows, end = [known[value] for value in values], 0

@@ -256,9 +256,8 @@ def cat(operation: Operation) -> Placements:
     dim = operation["dim"] % made.ndim
     if all(o.shard is not None and o.shard.dim == dim for o in operands):
         return [_along_joined_dim(operands)]
-    arguments = tuple({**of_rank, "tensors": operands} for of_rank in operation.arguments)
     joined = form("tensors:...[dim] -> ...[dim] = tensors")
-    return joined(replace(operation, arguments=arguments))
+    return joined(operation.with_arguments(tensors=operands))
 
 
 def _along_joined_dim(operands: list[Operand]) -> Placement | None:
