@@ -285,10 +285,9 @@ class Follower:
 
     def obstacles(self, value: Any) -> dict[str, str]:
         """Return, for each axis whose placement is not known, where it was lost."""
-        pair = self.placements(value)
         return {
-            axis: self.proofs.obstacle(value, axis)
-            for axis, placement in zip(AXES, pair)
+            axis: self.proofs.along[axis].lost_at(value)
+            for axis, placement in zip(AXES, self.placements(value))
             if placement is None
         }
 
@@ -301,7 +300,7 @@ class Follower:
             exchange: Returns the chunks of all ranks of the grid, from this rank's chunk and the
                 digest of its whole log. Collective where there are tensor-parallel ranks.
         """
-        self.recorder.flush()
+        self.recorder.nodes.flush()
         digest = self.log.digest
         self.proofs.follow(exchange(self.log.take(), digest))
 

@@ -62,9 +62,7 @@ class FunctionRecorder(TorchFunctionMode):
                 encoded = recorder.encode(bound.schema, bound.args, bound.kwargs)
                 with recorder.paused():
                     result = func(*args, **kwargs)
-                schema = bound.schema
-                name, overload = schema.name, schema.overload_name
-                recorder.add_operation(name, overload, encoded, (), {}, result, None)
+                recorder.add_operation(bound.schema.name, encoded, result, bound.schema)
                 recorder.record_results(result)
                 return result
             result = self._run(func, types, args, kwargs)

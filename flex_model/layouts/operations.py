@@ -24,13 +24,10 @@ from flex_model.layouts.propagation.operation import (
     Operation,
 )
 from flex_model.layouts.propagation.text_cases import BATCH_NORMS
-from flex_model.layouts.propagation.views import TO_SIZES
 from flex_model.layouts.writes import follow_writes
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
-
-_VIEWS = {f"aten::{name}" for name in (*TO_SIZES, "_reshape_alias", "unflatten")}
 
 _Found = list[Placement | None]
 
@@ -241,8 +238,8 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Ca
     elif overload is not None:
         schema = overload._schema
     else:
-        return _Call(full_name, entries, ArgumentReader(proofs, len(entries)))
-    reader = ArgumentReader(proofs, len(entries), schema.name in _VIEWS)
+        return _Call(full_name, entries, ArgumentReader(proofs))
+    reader = ArgumentReader(proofs, schema.name)
     arguments = reader.arguments(schema, entries)
     name = rule_name(schema)
     is_factory = name in factories.BY_SIZES or not reader.operands
@@ -253,7 +250,7 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Ca
     )
     made = {size for output in outputs for shape in output.shapes for size in shape}
     unsettled = proofs.split_sizes & made if may_be_split or name == "expand" else set()
-    reader.conclude_sizes(schema.name, unsettled)
+    reader.conclude_sizes(unsettled)
     operation = Operation(
         name,
         arguments,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from flex_model.distributed.placement import Shard
 from flex_model.layouts.propagation.operation import REPLICATED, Operation
-from flex_model.layouts.propagation.slicing import SPLITS, range_taken
+from flex_model.layouts.propagation.slicing import SPLITS, follow_to_end, range_taken
 
 
 class OwnRows(NamedTuple):
@@ -52,11 +52,10 @@ def infer_joined(operation: Operation, known: Mapping[Any, OwnRows]) -> Shard | 
     values = operation.values
     if operation.name not in ("stack", "cat") or not all(value in known for value in values):
         return None
-    rows, end = [known[value] for value in values], 0
-    for start, stop, _ in rows:
-        if start != end or (operation.name == "stack" and stop != start + 1):
-            return None
-        end = stop
-    if end != rows[0].total or len({one.total for one in rows}) > 1:
+    rows = [known[value] for value in values]
+    if operation.name == "stack" and any(one.stop != one.start + 1 for one in rows):
+        return None
+    totals = {one.total for one in rows}
+    if len(totals) != 1 or not follow_to_end([(one.start, one.stop) for one in rows], *totals):
         return None
     return Shard(operation.get("dim", 0) % operation.outputs[0].ndim)

@@ -39,7 +39,7 @@ SAME_ELEMENTS = {"clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     """Note the placements of the results of a collective that all ranks called."""
     _, name, reduction, axes, args, _, outputs, _ = entries[0]
-    reader = ArgumentReader(proofs, len(entries))
+    reader = ArgumentReader(proofs)
     for i in range(len(args)):
         reader.read([entry[4][i] for entry in entries], "")
     inputs = tuple(one.value for one in reader.operands if isinstance(one.value, int))

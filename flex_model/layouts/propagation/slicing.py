@@ -61,7 +61,7 @@ def own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
     ranks may share one.
     """
     count = len(ranges)
-    if _follow_to_end(ranges, size):
+    if follow_to_end(ranges, size):
         return Shard(dim)
     for pieces in range(2, count):
         for stride in range(1, count):
@@ -71,14 +71,14 @@ def own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
             by_piece: dict[int, Range] = {}
             if any(by_piece.setdefault(shard.piece(i), r) != r for i, r in enumerate(ranges)):
                 continue
-            if len(by_piece) == pieces and _follow_to_end(
+            if len(by_piece) == pieces and follow_to_end(
                 [by_piece[i] for i in range(pieces)], size
             ):
                 return shard
     return None
 
 
-def _follow_to_end(ranges: Sequence[Range], size: int) -> bool:
+def follow_to_end(ranges: Sequence[Range], size: int) -> bool:
     """Whether the ranges follow one another and cover the dim."""
     end = 0
     for start, stop in ranges:
