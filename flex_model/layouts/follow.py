@@ -166,7 +166,7 @@ class Follower:
                 yield module.register_forward_hook(
                     self._note_experts, prepend=True, with_kwargs=True, always_call=True
                 )
-        for _, module, statement in self._statements.of_modules():
+        for module, statement in self._statements.of_modules():
             if statement.kind == "forward_pre":
                 yield module.register_forward_pre_hook(
                     self._stating(statement), prepend=True, with_kwargs=True

@@ -203,19 +203,15 @@ class Weights:
 
     def refuted(self, statement: Statement) -> str:
         """Return how the model contradicts a statement about parameters; empty if it does not."""
-        for name, module in self._root.named_modules():
-            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-                full = clean(self._root, f"{name}.{leaf}" if name else leaf)
-                if tensor is None or not statement.matches(full, module):
-                    continue
-                own = self._stated_by_model(module, leaf, tensor)
-                for axis, stated, known in zip(AXES, (statement.dp, statement.tp), own):
-                    if stated is not None and known is not None and encode(stated) != known:
-                        return (
-                            f"{statement.describe()}: {full} is {describe(stated)} along {axis} by "
-                            f"this statement, but its layer states that it is "
-                            f"{describe(decode(known))}; leave the statement out"  # type: ignore[arg-type]
-                        )
+        for name, module, leaf in self._statements.targets(statement):
+            own = dict(zip(AXES, self._stated_by_model(module, leaf, getattr(module, leaf))))
+            for axis, stated in statement.placed.items():
+                if own[axis] is not None and encode(stated) != own[axis]:
+                    return (
+                        f"{statement.describe()}: {name} is {describe(stated)} along {axis} by "
+                        f"this statement, but its layer states that it is "
+                        f"{describe(decode(own[axis]))}; leave the statement out"  # type: ignore[arg-type]
+                    )
         return ""
 
 
@@ -322,10 +318,7 @@ def _argument_names(root: nn.Module, count: int) -> list[str]:
 
 def _unwrapped(root: nn.Module) -> nn.Module:
     """Return the module that the user wrote, inside DDP, FSDP1 or a compiled module."""
-    wrapped = (
-        one for name, one in root._modules.items() if one is not None and not clean(root, name)
-    )
-    inner = next(wrapped, None)
+    inner = next((one for name, one in root._modules.items() if not clean(root, name)), None)
     return root if inner is None else _unwrapped(inner)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
+from flex_model.distributed.placement import Placement, Shard
 from flex_model.integrations.torch_private import OpOverload, OpOverloadPacket, backward_of
 from flex_model.layouts.propagation import (
     attention,
@@ -207,7 +207,7 @@ def _propagated(operation: Operation) -> list[Placement | None]:
     if not varying <= rule.per_rank:
         return unknown
     found = rule.function(operation)
-    if found is None or isinstance(found, (Replicate, Shard, Partial)):
+    if found is None or isinstance(found, Placement):
         return [found] * len(operation.outputs)
     return list(found)
 
