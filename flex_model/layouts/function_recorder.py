@@ -66,12 +66,9 @@ class FunctionRecorder(TorchFunctionMode):
                 recorder.record_results(result)
                 return result
             result = self._run(func, types, args, kwargs)
-        if isinstance(result, Tensor):
-            recorder.values.bind_result(result)
-        elif isinstance(result, (tuple, list)):
-            for item in result:
-                if isinstance(item, Tensor):
-                    recorder.values.bind_result(item)
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, Tensor):
+                recorder.values.bind_result(item)
         recorder.record_results(result)
         return result
 

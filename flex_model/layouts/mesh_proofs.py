@@ -7,6 +7,7 @@ from typing import Any
 
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shape, Shard
+from flex_model.layouts.expected_shape import fits
 from flex_model.layouts.operation_log import Chunk, Value
 from flex_model.layouts.placement_encoding import Pair
 from flex_model.layouts.proofs import AxisProofs
@@ -76,9 +77,7 @@ class MeshProofs:
                         "identify them; state the tensor before its dims are joined"
                     )
                 full = self._full_shape(value)
-                if full is not None and any(
-                    size not in (None, own) for size, own in zip(sizes, full)
-                ):
+                if full is not None and not fits(full, sizes):
                     return f"{text}: the sizes {sizes} are stated, the full tensor has shape {full}"
         return ""
 

@@ -39,14 +39,11 @@ class _Call:
     Attributes:
         read: Its arguments; none where torch has no operation of this name.
         operation: As rules see it; None where torch has no operation of this name.
-        is_comparable: Whether ranks passed arguments that a rule can compare.
     """
 
-    name: str
     entries: tuple[Entry, ...]
     read: ArgumentReader
     operation: Operation | None = None
-    is_comparable: bool = False
 
     @property
     def written(self) -> Any:
@@ -93,7 +90,7 @@ def _infer(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     Raises:
         ArgumentsDifferError: an argument that the result depends on is not the same on all ranks.
     """
-    if not call.is_comparable:
+    if call.read.differs:
         return [None] * len(operation.outputs)
     found: _Found = []
     for reading in _readings(proofs, operation):
@@ -144,7 +141,7 @@ def _of_own_rows(proofs: AxisProofs, operation: Operation, found: _Found) -> _Fo
 
 def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     outputs: _Found = [None] * len(operation.outputs)
-    if not call.name.startswith("aten::") and not rules.has_rule(operation.name):
+    if not call.entries[0][1].startswith("aten::") and not rules.has_rule(operation.name):
         return outputs
     if factories.makes_blank(operation.name):
         return outputs  # unknown until all of it is written
@@ -193,7 +190,7 @@ def _note_facts(
         proofs.gathered_elsewhere.add(value)
     if chunks.splits_or_joins(operation):
         proofs.makers[value] = (operation, output)
-    if call.is_comparable:
+    if not call.read.differs:
         _note_open(proofs, call, operation, value)
         if value not in proofs.placements:
             is_dp = proofs.axis == "dp"
@@ -238,7 +235,7 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Ca
     elif overload is not None:
         schema = overload._schema
     else:
-        return _Call(full_name, entries, ArgumentReader(proofs))
+        return _Call(entries, ArgumentReader(proofs))
     reader = ArgumentReader(proofs, schema.name)
     arguments = reader.arguments(schema, entries)
     name = rule_name(schema)
@@ -261,7 +258,7 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Ca
     )
     with suppress(ArgumentsDifferError):
         operation = constants.with_extents(operation, proofs.open, proofs.plain)
-    return _Call(full_name, entries, reader, operation, not reader.differs)
+    return _Call(entries, reader, operation)
 
 
 def _has_gradient(dtype: str) -> bool:
