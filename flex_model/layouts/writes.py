@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
@@ -115,6 +116,4 @@ def _fill(
 def _moved(shard: Shard, dims: Sequence[int | None]) -> Shard | None:
     """Return the same split of another tensor, whose dims are ``dims``."""
     dim = dims[shard.dim] if shard.dim < len(dims) else None
-    if dim is None:
-        return None
-    return Shard(dim, *list(vars(shard).values())[1:])
+    return None if dim is None else replace(shard, dim=dim)

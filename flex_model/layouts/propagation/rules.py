@@ -230,13 +230,9 @@ def fits(placement: Placement | None, operand: Operand) -> bool:
     if placement.part_sizes is None and any(shape[dim] % parts for shape in operand.shapes):
         return False
     try:
-        return bool(replace_placement(operand, placement).full_shape)
+        return bool(replace(operand, placement=placement).full_shape)
     except ValueError:
         return False
-
-
-def replace_placement(operand: Operand, placement: Placement) -> Operand:
-    return replace(operand, placement=placement)
 
 
 def _varying(operation: Operation) -> set[str]:
