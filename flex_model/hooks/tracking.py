@@ -40,7 +40,6 @@ from flex_model.layouts.sources import (
     Argument,
     BatchDim,
     Constants,
-    Inputs,
     Weights,
     leaves,
     named_inputs,
@@ -75,7 +74,6 @@ class Tracking:
         self._root = root
         self._communicator, self.is_local = communicator, communicator.is_local
         self.batch_dim = batch_dim
-        self._inputs = Inputs(batch_dim)
         self._follow = follow
         self._memory = LayoutCache()
         self.num_followed = 0
@@ -204,7 +202,7 @@ class Tracking:
         return seed_inputs(
             follower,
             self._communicator,
-            self._inputs,
+            self.batch_dim,
             self._inputs_of(args, kwargs),
             self._stated_inputs(),
             self._kept,

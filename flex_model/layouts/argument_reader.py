@@ -4,7 +4,7 @@ entries of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,11 @@ from torch import Tensor
 from flex_model.distributed.placement import Shard
 from flex_model.layouts import chunks, memory_map
 from flex_model.layouts.operation_log import Entry, Value, dtype_of
-from flex_model.layouts.propagation.labels import words
 from flex_model.layouts.propagation.operation import Operand, full_size
+from flex_model.layouts.propagation.slicing import SPLITS
 from flex_model.layouts.propagation.views import TO_SIZES
 from flex_model.layouts.sizes import (
     SIZE_ARGUMENTS,
-    CallSizes,
     Expression,
     divides_by,
     encoded,
@@ -31,22 +30,18 @@ from flex_model.layouts.sizes import (
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
+    from flex_model.layouts.recorder import Recorder
 
 
-_SPLITS = {
-    f"aten::{name}"
-    for name in words(
-        "slice narrow split split_with_sizes chunk tensor_split unsafe_split unsafe_chunk select "
-        "unbind"
-    )
-}
+_SLICES = {f"aten::{name}" for name in (*SPLITS, "slice", "narrow", "select", "unbind")}
+_VIEWS = {f"aten::{name}" for name in (*TO_SIZES, "_reshape_alias", "unflatten")}
 
 
 class ArgumentReader:
     """The arguments of one operation, from the entries of all ranks.
 
     Attributes:
-        values: The values of its tensors, in order.
+        operands: Its tensors, in order.
         full_sizes: See `Operation`.
         shards_passed: By position in the argument "size": how the tensor is split whose split dim
             has the size that was passed.
@@ -56,9 +51,9 @@ class ArgumentReader:
         are_plain: Whether no size is known to be another one in the unsharded program, or may be.
     """
 
-    def __init__(self, proofs: AxisProofs, num_ranks: int, is_view: bool = False) -> None:
-        self._proofs, self._num_ranks, self._is_view = proofs, num_ranks, is_view
-        self.values: list[Any] = []
+    def __init__(self, proofs: AxisProofs, operation: str = "") -> None:
+        self._proofs, self._operation = proofs, operation
+        self._is_view = operation in _VIEWS
         self.operands: list[Operand] = []
         self.full_sizes: dict[str, list[int | None]] = {}
         self.differs = False
@@ -125,8 +120,7 @@ class ArgumentReader:
         else:
             placement = None if value is None else self._proofs.placement(value)
         shapes = tuple(tuple(item[2]) for item in items)
-        self.values.append(value)
-        operand = Operand(shapes, dtype_of(items[0][3]), placement)
+        operand = Operand(shapes, dtype_of(items[0][3]), placement, value)
         self.operands.append(operand)
         return operand
 
@@ -148,7 +142,7 @@ class ArgumentReader:
         if is_split and self._proofs.axis == "tp" and has_factors(first):
             known = None  # ``x.shape[0] * heads``, where the heads may be this rank's share
         is_share = self._is_view and known == numbers[0]
-        if (is_share or not self.operands) and divides_by(first, self._num_ranks):
+        if (is_share or not self.operands) and divides_by(first, self._proofs.num_ranks):
             # A size of a whole dim, divided by the number of ranks, may be a rank's share. (Slices
             # and the like are along a dim whose placement their operand shows.)
             known = None
@@ -161,7 +155,7 @@ class ArgumentReader:
         self.are_plain &= is_same
         self._shows_split |= known is not None and not is_same
 
-    def conclude_sizes(self, operation: str, unsettled: set[int]) -> None:
+    def conclude_sizes(self, unsettled: set[int]) -> None:
         """Infer the sizes that the unsharded program passes where ranks pass plain numbers.
 
         They matter at the split dim only, so if no tensor is split it passes the same. Of a view
@@ -174,7 +168,7 @@ class ArgumentReader:
         """
         unsettled = set() if self._shows_split else unsettled
         shards = [operand for operand in self.operands if operand.shard is not None]
-        rule_decides = self._is_view or operation in _SPLITS
+        rule_decides = self._is_view or self._operation in _SLICES
         kept = set(self._with_expression)
         split = shards[0].shard if shards else None
         num_same = 0  # dims that a view keeps
@@ -185,7 +179,7 @@ class ArgumentReader:
                 continue
             if not shards or (self._is_view and number == -1):
                 self.full_sizes[name][place] = number
-            elif operation == "aten::expand":
+            elif self._operation == "aten::expand":
                 self.full_sizes[name][place] = self._expanded(shards[0], name, place, number)
             elif not rule_decides:
                 self.full_sizes[name][place] = number
@@ -243,28 +237,12 @@ def _number_of(item: Any) -> Any:
 
 Encoded = tuple[Any, Any, tuple[Any, ...]]
 
-_VIEWS = {f"aten::{name}" for name in (*TO_SIZES, "unflatten")}
-
 
 class ArgumentEncoder:
-    """Encodes the arguments of one operation.
+    """Encodes the arguments of one operation."""
 
-    Args:
-        value: Returns the value or values of a tensor.
-        sizes: The numbers of the call that runs the operation.
-        stated_sizes: The sizes of last dims that the running module states.
-        is_recomputed: Whether all floating-point tensors carry gradients.
-    """
-
-    def __init__(
-        self,
-        value: Callable[[Tensor], Any],
-        sizes: CallSizes,
-        stated_sizes: frozenset[int],
-        is_recomputed: bool,
-    ) -> None:
-        self._value, self._sizes, self._stated_sizes = value, sizes, stated_sizes
-        self._is_recomputed = is_recomputed
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._sizes = recorder, recorder.sizes
         self._carriers: list[Any] = []
 
     def encode(self, schema: Any, args: Any, kwargs: Any) -> Encoded:
@@ -279,7 +257,7 @@ class ArgumentEncoder:
             )
             for i, value in enumerate(args)
         )
-        if schema is not None and self._stated_sizes and schema.name in _VIEWS:
+        if schema is not None and self._recorder.stated_sizes and schema.name in _VIEWS:
             shape, kept = memory_map.shape_of(args[0]), 0
             if schema.name == "aten::unflatten":
                 dim = args[1] if len(args) > 1 else kwargs["dim"]
@@ -301,10 +279,10 @@ class ArgumentEncoder:
         """
         if not isinstance(value, tuple) or value[:1] != ("l",) or len(value) < 3:
             return value
-        heads, size = value[-2:]
+        (heads, size), stated = value[-2:], self._recorder.stated_sizes
         if size == -1 and type(heads) is int and heads > 0 and shape[-1] % heads == 0:
             size = shape[-1] // heads
-        if type(heads) is not int or type(size) is not int or size not in self._stated_sizes:
+        if type(heads) is not int or type(size) is not int or size not in stated:
             return value
         is_new_dim = num_kept + len(value) - 1 == len(shape) + 1 > 3
         if heads != -1 and not (is_new_dim and heads * size == shape[-1]):
@@ -322,9 +300,9 @@ class ArgumentEncoder:
                 position.
         """
         if isinstance(value, Tensor):
-            known = self._value(value)
+            known = self._recorder.value(value)
             carries = value.requires_grad and torch.is_grad_enabled()
-            if carries or (self._is_recomputed and value.is_floating_point()):
+            if carries or (self._recorder.is_recomputed and value.is_floating_point()):
                 self._carriers.append(known)
             return "t", known, memory_map.shape_of(value), str(value.dtype)
         if isinstance(value, bool) or value is None or isinstance(value, str):

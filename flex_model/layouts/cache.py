@@ -194,13 +194,16 @@ class LayoutCache:
             _put(self._growing, key.form, growing)
         return key, known
 
+    def _of(self, key: int | None) -> ForwardLayouts:
+        """Return the layouts of a forward; none for one that is not cached."""
+        found = None if key is None else self._forwards.get(key)
+        return found or ForwardLayouts()
+
     def pairs(self, key: int | None, site: int) -> list[tuple[Pair, Pair]]:
         """Return the placements of all calls of a hook in the forwards of a key, and those of the
         gradients.
         """
-        layouts = None if key is None else self._forwards.get(key)
-        if layouts is None:
-            return []
+        layouts = self._of(key)
         return [
             (pair, layouts.gradients.get(place, UNKNOWN))
             for place, pair in layouts.pairs.items()
@@ -209,14 +212,12 @@ class LayoutCache:
 
     def obstacles(self, key: int | None, site: int) -> dict[str, str]:
         """Return, by axis, why the placement of a hook's gradient is not known."""
-        layouts = None if key is None else self._forwards.get(key)
-        known = {} if layouts is None else layouts.obstacles
+        known = self._of(key).obstacles
         return next((found for place, found in known.items() if place.site == site), {})
 
     def rows(self, key: int | None) -> Rows | None:
         """Return `ForwardLayouts.rows`; None for a forward that is not cached."""
-        layouts = None if key is None else self._forwards.get(key)
-        return None if layouts is None else layouts.rows
+        return self._of(key).rows
 
     def remember(self, key: Key, layouts: ForwardLayouts) -> None:
         """Cache the layouts of a followed forward, unless the cache was cleared since it began."""

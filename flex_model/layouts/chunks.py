@@ -23,8 +23,8 @@ def splits_or_joins(operation: Operation) -> bool:
     return not any(differ(operation.by_rank(name)) for name in names)
 
 
-#: An operation, which of its outputs, and the values that it read.
-Maker = tuple[Operation, int, tuple[Any, ...]]
+#: An operation, and which of its outputs.
+Maker = tuple[Operation, int]
 
 
 def combine(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | None:
@@ -36,13 +36,13 @@ def combine(values: Sequence[Any], makers: Mapping[Any, Maker]) -> Placement | N
     for maker in made:
         if maker is None or maker[0].name not in CHUNKS:
             return None
-        operation, output, sources = maker
-        operand = operation.operands[0]
-        if len(sources) != 1 or sources[0] is None or operand.placement != REPLICATED:
+        operation, output = maker
+        operand, *others = operation.operands
+        if others or operand.value is None or operand.placement != REPLICATED:
             return None
         dim = _dim(operation)
         ranges.append(range_taken(operation, output, dim))
-        of.add((sources[0], dim, operand.shapes[0][dim]))
+        of.add((operand.value, dim, operand.shapes[0][dim]))
     if len(of) > 1 or any(found is None for found in ranges):
         return None
     ((_, dim, size),) = of
@@ -56,23 +56,23 @@ def taken_from(
     that were joined: ``torch.cat([a, b], -1).split([len_a, len_b], -1)``. None if it was not joined
     of others, or something reads no chunk along that dim.
     """
-    operation, _, sources = makers.get(joined, (None, 0, ()))
-    if operation is None or operation.name != "cat" or len(sources) != len(operation.operands):
+    operation, _ = makers.get(joined, (None, 0))
+    if operation is None or operation.name != "cat":
         return None
     dim, end, own = _dim(operation), 0, []
-    for operand, value in zip(operation.operands, sources):
+    for operand in operation.operands:
         if operand.ndim != operation.outputs[0].ndim:  # an empty one
             return None
         sizes = {shape[dim] for shape in operand.shapes}
         if len(sizes) > 1:
             return None
         start, end = end, end + sizes.pop()
-        if value == source:
+        if operand.value == source:
             own.append(range(start, end))
     found = []
     for reader in readers:
-        chunk, output, of = makers.get(reader, (operation, 0, ()))
-        if chunk.name not in CHUNKS or of != (joined,) or _dim(chunk) != dim:
+        chunk, output = makers.get(reader, (operation, 0))
+        if chunk.name not in CHUNKS or chunk.values != (joined,) or _dim(chunk) != dim:
             return None
         taken = range_taken(chunk, output, dim)
         if taken is None:

@@ -36,11 +36,7 @@ _FILLS = {"zeros_like", "ones_like", "full_like", "fill", "zero"}
 
 
 def open_dims(
-    operation: Operation,
-    values: Sequence[Any],
-    known: Mapping[Any, OpenDims],
-    axis: str,
-    split_sizes: set[int],
+    operation: Operation, known: Mapping[Any, OpenDims], axis: str, split_sizes: set[int]
 ) -> OpenDims | None:
     """Return the open dims of the result; None if it has none, or is not known."""
     name, result = operation.name, operation.outputs[0]
@@ -51,13 +47,10 @@ def open_dims(
         return (is_open and factories.unsettled_dims(operation, axis, split_sizes)) or None
     if name in _FILLS:
         return frozenset(range(result.ndim))
-    operands = operation.operands
-    if not operands or len(operands) != len(values):
-        return None
     of_each: list[OpenDims] = []
-    for operand, value in zip(operands, values):
-        if operand.placement in (None, REPLICATED) and value in known:
-            of_each.append(known[value])
+    for operand in operation.operands:
+        if operand.placement in (None, REPLICATED) and operand.value in known:
+            of_each.append(known[operand.value])
         elif operand.placement == REPLICATED:
             of_each.append(frozenset())
         else:
@@ -66,9 +59,7 @@ def open_dims(
         return _expanded(operation, of_each[0], split_sizes)
     if not any(of_each):
         return None
-    if name == "cat":
-        return _joined(operation, of_each)
-    return _parallel(operation, operands, of_each)
+    return _joined(operation, of_each) if name == "cat" else _parallel(operation, of_each)
 
 
 def _joined(operation: Operation, of_each: Sequence[OpenDims]) -> OpenDims | None:
@@ -80,13 +71,11 @@ def _joined(operation: Operation, of_each: Sequence[OpenDims]) -> OpenDims | Non
     return along | frozenset.intersection(*of_each) - {dim} or None
 
 
-def _parallel(
-    operation: Operation, operands: Sequence[Operand], of_each: Sequence[OpenDims]
-) -> OpenDims | None:
+def _parallel(operation: Operation, of_each: Sequence[OpenDims]) -> OpenDims | None:
     """Return the result's open dims, if the operation treats each index of an open dim alike and
     independently: it would then turn shards along that dim into shards along a dim of the result.
     """
-    choices = [[None, *sorted(dims)] for dims in of_each]
+    operands, choices = operation.operands, [[None, *sorted(dims)] for dims in of_each]
     if math.prod(map(len, choices)) > _MAX_CHOICES:
         return None
     found: set[int] = set()
@@ -145,38 +134,32 @@ def _same_numbers(operation: Operation) -> bool:
 
 
 def with_extents(
-    operation: Operation,
-    values: Sequence[Any],
-    known: Mapping[Any, OpenDims],
-    plain: Container[Any],
+    operation: Operation, known: Mapping[Any, OpenDims], plain: Container[Any]
 ) -> Operation:
     """Return the operation, with operands of unknown extent placed as the other operands show."""
     operands = operation.operands
-    if operation.name in RECURRENT and len(operands) == len(values):
-        return _with_states(operation, values, known)
-    if len(operands) != len(values):
-        return operation
-    if operation.name == "expand" and values[0] in plain and _shows_rows(operation):
+    if operation.name == "expand" and operands[0].value in plain and _shows_rows(operation):
         return with_placements(operation, {id(operands[0]): REPLICATED})
-    opened = [
-        (operand, value)
-        for operand, value in zip(operands, values)
-        if operand.placement is None and value in known
+    unknown = [
+        (operand, known[operand.value])
+        for operand in operands
+        if operand.placement is None and operand.value in known
     ]
-    unknown = [(operand, known[value]) for operand, value in opened]
     others = [operand for operand in operands if operand.placement is not None]
     if not unknown or not others or len(others) + len(unknown) < len(operands):
         return operation
-    is_pointwise = torch.Tag.pointwise in operation.tags or operation.name in _BESIDE
-    if not is_pointwise:
+    placed: dict[int, Placement | None]
+    if operation.name in RECURRENT and all(one.placement == REPLICATED for one in others):
+        # `torch.zeros(layers, rows, features)`: states, as large as input and weights show.
+        placed = {id(operand): REPLICATED for operand, _ in unknown}
+    elif torch.Tag.pointwise in operation.tags or operation.name in _BESIDE:
+        placed = {
+            id(operand): _beside(operand, dims, others, operand.value in plain)
+            for operand, dims in unknown
+        }
+    else:
         return _as_rules_allow(operation, unknown, others)
-    placed = {
-        id(operand): _beside(operand, known[value], others, value in plain)
-        for operand, value in opened
-    }
-    if any(placement is None for placement in placed.values()):
-        return operation
-    return with_placements(operation, placed)
+    return operation if None in placed.values() else with_placements(operation, placed)
 
 
 def _shows_rows(operation: Operation) -> bool:
@@ -208,21 +191,14 @@ def _as_rules_allow(
     return allowed[0] if len(allowed) == 1 else operation
 
 
-def with_shares(
-    operation: Operation, values: Sequence[Any], known: Mapping[Any, OpenDims]
-) -> Operation:
+def with_shares(operation: Operation, known: Mapping[Any, OpenDims]) -> Operation:
     """Return the operation, with replicated operands placed as the others show along dims that may
     be this rank's share: ``scores + bias.expand(-1, heads // tp, -1, -1)``.
     """
-    operands = operation.operands
-    if len(operands) != len(values):
-        return operation
     placed: dict[int, Placement | None] = {
-        id(operand): None for operand, value in zip(operands, values) if value in known
+        id(operand): None for operand in operation.operands if operand.value in known
     }
-    if not placed:
-        return operation
-    return with_extents(with_placements(operation, placed), values, known, ())
+    return with_extents(with_placements(operation, placed), known, ()) if placed else operation
 
 
 def with_single_rows(operation: Operation) -> Operation:
@@ -244,46 +220,16 @@ def with_single_rows(operation: Operation) -> Operation:
     return _as_rules_allow(operation, unknown, others) if unknown else operation
 
 
-def with_zeros_as_sums(
-    operation: Operation, values: Sequence[Any], zeros: Container[Any]
-) -> Operation:
+def with_zeros_as_sums(operation: Operation, zeros: Container[Any]) -> Operation:
     """Return the operation, with replicated operands of zeros placed as partial sums, which they
     are, too: an expert layer adds its partial sums to such a tensor.
     """
-    operands = operation.operands
-    if len(operands) != len(values):
-        return operation
     placed: dict[int, Placement | None] = {
         id(operand): Partial()
-        for operand, value in zip(operands, values)
-        if value in zeros and operand.placement == REPLICATED
+        for operand in operation.operands
+        if operand.value in zeros and operand.placement == REPLICATED
     }
     return with_placements(operation, placed) if placed else operation
-
-
-def _with_states(
-    operation: Operation, values: Sequence[Any], known: Mapping[Any, OpenDims]
-) -> Operation:
-    """Place the initial states of a recurrent layer, ``torch.zeros(layers, rows, features)``: its
-    whole weights determine their sizes, except for the rows, which its input has.
-    """
-    if "input" not in operation.arguments[0]:
-        return operation  # packed sequences
-    x, params = operation["input"], operation["params"]
-    row_dim = 0 if operation["batch_first"] else 1
-    if x.placement not in (REPLICATED, Shard(row_dim)) or x.ndim != 3:
-        return operation
-    if any(param.placement != REPLICATED for param in params):
-        return operation
-    placement = Shard(1) if x.shard else REPLICATED
-    states = operation["hx"] if isinstance(operation["hx"], (list, tuple)) else [operation["hx"]]
-    of = dict(zip(map(id, operation.operands), values))
-    placed: dict[int, Placement | None] = {
-        id(state): placement
-        for state in states
-        if state.placement is None and of[id(state)] in known
-    }
-    return with_placements(operation, placed)
 
 
 def with_placements(operation: Operation, placed: Mapping[int, Placement | None]) -> Operation:

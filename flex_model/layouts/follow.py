@@ -76,7 +76,10 @@ class Follower:
         self._weights = weights
         self.log = Log()
         self.proofs = MeshProofs(mesh)
-        self._axes_of_groups: dict[Any, tuple[str, ...] | None] = {}
+        self._axes_of_groups = {
+            tuple(mesh.stage_ranks[place] for place in mesh.ranks_along(axes)): axes
+            for axes in (("dp", "tp"), ("dp",), ("tp",))  # the last, where an axis has one rank
+        }
         self.recorder = Recorder(
             self,
             self.log,
@@ -161,12 +164,12 @@ class Follower:
             if layers.gives_the_same_to_all(module):
                 yield module.register_forward_hook(self._state_shared, prepend=True)
             if experts.is_opaque(module):
-                yield module.register_forward_pre_hook(self._begin_experts)
+                yield module.register_forward_pre_hook(lambda *_: self.recorder.begin_opaque())
             if experts.num_inputs(module):
                 yield module.register_forward_hook(
                     self._note_experts, prepend=True, with_kwargs=True, always_call=True
                 )
-        for _, module, statement in self._statements.of_modules():
+        for module, statement in self._statements.of_modules():
             if statement.kind == "forward_pre":
                 yield module.register_forward_pre_hook(
                     self._stating(statement), prepend=True, with_kwargs=True
@@ -179,9 +182,6 @@ class Follower:
             for tensor in _tensors(output):
                 text = f"results of a {type(module).__name__}"
                 self.recorder.state(tensor, (None, encode(Replicate())), text, None)
-
-    def _begin_experts(self, module: nn.Module, args: Any) -> None:
-        self.recorder.begin_opaque()
 
     def _note_experts(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         is_opaque = experts.is_opaque(module)
@@ -229,21 +229,19 @@ class Follower:
         """
         return self.recorder.value(tensor)
 
-    def joint_value(self, tensor: Tensor) -> Any:
+    def joint_value(self, tensor: Tensor | None) -> Any:
         """Return a value for a tensor that every rank has here. It has the tensor's placements if
-        all ranks have the same tensor of the program, or each its piece of one; else none.
+        all ranks have the same tensor of the program, or each its piece of one; else none, as for
+        None.
         """
-        before, value = self.recorder.value(tensor), self.log.new_value()
+        before = None if tensor is None else self.recorder.value(tensor)
+        value = self.log.new_value()
         self.log.add("joint", value, before)
         return value
 
-    def weight(self, tensor: Tensor, name: str) -> Value | None:
-        """Return the value of a weight that the forward has used."""
-        return self.recorder.values.weight(tensor, name)
-
     def weight_of(self, parameters: Sequence[Tensor], name: str) -> Value | None:
         """Return the value of the parameters' first one that the forward has used."""
-        found = (self.weight(parameter, name) for parameter in parameters)
+        found = (self.recorder.values.weight(parameter, name) for parameter in parameters)
         return next((value for value in found if value is not None), None)
 
     def has_written(self, buffer: Tensor) -> bool:
@@ -258,11 +256,8 @@ class Follower:
         Args:
             is_same: Whether it is the same tensor object as when the forward began.
         """
-        if is_same and not self.has_written(buffer):
-            value = self.log.new_value()
-            self.log.add("joint", value, None)
-            return value
-        return self.joint_value(buffer)
+        is_lost = is_same and not self.has_written(buffer)
+        return self.joint_value(None if is_lost else buffer)
 
     def placements(self, value: Any) -> Pair:
         """Return the placements of a value, as far as ``sync`` has compared the logs."""
@@ -285,10 +280,9 @@ class Follower:
 
     def obstacles(self, value: Any) -> dict[str, str]:
         """Return, for each axis whose placement is not known, where it was lost."""
-        pair = self.placements(value)
         return {
-            axis: self.proofs.obstacle(value, axis)
-            for axis, placement in zip(AXES, pair)
+            axis: self.proofs.along[axis].lost_at(value)
+            for axis, placement in zip(AXES, self.placements(value))
             if placement is None
         }
 
@@ -301,7 +295,7 @@ class Follower:
             exchange: Returns the chunks of all ranks of the grid, from this rank's chunk and the
                 digest of its whole log. Collective where there are tensor-parallel ranks.
         """
-        self.recorder.flush()
+        self.recorder.nodes.flush()
         digest = self.log.digest
         self.proofs.follow(exchange(self.log.take(), digest))
 
@@ -318,18 +312,9 @@ class Follower:
             if isinstance(leaf, (str, torch.ScriptObject)):
                 group = group_of(leaf)
                 if group is not None:
-                    return self._axes_of_ranks(tuple(dist.get_process_group_ranks(group)))
+                    ranks = tuple(dist.get_process_group_ranks(group))
+                    return self._axes_of_groups.get(ranks)
         return None
-
-    def _axes_of_ranks(self, ranks: tuple[int, ...]) -> tuple[str, ...] | None:
-        if ranks not in self._axes_of_groups:
-            mesh, found = self._mesh, None
-            for axes in (("tp",), ("dp",), ("dp", "tp")):
-                if tuple(mesh.stage_ranks[place] for place in mesh.ranks_along(axes)) == ranks:
-                    found = axes
-                    break
-            self._axes_of_groups[ranks] = found
-        return self._axes_of_groups[ranks]
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

@@ -62,18 +62,13 @@ class FunctionRecorder(TorchFunctionMode):
                 encoded = recorder.encode(bound.schema, bound.args, bound.kwargs)
                 with recorder.paused():
                     result = func(*args, **kwargs)
-                schema = bound.schema
-                name, overload = schema.name, schema.overload_name
-                recorder.add_operation(name, overload, encoded, (), {}, result, None)
+                recorder.add_operation(bound.schema.name, encoded, result, bound.schema)
                 recorder.record_results(result)
                 return result
             result = self._run(func, types, args, kwargs)
-        if isinstance(result, Tensor):
-            recorder.values.bind_result(result)
-        elif isinstance(result, (tuple, list)):
-            for item in result:
-                if isinstance(item, Tensor):
-                    recorder.values.bind_result(item)
+        for item in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(item, Tensor):
+                recorder.values.bind_result(item)
         recorder.record_results(result)
         return result
 

@@ -77,6 +77,7 @@ class Gradients:
         """Return the placement of a value's gradient; None where it is not known. That of a value
         that nothing passes a gradient to is the one that it would have.
         """
+        value = self._proofs.resolve_joint(value)
         values = value if isinstance(value, tuple) else (value,)
         kinds = {self._kind_or_expected(one) for one in values}
         kind = kinds.pop()
@@ -91,6 +92,7 @@ class Gradients:
 
     def obstacle(self, value: Any) -> str:
         """Return why the gradient of a value is not known; empty if it is."""
+        value = self._proofs.resolve_joint(value)
         if self._own(value) is None:
             return self._text(value) if isinstance(value, int) else ""
         kind = self._kind(value) if self._proofs.axis == "tp" else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter
 
 from flex_model.layouts.contracts import functions
-from flex_model.layouts.operation_log import Log, Value
+from flex_model.layouts.operation_log import Value
 
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder
@@ -41,12 +41,31 @@ class GraphNodes:
         self._values: dict[tuple[int, int], Value] = {}  # by node and output
         self._unread: dict[tuple[int, int], Value] = {}  # of tensors whose use is not recorded
         self._numbers: dict[int, Value] = {}  # by node
+        self._pending: list[tuple[weakref.ref[Tensor], Value]] = []  # not linked by autograd yet
 
     def link(self, outputs: Sequence[Any], writes: Sequence[Any]) -> None:
         """Note that an ATen operation that carries gradients made these outputs."""
         self.linked.update(output[0] for output in outputs)
         for write in writes:
             self.linked.update(value for _, value, _ in write[1])
+
+    def note_results(self, schema: Any, tensors: Sequence[Tensor], outputs: Sequence[Any]) -> None:
+        """Note the results of an ATen operation that returns several. Autograd links them after the
+        operation has returned.
+        """
+        is_view = any(made.alias_info is not None for made in schema.returns)
+        if len(tensors) > 1 and not is_view:
+            self._pending += [(weakref.ref(one), made[0]) for one, made in zip(tensors, outputs)]
+
+    def flush(self) -> None:
+        """Log which results of the operation before carry no gradient, now that it has returned:
+        they exist for its backward alone, such as a norm's mean.
+        """
+        found = [(reference(), value) for reference, value in self._pending]
+        self._pending.clear()
+        detached = tuple(value for one, value in found if one is not None and not one.requires_grad)
+        if detached:
+            self._recorder.log.add("detached", detached)
 
     def note_use(self, tensor: Tensor, value: Value | tuple[Value, ...]) -> Any:
         """Note the use of a tensor that requires a gradient, as an output of its node; return its
@@ -212,30 +231,3 @@ def _functions_of(hook: Any) -> Iterator[Any]:
         yield from (one for cell in cells if callable(cell) for one in _functions_of(cell))
     else:
         yield hook
-
-
-class PendingResults:
-    """Holds results of an operation that autograd has not linked yet: it does so after the
-    operation has returned. Results that then carry no gradient exist for its backward alone, such
-    as a norm's mean.
-    """
-
-    def __init__(self, log: Log) -> None:
-        self._log = log
-        self._pending: list[tuple[weakref.ref[Tensor], Value]] = []
-
-    def note(self, schema: Any, tensors: Sequence[Tensor], values: Sequence[Value]) -> None:
-        """Note the results of an ATen operation that returns several."""
-        is_view = any(made.alias_info is not None for made in schema.returns)
-        if len(tensors) > 1 and not is_view:
-            self._pending += [(weakref.ref(one), value) for one, value in zip(tensors, values)]
-
-    def flush(self) -> None:
-        """Log those that carry no gradient, now that the operation has returned."""
-        if not self._pending:
-            return
-        found = [(reference(), value) for reference, value in self._pending]
-        self._pending = []
-        detached = tuple(value for one, value in found if one is not None and not one.requires_grad)
-        if detached:
-            self._log.add("detached", detached)

@@ -19,7 +19,7 @@ from flex_model.layouts import replicas
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.kept import KeptTensors
 from flex_model.layouts.replicas import PendingReplica
-from flex_model.layouts.sources import AXES, Argument, Inputs
+from flex_model.layouts.sources import AXES, Argument, BatchDim, inputs_along_dp
 from flex_model.layouts.statements import Statement
 
 _MAX_DIMS = 16
@@ -28,7 +28,7 @@ _MAX_DIMS = 16
 def seed_inputs(
     follower: Follower,
     communicator: Communicator,
-    by_batch_dim: Inputs,
+    batch_dim: BatchDim,
     inputs: Sequence[Argument],
     statements: Mapping[int, Statement],
     kept: KeptTensors,
@@ -38,7 +38,7 @@ def seed_inputs(
     """Add the inputs of a forward to what the follower knows. Collective.
 
     Args:
-        by_batch_dim: Infers from ``batch_dim`` which inputs hold rows.
+        batch_dim: States which inputs hold rows.
         statements: Those about inputs, by index.
         kept: Tensors of earlier forwards.
         pads: Whether hooks pad tensors of different lengths to one.
@@ -73,11 +73,17 @@ def seed_inputs(
     if mesh.dp_size > 1:
         line = mesh.ranks_along(("dp",), 0)
         try:
-            found = by_batch_dim.along_dp(
-                [inputs[i].name for i in (*passed, *states)],
-                [[shapes[i][place] for place in line] for i in (*passed, *states)],
-                [prints[i].equal_along("dp") for i in (*passed, *states)],
-                [i in stated_dp or inputs[i].is_kept for i in passed] + [True] * len(states),
+            found = inputs_along_dp(
+                batch_dim,
+                [
+                    (
+                        inputs[i].name,
+                        [shapes[i][place] for place in line],
+                        prints[i].equal_along("dp"),
+                        i in stated_dp or inputs[i].is_kept or inputs[i].is_state,
+                    )
+                    for i in (*passed, *states)
+                ],
             )
         except ValueError as error:
             raise agreed(error) from None

@@ -127,6 +127,26 @@ class Blank:
     flags: Tensor
     dtype: torch.dtype
 
+    def has(self, place: Geometry) -> bool:
+        """Whether nothing was written to any of these elements."""
+        offset, shape, strides, dtype = place
+        if dtype != self.dtype:
+            return False
+        with unset_fake_temporarily():
+            return bool(self.flags.as_strided(shape, strides, offset).all())
+
+    def write(self, place: Geometry) -> bool:
+        """Note a write to these elements; return whether all elements are written now, which is not
+        known for a view in another dtype.
+        """
+        offset, shape, strides, dtype = place
+        if dtype != self.dtype:
+            return False
+        with unset_fake_temporarily():
+            if 0 not in shape:
+                self.flags.as_strided(shape, strides, offset).fill_(False)
+            return not bool(self.flags.any())
+
 
 def all_blank(tensor: Tensor) -> Blank | None:
     """Return flags for a storage without writes; None for a very large one, which stays unknown."""
@@ -142,28 +162,6 @@ def all_blank(tensor: Tensor) -> Blank | None:
 def version_of(tensor: Tensor) -> int:
     """Return a number that changes with each write; -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
-
-
-def is_blank(blank: Blank, place: Geometry) -> bool:
-    """Whether nothing was written to any of these elements."""
-    offset, shape, strides, dtype = place
-    if dtype != blank.dtype:
-        return False
-    with unset_fake_temporarily():
-        return bool(blank.flags.as_strided(shape, strides, offset).all())
-
-
-def write(blank: Blank, place: Geometry) -> bool:
-    """Note a write to these elements; return whether all elements are written now, which is not
-    known for a view in another dtype.
-    """
-    offset, shape, strides, dtype = place
-    if dtype != blank.dtype:
-        return False
-    with unset_fake_temporarily():
-        if 0 not in shape:
-            blank.flags.as_strided(shape, strides, offset).fill_(False)
-        return not bool(blank.flags.any())
 
 
 # They change their tensor's shape, not its memory.

@@ -7,6 +7,7 @@ from typing import Any
 
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shape, Shard
+from flex_model.layouts.expected_shape import fits
 from flex_model.layouts.operation_log import Chunk, Value
 from flex_model.layouts.placement_encoding import Pair
 from flex_model.layouts.proofs import AxisProofs
@@ -44,40 +45,18 @@ class MeshProofs:
 
     def placements(self, value: Any) -> Pair:
         """Return the placements of a value; along an axis of one rank it is always replicated."""
-        dp, tp = (
-            Replicate()
-            if proofs is None
-            else proofs.placement_of_whole(proofs.resolve_joint(value))
-            for proofs in map(self.along.get, AXES)
-        )
-        return dp, tp
+        found = {axis: proofs.placement_of_whole(value) for axis, proofs in self.along.items()}
+        return found.get("dp", Replicate()), found.get("tp", Replicate())
 
     def gradient_placements(self, value: Any) -> Pair:
         """Return the placements of a value's gradient."""
-        dp, tp = (
-            Replicate()
-            if proofs is None
-            else proofs.gradients.placement(proofs.resolve_joint(value))
-            for proofs in map(self.along.get, AXES)
-        )
-        return dp, tp
+        found = {axis: proofs.gradients.placement(value) for axis, proofs in self.along.items()}
+        return found.get("dp", Replicate()), found.get("tp", Replicate())
 
     def gradient_obstacles(self, value: Any) -> dict[str, str]:
         """Return, by axis along which the placement of a value's gradient is not known, why."""
-        found = {
-            axis: proofs.gradients.obstacle(proofs.resolve_joint(value))
-            for axis, proofs in self.along.items()
-        }
+        found = {axis: proofs.gradients.obstacle(value) for axis, proofs in self.along.items()}
         return {axis: why for axis, why in found.items() if why}
-
-    def obstacle(self, value: Any, axis: str) -> str:
-        """Return the first operation on the way to a value at which its placement was lost; empty
-        where it is known, or nothing is known of it.
-        """
-        proofs = self.along.get(axis)
-        if proofs is None:
-            return ""
-        return proofs.lost_at(proofs.resolve_joint(value))
 
     def refuted_statement(self) -> str:
         """Return why a statement of the user is wrong; empty if none is. The same on all ranks of
@@ -98,9 +77,7 @@ class MeshProofs:
                         "identify them; state the tensor before its dims are joined"
                     )
                 full = self._full_shape(value)
-                if full is not None and any(
-                    size not in (None, own) for size, own in zip(sizes, full)
-                ):
+                if full is not None and not fits(full, sizes):
                     return f"{text}: the sizes {sizes} are stated, the full tensor has shape {full}"
         return ""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,10 @@ from flex_model.layouts.propagation.operation import (
     Operation,
 )
 from flex_model.layouts.propagation.text_cases import BATCH_NORMS
-from flex_model.layouts.propagation.views import TO_SIZES
 from flex_model.layouts.writes import follow_writes
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
-
-_VIEWS = {f"aten::{name}" for name in (*TO_SIZES, "_reshape_alias", "unflatten")}
 
 _Found = list[Placement | None]
 
@@ -42,14 +39,11 @@ class _Call:
     Attributes:
         read: Its arguments; none where torch has no operation of this name.
         operation: As rules see it; None where torch has no operation of this name.
-        is_comparable: Whether ranks passed arguments that a rule can compare.
     """
 
-    name: str
     entries: tuple[Entry, ...]
     read: ArgumentReader
     operation: Operation | None = None
-    is_comparable: bool = False
 
     @property
     def written(self) -> Any:
@@ -62,7 +56,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     """Note the placements of the results of an operation that all ranks ran."""
     _, name, _, _, outputs, _, _ = entries[0]
     call = _read(proofs, name, entries)
-    operation, values = call.operation, call.read.values
+    operation, values = call.operation, [one.value for one in call.read.operands]
     found: _Found = [None] * len(outputs)
     if name == "aten::copy_" and call.written in proofs.received and values[1] is None:
         # Gloo's own copy into the result of a collective, when it is waited for.
@@ -96,32 +90,24 @@ def _infer(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     Raises:
         ArgumentsDifferError: an argument that the result depends on is not the same on all ranks.
     """
-    values = call.read.values
-    if not call.is_comparable:
+    if call.read.differs:
         return [None] * len(operation.outputs)
-    found = _propagate(proofs, call, _with_all_written(proofs, operation, values))
-    if None in found:
-        as_sums = constants.with_zeros_as_sums(operation, values, proofs.zeros)
-        if as_sums is not operation:
-            found = _propagate(proofs, call, as_sums)
-    if None in found and proofs.axis == "tp":
-        beside = constants.with_shares(operation, values, proofs.open)
-        if beside is not operation:
-            found = _propagate(proofs, call, beside)
+    found: _Found = []
+    for reading in _readings(proofs, operation):
+        if not found or reading is not operation:
+            found = _propagate(proofs, call, reading)
+        if None not in found:
+            break
     is_split = bool(operation.operands) and operation.operands[0].shard is not None
     elsewhere = proofs.gathered_elsewhere
-    if is_split and collectives.joins_elsewhere(operation, values, elsewhere, proofs.other_size):
+    if is_split and collectives.joins_elsewhere(operation, elsewhere, proofs.other_size):
         found = [None]
-    if None in found:
-        beside = constants.with_single_rows(operation)
-        if beside is not operation:
-            found = _propagate(proofs, call, beside)
     if proofs.axis == "dp" and None in found:
-        found = _of_own_rows(proofs, operation, values, found)
+        found = _of_own_rows(proofs, operation, found)
     if found == [None]:
-        found = [positions.infer_selected(operation, values, proofs.positions)]
+        found = [positions.infer_selected(operation, proofs.positions)]
     is_known = found != [None]
-    ranges = positions.infer_ranges(operation, values, proofs.ranges)
+    ranges = positions.infer_ranges(operation, proofs.ranges)
     # All of a dim is no range: `torch.arange(x.shape[1])`.
     if ranges is not None and not (is_known and call.read.sized_by):
         proofs.ranges[call.entries[0][4][0][0]] = ranges
@@ -132,13 +118,20 @@ def _infer(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     return [p if rules.fits(p, one) else None for p, one in zip(found, operation.outputs)]
 
 
-def _of_own_rows(
-    proofs: AxisProofs, operation: Operation, values: Sequence[Any], found: _Found
-) -> _Found:
+def _readings(proofs: AxisProofs, operation: Operation) -> Iterator[Operation]:
+    """Yield the operation, then with placements that tensors among its operands have, too."""
+    yield _with_all_written(proofs, operation)
+    yield constants.with_zeros_as_sums(operation, proofs.zeros)
+    if proofs.axis == "tp":
+        yield constants.with_shares(operation, proofs.open)
+    yield constants.with_single_rows(operation)
+
+
+def _of_own_rows(proofs: AxisProofs, operation: Operation, found: _Found) -> _Found:
     """Return the placements of what each rank computes of its own rows alone: all of them joined
     again, or a norm by their statistics.
     """
-    joined = own_rows.infer_joined(operation, values, proofs.own_rows)
+    joined = own_rows.infer_joined(operation, proofs.own_rows)
     if joined is not None:
         return [joined]
     if operation.name in BATCH_NORMS and operation.operands[0].placement == Shard(0):
@@ -148,7 +141,7 @@ def _of_own_rows(
 
 def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     outputs: _Found = [None] * len(operation.outputs)
-    if not call.name.startswith("aten::") and not rules.has_rule(operation.name):
+    if not call.entries[0][1].startswith("aten::") and not rules.has_rule(operation.name):
         return outputs
     if factories.makes_blank(operation.name):
         return outputs  # unknown until all of it is written
@@ -157,25 +150,22 @@ def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     return rules.propagate(operation)
 
 
-def _with_all_written(proofs: AxisProofs, operation: Operation, values: Sequence[Any]) -> Operation:
+def _with_all_written(proofs: AxisProofs, operation: Operation) -> Operation:
     """Return ``blank[permutation] = values`` with anything in the blank tensor: each of its places
     is written.
     """
-    if operation.name != "index_put" or values[0] not in proofs.blank:
+    if operation.name != "index_put" or operation.values[0] not in proofs.blank:
         return operation
     (blank, *indices), first = operation.operands[:-1], operation.arguments[0]
     is_whole = (
         len(indices) == len(first["indices"]) == 1
-        and values[1] in proofs.permutations
+        and indices[0].value in proofs.permutations
         and indices[0].shapes == blank.shapes
         and not first["accumulate"]
     )
     if not is_whole:
         return operation
-    written = rules.replace_placement(blank, REPLICATED)
-    return replace(
-        operation, arguments=tuple({**one, "self": written} for one in operation.arguments)
-    )
+    return constants.with_placements(operation, {id(blank): REPLICATED})
 
 
 # ---- What else is known of results ---------------------------------------------------------------
@@ -185,7 +175,7 @@ def _note_facts(
     proofs: AxisProofs, call: _Call, operation: Operation, value: Value, output: int
 ) -> None:
     """Note other facts about a result, in addition to its placement or instead of it."""
-    values, name = call.read.values, operation.name
+    values, name = operation.values, operation.name
     if factories.is_factory(operation):
         proofs.sizes_passed[value] = call.read.sizes_passed
     if (
@@ -199,15 +189,15 @@ def _note_facts(
     if name in collectives.SAME_ELEMENTS and not proofs.gathered_elsewhere.isdisjoint(values):
         proofs.gathered_elsewhere.add(value)
     if chunks.splits_or_joins(operation):
-        proofs.makers[value] = (operation, output, tuple(values))
-    if call.is_comparable:
+        proofs.makers[value] = (operation, output)
+    if not call.read.differs:
         _note_open(proofs, call, operation, value)
         if value not in proofs.placements:
             is_dp = proofs.axis == "dp"
-            rows = own_rows.infer(operation, output, values, proofs.own_rows) if is_dp else None
+            rows = own_rows.infer(operation, output, proofs.own_rows) if is_dp else None
             if rows is not None:
                 proofs.own_rows[value] = rows
-            split = positions.infer(operation, values, proofs.positions, proofs.split_sizes)
+            split = positions.infer(operation, proofs.positions, proofs.split_sizes)
             if split is not None:
                 proofs.positions[value] = split
     if name == "empty_like":
@@ -219,11 +209,11 @@ def _note_facts(
 
 def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Value) -> None:
     """Note a result of which only the extent is not known, or was inferred wrongly."""
-    values = call.read.values
+    values = operation.values
     placement, is_tp = proofs.placements.get(value), proofs.axis == "tp"
     may_be_share = operation.name == "expand" or (is_tp and any(v in proofs.open for v in values))
     if placement is None or (placement == REPLICATED and may_be_share):
-        dims = constants.open_dims(operation, values, proofs.open, proofs.axis, proofs.split_sizes)
+        dims = constants.open_dims(operation, proofs.open, proofs.axis, proofs.split_sizes)
         if dims is not None:
             is_same = is_tp and all(one.placement == REPLICATED for one in operation.operands)
             proofs.set_placement(value, REPLICATED if is_same and operation.operands else None)
@@ -245,8 +235,8 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Ca
     elif overload is not None:
         schema = overload._schema
     else:
-        return _Call(full_name, entries, ArgumentReader(proofs, len(entries)))
-    reader = ArgumentReader(proofs, len(entries), schema.name in _VIEWS)
+        return _Call(entries, ArgumentReader(proofs))
+    reader = ArgumentReader(proofs, schema.name)
     arguments = reader.arguments(schema, entries)
     name = rule_name(schema)
     is_factory = name in factories.BY_SIZES or not reader.operands
@@ -257,7 +247,7 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Ca
     )
     made = {size for output in outputs for shape in output.shapes for size in shape}
     unsettled = proofs.split_sizes & made if may_be_split or name == "expand" else set()
-    reader.conclude_sizes(schema.name, unsettled)
+    reader.conclude_sizes(unsettled)
     operation = Operation(
         name,
         arguments,
@@ -267,8 +257,8 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Ca
         () if overload is None else tuple(overload.tags),
     )
     with suppress(ArgumentsDifferError):
-        operation = constants.with_extents(operation, reader.values, proofs.open, proofs.plain)
-    return _Call(full_name, entries, reader, operation, not reader.differs)
+        operation = constants.with_extents(operation, proofs.open, proofs.plain)
+    return _Call(entries, reader, operation)
 
 
 def _has_gradient(dtype: str) -> bool:

@@ -8,12 +8,12 @@ rows of the batch again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flex_model.distributed.placement import Shard
 from flex_model.layouts.propagation.operation import REPLICATED, Operation
-from flex_model.layouts.propagation.slicing import SPLITS, range_taken
+from flex_model.layouts.propagation.slicing import SPLITS, follow_to_end, range_taken
 
 
 class OwnRows(NamedTuple):
@@ -24,15 +24,13 @@ class OwnRows(NamedTuple):
     total: int
 
 
-def infer(
-    operation: Operation, output: int, values: Sequence[Any], known: Mapping[Any, OwnRows]
-) -> OwnRows | None:
+def infer(operation: Operation, output: int, known: Mapping[Any, OwnRows]) -> OwnRows | None:
     """Return which rows an output belongs to; None if it belongs to no such rows."""
     taken = _taken(operation, output)
     if taken is not None:
         return taken
-    found = {known[value] for value in values if value in known}
-    others = [one for one, value in zip(operation.operands, values) if value not in known]
+    found = {known[value] for value in operation.values if value in known}
+    others = [one for one in operation.operands if one.value not in known]
     is_of_rows = len(found) == 1 and all(one.placement == REPLICATED for one in others)
     return found.pop() if is_of_rows else None
 
@@ -49,17 +47,15 @@ def _taken(operation: Operation, output: int) -> OwnRows | None:
     return None if found is None else OwnRows(*found, operand.shapes[0][dim])
 
 
-def infer_joined(
-    operation: Operation, values: Sequence[Any], known: Mapping[Any, OwnRows]
-) -> Shard | None:
+def infer_joined(operation: Operation, known: Mapping[Any, OwnRows]) -> Shard | None:
     """Return the split of a tensor that joins all rows in their order; None for all else."""
+    values = operation.values
     if operation.name not in ("stack", "cat") or not all(value in known for value in values):
         return None
-    rows, end = [known[value] for value in values], 0
-    for start, stop, _ in rows:
-        if start != end or (operation.name == "stack" and stop != start + 1):
-            return None
-        end = stop
-    if end != rows[0].total or len({one.total for one in rows}) > 1:
+    rows = [known[value] for value in values]
+    if operation.name == "stack" and any(one.stop != one.start + 1 for one in rows):
+        return None
+    totals = {one.total for one in rows}
+    if len(totals) != 1 or not follow_to_end([(one.start, one.stop) for one in rows], *totals):
         return None
     return Shard(operation.get("dim", 0) % operation.outputs[0].ndim)

@@ -10,7 +10,7 @@ slices of a whole tensor.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -31,12 +31,7 @@ _MOVES = {
 }  # fmt: skip
 
 
-def infer(
-    operation: Operation,
-    values: Sequence[Any],
-    known: Mapping[Any, Shard],
-    split_sizes: Set[int],
-) -> Shard | None:
+def infer(operation: Operation, known: Mapping[Any, Shard], split_sizes: Set[int]) -> Shard | None:
     """Return the split of the result's positions, if it has any; ``known``: of other values.
 
     Args:
@@ -49,9 +44,12 @@ def infer(
         is_plain = set(starts) == {0} and set(steps) == {1}
         is_count = full == [sum(counts)] or (full == [None] and set(counts) <= split_sizes)
         return Shard(0) if is_plain and is_count else None
-    if operation.name not in _MOVES or len(operation.operands) != 1 or values[0] not in known:
+    if operation.name not in _MOVES or len(operation.operands) != 1:
         return None
-    placed = {id(operation.operands[0]): known[values[0]]}
+    (operand,) = operation.operands
+    if operand.value not in known:
+        return None
+    placed = {id(operand): known[operand.value]}
     (moved, *_) = rules.propagate(with_placements(operation, placed)) or [None]
     return moved if isinstance(moved, Shard) and moved.parts == 1 else None
 
@@ -66,18 +64,16 @@ def _starts_and_steps(operation: Operation) -> list[list[Any]]:
     ]
 
 
-def infer_ranges(
-    operation: Operation, values: Sequence[Any], known: Mapping[Any, Ranges]
-) -> Ranges | None:
+def infer_ranges(operation: Operation, known: Mapping[Any, Ranges]) -> Ranges | None:
     """Return the ranges of a result that has consecutive integers on each rank; ``known``: of other
     values.
     """
-    made = operation.outputs[0].shapes if operation.outputs else ()
     if operation.name == "arange":
         starts, steps = _starts_and_steps(operation)
         is_counted = set(steps) == {1} and all(isinstance(start, int) for start in starts)
-        return tuple(zip(starts, (size for (size,) in made))) if is_counted else None
-    before = known.get(values[0]) if len(values) == 1 else None
+        sizes = (size for (size,) in operation.outputs[0].shapes)
+        return tuple(zip(starts, sizes)) if is_counted else None
+    before = known.get(operation.values[0]) if len(operation.operands) == 1 else None
     if before is None or operation.name in SAME_ELEMENTS:
         return before
     if operation.name != "add" or set(operation.by_rank("alpha")) != {1}:
@@ -106,9 +102,7 @@ def _is_of_rows(index: Operand, back: int) -> bool:
     return index.placement == Shard(index.ndim - back) and index.dtype != torch.bool
 
 
-def infer_selected(
-    operation: Operation, values: Sequence[Any], known: Mapping[Any, Shard]
-) -> Shard | None:
+def infer_selected(operation: Operation, known: Mapping[Any, Shard]) -> Shard | None:
     """Return the split of a tensor that such positions select; None if they select none."""
     if operation.name == "index_select":
         self, index = operation.operands[:2]
@@ -120,11 +114,10 @@ def infer_selected(
         return None
     shard = self.shard
     given = [i for i, index in enumerate(at) if index is not None]
-    of_operand = dict(zip(map(id, operation.operands), values))
     if shard is None or shard != Shard(shard.dim) or shard.dim not in given:
         return None
     rows: Operand = at[shard.dim]
-    split = known.get(of_operand[id(rows)])
+    split = known.get(rows.value)
     if split is None or any(
         shape[shard.dim] != of_rows[split.dim] for shape, of_rows in zip(self.shapes, rows.shapes)
     ):

@@ -112,6 +112,7 @@ class AxisProofs:
         """Return the placement of a value for a site that shows it: None where it may be a rank's
         share (see `constants`).
         """
+        value = self.resolve_joint(value)
         values = value if isinstance(value, tuple) else (value,)
         return None if any(one in self.open for one in values) else self.placement(value)
 
@@ -123,6 +124,7 @@ class AxisProofs:
         """Return the first operation on the way to a value at which its placement was lost; empty
         where it is known, or nothing is known of it.
         """
+        value = self.resolve_joint(value)
         pending = [value[0] if isinstance(value, tuple) and value else value]
         seen: set[Value] = set()
         while pending:

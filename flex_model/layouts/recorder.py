@@ -30,7 +30,7 @@ from flex_model.layouts.active import active_recorders, all_paused
 from flex_model.layouts.argument_reader import ArgumentEncoder, Encoded
 from flex_model.layouts.contracts import logged_calls, opaque_calls
 from flex_model.layouts.function_recorder import FunctionRecorder
-from flex_model.layouts.graph_nodes import GraphNodes, PendingResults, is_framework_hook
+from flex_model.layouts.graph_nodes import GraphNodes, is_framework_hook
 from flex_model.layouts.operation_log import Log, Source, Value
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import CallSizes, expression_of, on_comparison, plain
@@ -86,7 +86,6 @@ class Recorder(DispatchMode):
         self.pauses = 0
         self._received: set[Value] = set()  # results of collectives
         self.nodes = GraphNodes(self, has_module_hooks)
-        self._pending_results = PendingResults(log)
         self.comparisons: list[tuple[str, Any, Any]] = []  # of sizes, with this rank's numbers
         self.sizes = CallSizes(self.key)
         self.reduction = ""  # of the running call of torch.distributed
@@ -326,10 +325,11 @@ class Recorder(DispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        self.flush()
+        self.nodes.flush()
         if not isinstance(func, OpOverload):  # such as flex_attention
             result = func(*args, **kwargs)
-            self.record(f"higher_order::{func}", args, kwargs, result, None)
+            encoded = self.encode(None, args, kwargs)
+            self.add_operation(f"higher_order::{func}", encoded, result)
             return result
         if func.namespace in ("profiler", "prim", "fsdp"):  # FSDP2's fill weights, which are placed
             return func(*args, **kwargs)
@@ -343,7 +343,7 @@ class Recorder(DispatchMode):
         result = func(*args, **kwargs)
         if schema.name in _SAME_MEMORY and self.note_same(args[0], result):
             return result
-        self.add_operation(schema.name, schema.overload_name, encoded, args, kwargs, result, schema)
+        self.add_operation(schema.name, encoded, result, schema, args, kwargs)
         self._note_statistics(schema.name, encoded, args)
         return result
 
@@ -373,51 +373,48 @@ class Recorder(DispatchMode):
 
     def encode(self, schema: Any, args: Any, kwargs: Any) -> Encoded:
         """Encode the arguments of an operation for the log; see `ArgumentEncoder`."""
-        encoder = ArgumentEncoder(self.value, self.sizes, self.stated_sizes, self.is_recomputed)
-        return encoder.encode(schema, args, kwargs)
-
-    def record(self, name: str, args: Any, kwargs: Any, result: Any, schema: Any) -> None:
-        """Record an operation that has run; ``schema``: its schema, if it has one."""
-        encoded = self.encode(schema, args, kwargs)
-        self.add_operation(name, "", encoded, args, kwargs, result, schema)
+        return ArgumentEncoder(self).encode(schema, args, kwargs)
 
     def add_operation(
         self,
         name: str,
-        overload: str,
         encoded: Encoded,
-        args: Any,
-        kwargs: Any,
         result: Any,
-        schema: Any,
+        schema: Any = None,
+        args: Any = (),
+        kwargs: Any = None,
     ) -> None:
-        written = memory_map.written_by(schema, args, kwargs)
+        """Log an operation that has run.
+
+        Args:
+            schema: Its schema, if it has one.
+            args, kwargs: What it was passed, where it may have written to it.
+        """
+        written = memory_map.written_by(schema, args, kwargs or {})
         results = [leaf for leaf in tree_iter(result) if leaf is not None]
         tensors = written or [leaf for leaf in results if isinstance(leaf, Tensor)]
         if not tensors:
             return
         is_copy = name in _COPIES and isinstance(args[0], Tensor)
-        is_of_blank = is_copy and self.values.is_blank(args[0])
-        outputs, writes = self._outputs(tensors, bool(written), name, is_of_blank)
+        is_blank = name.startswith(("aten::empty", "aten::new_empty"))
+        is_blank |= is_copy and self.values.is_blank(args[0])
+        outputs, writes = self._outputs(tensors, bool(written), is_blank)
+        overload = "" if schema is None else schema.overload_name
         full_name = f"{name}.{overload}" if overload else name
         *arguments, carriers = encoded
         if carriers and name.startswith(("aten::", opaque_calls.PREFIX)):
             self.nodes.link(outputs, writes)
         self.log.add("op", full_name, *arguments, outputs, writes, carriers)
         if carriers and schema is not None and not self.is_recomputed:
-            self._pending_results.note(schema, tensors, [output[0] for output in outputs])
+            self.nodes.note_results(schema, tensors, outputs)
 
     @without_function_mode
     def add_call(
         self, name: str, inputs: Sequence[Any], made: Sequence[Tensor], stated: Placements
     ) -> None:
         """Log a call with a contract; ``stated``: what its first input states, a DTensor."""
-        outputs, _ = self._outputs(made, False, name)
+        outputs, _ = self._outputs(made, False)
         self.log.add("call", name, tuple(inputs), outputs, stated)
-
-    def flush(self) -> None:
-        """Log which results of the operation before were made for its backward alone."""
-        self._pending_results.flush()
 
     def _note_statistics(self, name: str, encoded: tuple[Any, ...], args: Sequence[Any]) -> None:
         """Log the statistics that a batch norm updated, as results of its functional form, which
@@ -426,7 +423,7 @@ class Recorder(DispatchMode):
         statistics = memory_map.statistics_written_by(name, args)
         if len(statistics) < 2:
             return
-        written, writes = self._outputs(statistics, True, name)
+        written, writes = self._outputs(statistics, True)
         beside = [  # the result, and the statistics of the batch
             (self.log.new_value(), memory_map.shape_of(one), str(one.dtype), None)
             + (memory_map.shape_of(memory_map.plain(one)),)
@@ -438,7 +435,7 @@ class Recorder(DispatchMode):
         self.log.add("op", functional, encoded[0][:8], (), outputs, (*nothing, *writes), ())
 
     def _outputs(
-        self, tensors: Sequence[Tensor], in_place: bool, name: str, is_copy_of_blank: bool = False
+        self, tensors: Sequence[Tensor], in_place: bool, is_blank: bool = False
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         outputs, writes = [], []
         for tensor in tensors:
@@ -452,7 +449,7 @@ class Recorder(DispatchMode):
                 writes.append(self._write(tensor, value))
             else:
                 self.values.note(tensor, value)
-                if name.startswith(("aten::empty", "aten::new_empty")) or is_copy_of_blank:
+                if is_blank:
                     self.values.note_blank(tensor)
         return tuple(outputs), tuple(writes)
 
@@ -484,7 +481,7 @@ class Recorder(DispatchMode):
                 if isinstance(value, int):
                     self.values.note(tensor, value)
             return result
-        outputs, writes = self._outputs(made, bool(written), name)
+        outputs, writes = self._outputs(made, bool(written))
         self._received.update(output[0] for output in outputs)
         reduction = self._reduction(func._schema, args)
         self.log.add("collective", name, reduction, axes, *encoded[:2], outputs, writes)

@@ -119,14 +119,10 @@ def _is_of_hook(site: Site) -> bool:
     return site.is_gradient or not site.kind or isinstance(site.index, str)
 
 
-def _unpack_idx(site: Site) -> str:
-    return f", unpack_idx={site.index!r}" if site.index else ""
-
-
 def _line(site: Site, pattern: str, axis: str, placement: Placement) -> str:
     text = text_of(placement)
     if _is_of_hook(site):
-        which = f"{site.module!r}{_unpack_idx(site)}"
-        return f'HookFunction({which}, placements={{"{axis}": {text}}})'
+        which = f", unpack_idx={site.index!r}" if site.index else ""
+        return f'HookFunction({site.module!r}{which}, placements={{"{axis}": {text}}})'
     which = f", index={site.index}" if site.index else ""
     return f"flex.annotate_layout({pattern}, kind={site.kind!r}{which}, {axis}={text})"

@@ -12,7 +12,7 @@ for each of them. For any other recorder, such as one of a later forward, it is 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # ("dim", value id or 0, dim), ("number", n), or an operation's name and its operands' expressions;
@@ -20,19 +20,12 @@ from typing import Any
 Expression = tuple[Any, ...]
 
 OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "truediv": operator.truediv,
-    "pow": operator.pow,
-    "lshift": operator.lshift,
-    "rshift": operator.rshift,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
-}
+    name: getattr(operator, f"__{name}__")
+    for name in (
+        "add", "sub", "mul", "floordiv", "mod", "truediv", "pow", "lshift", "rshift", "and", "or",
+        "xor",
+    )
+}  # fmt: skip
 
 _LEAVES = ("dim", "number")
 
@@ -74,18 +67,11 @@ def has_factors(expression: Expression) -> bool:
     return any(operand[0] == "number" or has_factors(operand) for operand in expression[1:])
 
 
-def _leaves(expression: Expression) -> Iterator[Expression]:
-    """Yield the leaves of the expression, in order."""
-    if expression[0] in _LEAVES:
-        yield expression
-        return
-    for operand in expression[1:]:
-        yield from _leaves(operand)
-
-
 def leaves(expression: Expression) -> set[Expression]:
     """Return the sizes in it."""
-    return {leaf for leaf in _leaves(expression) if leaf[0] == "dim"}
+    if expression[0] in _LEAVES:
+        return {expression} if expression[0] == "dim" else set()
+    return set().union(*map(leaves, expression[1:]))
 
 
 def is_of_no_value(expression: Expression) -> bool:
@@ -104,6 +90,21 @@ class _Tagged:
     """The common part of `Size` and `SizeRatio`: expressions, and arithmetic that keeps them."""
 
     expressions: Expressions
+
+    def __new__(cls, value: Any, expressions: Expressions) -> Any:
+        number = super().__new__(cls, value)  # type: ignore[call-arg]
+        number.expressions = expressions
+        return number
+
+    def __reduce__(self) -> Any:
+        number = plain(self)
+        return type(number), (number,)
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
 
     def __neg__(self) -> Any:
         return 0 - self  # type: ignore[operator]
@@ -134,12 +135,7 @@ class _Tagged:
 on_comparison: list[Callable[[str, Any, Any], None]] = []
 
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
 
 
@@ -149,44 +145,14 @@ class Size(_Tagged, int):
     C code turns it into a plain number: ``int(size)``, ``range(size)``, ``math.log(size)``.
     """
 
-    def __new__(cls, value: int, expressions: Expressions) -> Size:
-        size = int.__new__(cls, value)
-        size.expressions = expressions
-        return size
-
-    def __reduce__(self) -> Any:
-        return int, (plain(self),)
-
-    def __copy__(self) -> Size:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> Size:
-        return self
-
 
 class SizeRatio(_Tagged, float):
     """A float computed from sizes, such as ``1 / h.shape[0]``."""
 
-    def __new__(cls, value: float, expressions: Expressions) -> SizeRatio:
-        ratio = float.__new__(cls, value)
-        ratio.expressions = expressions
-        return ratio
-
-    def __reduce__(self) -> Any:
-        return float, (plain(self),)
-
-    def __copy__(self) -> SizeRatio:
-        return self
-
-    def __deepcopy__(self, memo: Any) -> SizeRatio:
-        return self
-
 
 def expression_of(value: Any, recorder: Any) -> Expression | None:
     """Return the recorder's expression of a tagged number; None where it has none."""
-    if not isinstance(value, _Tagged):
-        return None
-    return value.expressions.get(recorder)
+    return expressions_of(value).get(recorder)
 
 
 def operand_of(value: Any, recorder: Any) -> Expression:
@@ -300,24 +266,17 @@ class CallSizes:
         elif isinstance(value, slice):
             self._visit((value.start, value.stop, value.step))
 
-    @property
-    def is_subscript(self) -> bool:
-        """Whether the call is a subscript: its numbers go to several slices and selects, one by
-        one.
-        """
-        return self.name in _SUBSCRIPTS
-
     def are_of(self, operation: str) -> bool:
         """Whether the operation is the one that was called, so that its numbers are these."""
         name = plain_name(operation)
-        is_called = name == self.name or (self.is_subscript and name in _OF_SUBSCRIPTS)
-        return self.has_any and is_called
+        is_part = self.name in _SUBSCRIPTS and name in _OF_SUBSCRIPTS
+        return self.has_any and (name == self.name or is_part)
 
     def by_place(self, arguments: Sequence[Any]) -> list[Expression | None] | None:
         """Return the expressions of an operation's numbers, in order, if the call was passed these
         numbers in this order; else None. (The numbers of a subscript go to several operations.)
         """
-        if self.is_subscript or not self._are_positional:
+        if self.name in _SUBSCRIPTS or not self._are_positional:
             return None
         numbers = CallSizes(self._recorder, args=arguments)._in_order
         if not _are_same([n for n, _ in numbers], [n for n, _ in self._in_order]):

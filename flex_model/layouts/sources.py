@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.placement import Placement, Replicate, Shard
+from flex_model.distributed.placement import Placement, Replicate, Shape, Shard
 from flex_model.integrations import adapters, dtensor, fsdp, layers, quantized
 from flex_model.integrations.keyword_arguments import positional_names
 from flex_model.layouts.memory_map import version_of
@@ -201,19 +201,15 @@ class Weights:
 
     def refuted(self, statement: Statement) -> str:
         """Return how the model contradicts a statement about parameters; empty if it does not."""
-        for name, module in self._root.named_modules():
-            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-                full = clean(self._root, f"{name}.{leaf}" if name else leaf)
-                if tensor is None or not statement.matches(full, module):
-                    continue
-                own = self._stated_by_model(module, leaf, tensor)
-                for axis, stated, known in zip(AXES, (statement.dp, statement.tp), own):
-                    if stated is not None and known is not None and encode(stated) != known:
-                        return (
-                            f"{statement.describe()}: {full} is {describe(stated)} along {axis} by "
-                            f"this statement, but its layer states that it is "
-                            f"{describe(decode(known))}; leave the statement out"  # type: ignore[arg-type]
-                        )
+        for name, module, leaf in self._statements.targets(statement):
+            own = dict(zip(AXES, self._stated_by_model(module, leaf, getattr(module, leaf))))
+            for axis, stated in statement.placed.items():
+                if own[axis] is not None and encode(stated) != own[axis]:
+                    return (
+                        f"{statement.describe()}: {name} is {describe(stated)} along {axis} by "
+                        f"this statement, but its layer states that it is "
+                        f"{describe(decode(own[axis]))}; leave the statement out"  # type: ignore[arg-type]
+                    )
         return ""
 
 
@@ -228,10 +224,8 @@ def stated_by_dtensor(tensor: Any, mesh: Mesh) -> Placements | None:
         axes = dtensor.axis_names(tensor, mesh, "")
     except ValueError:
         return None
-    return (
-        encode(layout.dp) if "dp" in axes else None,
-        encode(layout.tp) if "tp" in axes else None,
-    )
+    dp, tp = (encode(getattr(layout, axis)) if axis in axes else None for axis in AXES)
+    return dp, tp
 
 
 # ---- Inputs ------------------------------------------------------------------------------------
@@ -278,17 +272,13 @@ def _passed(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in lists, tuples, mappings and dataclasses, which only hold what was
     passed.
     """
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _passed(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _passed(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _passed(getattr(value, field.name))
 
 
 def leaves(value: Any, depth: int = 6) -> Iterator[Any]:
@@ -299,11 +289,8 @@ def leaves(value: Any, depth: int = 6) -> Iterator[Any]:
         yield value
     elif depth == 0 or isinstance(value, (type, nn.Module)) or callable(value):
         return
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves(item, depth - 1)
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from leaves(item, depth - 1)
     else:
         yield from leaves(getattr(value, "__dict__", {}), depth - 1)
@@ -329,15 +316,8 @@ def _argument_names(root: nn.Module, count: int) -> list[str]:
 
 def _unwrapped(root: nn.Module) -> nn.Module:
     """Return the module that the user wrote, inside DDP, FSDP1 or a compiled module."""
-    while True:
-        name = next(
-            (name for name in root._modules if not clean(root, name)),
-            None,
-        )
-        inner = None if name is None else root._modules[name]
-        if inner is None:
-            return root
-        root = inner
+    inner = next((one for name, one in root._modules.items() if not clean(root, name)), None)
+    return root if inner is None else _unwrapped(inner)
 
 
 BatchDim = int | Mapping[str, int | None]
@@ -369,59 +349,42 @@ def check_batch_dim(batch_dim: Any) -> BatchDim:
 _HOLD_ROWS = {"start_positions": 1, "end_positions": 1, "position_ids": 2, "token_type_ids": 2}
 
 
-class Inputs:
-    """Finds the placements of a forward's inputs along dp, as ``batch_dim`` states them."""
+def inputs_along_dp(
+    batch_dim: BatchDim, inputs: Sequence[tuple[str, Sequence[Shape], bool, bool]]
+) -> list[Placement | None]:
+    """Return the placements of a forward's inputs along dp, as ``batch_dim`` states them.
 
-    def __init__(self, batch_dim: BatchDim) -> None:
-        self._batch_dim = batch_dim
+    Args:
+        inputs: By tensor, its name, its shapes on all data-parallel ranks of a line, whether these
+            hold the same values, and whether the user states its placement.
 
-    def along_dp(
-        self,
-        names: list[str],
-        shapes: list[list[tuple[int, ...]]],
-        is_equal: list[bool],
-        is_stated: list[bool],
-    ) -> list[Placement | None]:
-        """Return the placement of each tensor.
-
-        Args:
-            shapes: By tensor, on all data-parallel ranks of a line.
-            is_equal: By tensor: whether these ranks hold the same values.
-            is_stated: By tensor: whether the user states its placement.
-
-        Raises:
-            ValueError: it is not known whether a tensor holds rows; with the call that states it.
-        """
-        found: list[Placement | None] = []
-        rows: list[int] | None = None
-        for name, of_ranks in zip(names, shapes):
-            dim = batch_dim_of(self._batch_dim, name)
-            if rows is None and dim is not None and len(of_ranks[0]) > dim:
-                rows = [shape[dim] for shape in of_ranks]
-        for name, of_ranks, equal, stated in zip(names, shapes, is_equal, is_stated):
-            dim = batch_dim_of(self._batch_dim, name)
-            shape = of_ranks[0]
-            has_rows = (
-                dim is not None and len(shape) > dim and [other[dim] for other in of_ranks] == rows
-            )
-            if has_rows and equal and not stated and self._is_ambiguous(name, shape, dim):
-                raise ValueError(_ambiguous(name, shape, dim, self._batch_dim))
-            if has_rows:
-                found.append(Shard(dim))  # type: ignore[arg-type]
-            else:
-                found.append(Replicate() if equal else None)
-        return found
-
-    def _is_ambiguous(self, name: str, shape: tuple[int, ...], dim: int | None) -> bool:
-        if "label" in name or _HOLD_ROWS.get(name) == len(shape):
-            return False
-        if isinstance(self._batch_dim, Mapping) and name in self._batch_dim:
-            return False
-        assert dim is not None
-        return len(shape) == 1 or shape.count(shape[dim]) > 1
+    Raises:
+        ValueError: it is not known whether a tensor holds rows; with the call that states it.
+    """
+    found: list[Placement | None] = []
+    rows: list[int] | None = None
+    for name, shapes, is_equal, is_stated in inputs:
+        dim, shape = batch_dim_of(batch_dim, name), shapes[0]
+        own = None if dim is None or len(shape) <= dim else [other[dim] for other in shapes]
+        rows = rows or own  # those of the first input that has some
+        if dim is None or own is None or own != rows:
+            found.append(Replicate() if is_equal else None)
+            continue
+        if is_equal and not is_stated and _is_ambiguous(batch_dim, name, shape, dim):
+            raise ValueError(_ambiguous(name, shape, dim, batch_dim))
+        found.append(Shard(dim))
+    return found
 
 
-def _ambiguous(name: str, shape: tuple[int, ...], dim: int | None, batch_dim: BatchDim) -> str:
+def _is_ambiguous(batch_dim: BatchDim, name: str, shape: Shape, dim: int) -> bool:
+    if "label" in name or _HOLD_ROWS.get(name) == len(shape):
+        return False
+    if isinstance(batch_dim, Mapping) and name in batch_dim:
+        return False
+    return len(shape) == 1 or shape.count(shape[dim]) > 1
+
+
+def _ambiguous(name: str, shape: Shape, dim: int, batch_dim: BatchDim) -> str:
     others = dict(batch_dim) if isinstance(batch_dim, Mapping) else {}
     default = "" if batch_dim == 0 or others else f" (others: their names with {batch_dim})"
     rows, shared = ({**others, name: value} for value in (dim, None))

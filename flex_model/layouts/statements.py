@@ -53,16 +53,18 @@ class Statement:
             return self.pattern.search(name) is not None
         return isinstance(module, self.pattern)
 
+    @property
+    def placed(self) -> dict[str, Placement]:
+        """The placements that are stated, by axis."""
+        both = {"tp": self.tp, "dp": self.dp}
+        return {axis: placement for axis, placement in both.items() if placement is not None}
+
     def describe(self) -> str:
         """Return the call that made the statement, for messages."""
         pattern = self.pattern.pattern if isinstance(self.pattern, re.Pattern) else self.pattern
         if isinstance(pattern, type):
             pattern = pattern.__name__
-        placed = "".join(
-            f", {axis}={text_of(placement)}"
-            for axis, placement in (("tp", self.tp), ("dp", self.dp))
-            if placement is not None
-        )
+        placed = "".join(f", {axis}={text_of(one)}" for axis, one in self.placed.items())
         index = f", index={self.index}" if self.index else ""
         return f"annotate_layout({pattern!r}, kind={self.kind!r}{index}{placed})"
 
@@ -137,9 +139,7 @@ def placement_of(value: Any, axis: str) -> Placement | None:
     """Return our placement for one of ``torch.distributed.tensor`` (or of our own). TypeError for
     others; ValueError for a negative dim.
     """
-    if value is None or isinstance(
-        value, (placements.Replicate, placements.Shard, placements.Partial)
-    ):
+    if value is None or isinstance(value, Placement):
         return value
     kind = type(value).__name__
     if kind == "Shard":
@@ -211,19 +211,21 @@ class Statements:
         """Add a statement."""
         self._statements.append(statement)
 
+    def targets(self, statement: Statement) -> Iterator[tuple[str, nn.Module, str]]:
+        """Yield the clean name of each module or parameter to which the statement applies, the
+        module, and the parameter's name in it.
+        """
+        for name, module in self._root.named_modules():
+            tensors = {**module._parameters, **module._buffers}
+            own = [leaf for leaf, tensor in tensors.items() if tensor is not None]
+            for leaf in own if statement.kind == "parameter" else [""]:
+                full = clean(self._root, f"{name}.{leaf}".strip("."))
+                if statement.matches(full, module):
+                    yield full, module, leaf
+
     def names(self, statement: Statement) -> list[str]:
         """Return the clean names of the modules or parameters to which the statement applies."""
-        found = []
-        for name, module in self._root.named_modules():
-            if statement.kind == "parameter":
-                prefix = f"{name}." if name else ""
-                for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-                    full = clean(self._root, prefix + leaf)
-                    if tensor is not None and statement.matches(full, module):
-                        found.append(full)
-            elif statement.matches(clean(self._root, name), module):
-                found.append(clean(self._root, name))
-        return found
+        return [name for name, _, _ in self.targets(statement)]
 
     def text_of_name(self, kind: Any, name: str) -> str:
         """Return the pattern, as users write it, that matches this clean name and no other."""
@@ -269,8 +271,7 @@ class Statements:
             is_type = isinstance(statement.pattern, type)  # of which the name says nothing
             names = self.names(statement) if is_type else ()
             if site.module in names if is_type else statement.matches(site.module, self._root):
-                both = {"dp": statement.dp, "tp": statement.tp}
-                found.update({axis: one for axis, one in both.items() if one is not None})
+                found.update(statement.placed)
         return found
 
     def of_parameter(self, name: str, module: nn.Module) -> Statement | None:
@@ -278,14 +279,10 @@ class Statements:
         found = [s for s in self._statements if s.kind == "parameter" and s.matches(name, module)]
         return found[-1] if found else None
 
-    def of_modules(self) -> list[tuple[str, nn.Module, Statement]]:
+    def of_modules(self) -> list[tuple[nn.Module, Statement]]:
         """Return every module with a statement about its tensors, with the statement."""
-        return [
-            (clean(self._root, name), module, statement)
-            for name, module in self._root.named_modules()
-            for statement in self._statements
-            if statement.kind != "parameter" and statement.matches(clean(self._root, name), module)
-        ]
+        of_tensors = (one for one in self._statements if one.kind != "parameter")
+        return [(module, one) for one in of_tensors for _, module, _ in self.targets(one)]
 
     def of_inputs(self, name: str, module: nn.Module) -> dict[int, Statement]:
         """Return the statements about inputs of a module, by index."""

@@ -48,17 +48,6 @@ class _Storage:
     values: dict[Geometry, list[Value]] = field(default_factory=dict)
     blank: memory_map.Blank | None = None
 
-    def note_blank(self, tensor: Tensor) -> None:
-        """Note that nothing was written to it; ``tensor`` is all of it."""
-        self.blank = memory_map.all_blank(tensor)
-
-    def note_write(self, geometry: Geometry) -> bool:
-        """Note a write; whether all of it is written since."""
-        if self.blank is None or not memory_map.write(self.blank, geometry):
-            return False
-        self.blank = None
-        return True
-
 
 class TensorValues:
     """Finds the values of all tensors of one followed forward. Local."""
@@ -83,24 +72,30 @@ class TensorValues:
 
     def of_weight(self, tensor: Tensor) -> Value | None:
         """Return the value of a weight that was used as this object and in this memory."""
-        return self._of_object(self._weights, tensor)
+        # A DTensor may be known by its local tensor.
+        return self._of_object(self._weights, tensor, memory_map.plain(tensor))
 
     def of(self, tensor: Tensor) -> Value | tuple[Value, ...] | None:
         """Return the value of a tensor; a tuple if its object is not known and several values share
         its place.
         """
-        value = self._of_object(self._objects, tensor)
+        value = self._of_object(self._objects, tensor, memory_map.plain(tensor))
         if value is not None:
             return value
-        storage, geometry = _place(tensor)
-        entry = self._storages.get(storage._cdata)
+        entry, geometry = self._known_storage(tensor)
         values = entry.values.get(geometry, []) if entry is not None else []
         return (values[0] if len(values) == 1 else tuple(values)) if values else None
 
-    def _of_object(self, table: dict[int, _Known], tensor: Tensor) -> Value | None:
+    def _known_storage(self, tensor: Tensor) -> tuple[_Storage | None, Geometry]:
+        """Return what is known of the tensor's storage, and the tensor's place in it."""
         storage, geometry = _place(tensor)
+        return None if storage is None else self._storages.get(storage._cdata), geometry
+
+    def _of_object(self, table: dict[int, _Known], *objects: Tensor) -> Value | None:
+        """Return the value of the first of these objects, which have one place, that is known."""
+        storage, geometry = _place(objects[0])
         place = storage._cdata, geometry
-        for one in (tensor, memory_map.plain(tensor)):  # a DTensor may be known by its local tensor
+        for one in objects:
             known = table.get(id(one))
             if known is not None and known[0]() is one and known[1:3] == place:
                 return self.latest(known[3])
@@ -140,15 +135,9 @@ class TensorValues:
     @without_function_mode
     def bind_result(self, tensor: Tensor) -> None:
         """Note an object that a call returned: it has the newest of the values at its place."""
-        storage, geometry = _place(tensor)
-        entry = None if storage is None else self._storages.get(storage._cdata)
-        if entry is None:
-            return
-        known = self._objects.get(id(tensor))
-        place = storage._cdata, geometry
-        is_known = known is not None and known[0]() is tensor and known[1:3] == place
-        values = entry.values.get(geometry)
-        if values and not is_known:
+        entry, geometry = self._known_storage(tensor)
+        values = None if entry is None else entry.values.get(geometry)
+        if values and self._of_object(self._objects, tensor) is None:
             self.bind(tensor, values[-1])
 
     def replace(self, tensor: Tensor, before: Value, value: Value) -> None:
@@ -171,16 +160,15 @@ class TensorValues:
     def are_same(first: Tensor, second: Tensor) -> bool:
         """Whether they have the same memory, shape and strides."""
         (storage, geometry), (other, other_geometry) = _place(first), _place(second)
-        if storage is None or other is None or geometry != other_geometry:
+        if storage is None or other is None:
             return False
-        return bool(storage._cdata == other._cdata)
+        return geometry == other_geometry and bool(storage._cdata == other._cdata)
 
     def invalidate(self, tensor: Tensor) -> list[tuple[Value, Value]] | None:
         """Replace all values in the tensor's memory by unknown ones; return old and new values;
         None if nothing is known of it.
         """
-        storage = memory_map.storage_of(memory_map.plain(tensor))
-        entry = None if storage is None else self._storages.get(storage._cdata)
+        entry, _ = self._known_storage(tensor)
         if entry is None:
             return None
         lost = []
@@ -194,18 +182,15 @@ class TensorValues:
 
     def is_blank(self, tensor: Tensor) -> bool:
         """Whether nothing was written to any of its elements."""
-        storage, geometry = _place(tensor)
-        entry = None if storage is None else self._storages.get(storage._cdata)
-        if entry is None or entry.blank is None:
-            return False
-        return memory_map.is_blank(entry.blank, geometry)
+        entry, geometry = self._known_storage(tensor)
+        return entry is not None and entry.blank is not None and entry.blank.has(geometry)
 
     def note_blank(self, tensor: Tensor) -> None:
         """Note that nothing was written to the tensor's memory."""
         plain = memory_map.plain(tensor)
         storage = memory_map.storage_of(plain)
         if storage is not None:
-            self._entry(storage).note_blank(plain)
+            self._entry(storage).blank = memory_map.all_blank(plain)
 
     def write(self, tensor: Tensor, before: Value, value: Value) -> tuple[Any, ...]:
         """Note that the value ``before`` in the tensor's memory was overwritten by another.
@@ -230,7 +215,9 @@ class TensorValues:
         self._replaced[before] = value
         entry.values[geometry] = [value if old == before else old for old in values] or [value]
         self.bind(tensor, value)
-        return before, tuple(others), entry.note_write(geometry)
+        is_complete = entry.blank is not None and entry.blank.write(geometry)
+        entry.blank = None if is_complete else entry.blank
+        return before, tuple(others), is_complete
 
     def _entry(self, storage: Any) -> _Storage:
         entry = self._storages.get(storage._cdata)

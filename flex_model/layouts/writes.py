@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
@@ -71,9 +72,9 @@ def _own_slice_of_zeros(proofs: AxisProofs, piece: Value, whole: Value) -> Place
     maker = proofs.makers.get(piece)
     if maker is None or maker[0].name != "slice" or whole not in proofs.zeros:
         return None
-    operation, _, values = maker
+    operation, _ = maker
     as_whole = constants.with_placements(operation, {id(operation.operands[0]): REPLICATED})
-    return rules.propagate(as_whole)[0] if values == (whole,) else None
+    return rules.propagate(as_whole)[0] if operation.values == (whole,) else None
 
 
 def _dims_of_piece(proofs: AxisProofs, piece: Value, whole: Value) -> tuple[int | None, ...] | None:
@@ -83,9 +84,9 @@ def _dims_of_piece(proofs: AxisProofs, piece: Value, whole: Value) -> tuple[int 
     shapes = proofs.shapes.get(piece, ()), proofs.shapes.get(whole, ())
     while piece != whole:
         maker = proofs.makers.get(piece)
-        if maker is None or maker[0].name not in chunks.CHUNKS or maker[2][0] is None:
+        if maker is None or maker[0].name not in chunks.CHUNKS or maker[0].values[0] is None:
             return None
-        piece = maker[2][0]
+        piece = maker[0].values[0]
     sizes = zip(*(zip(*of_ranks) for of_ranks in shapes))
     return tuple(dim if own == full else None for dim, (own, full) in enumerate(sizes))
 
@@ -115,6 +116,4 @@ def _fill(
 def _moved(shard: Shard, dims: Sequence[int | None]) -> Shard | None:
     """Return the same split of another tensor, whose dims are ``dims``."""
     dim = dims[shard.dim] if shard.dim < len(dims) else None
-    if dim is None:
-        return None
-    return Shard(dim, *list(vars(shard).values())[1:])
+    return None if dim is None else replace(shard, dim=dim)

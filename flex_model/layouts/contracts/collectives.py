@@ -39,10 +39,10 @@ SAME_ELEMENTS = {"clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     """Note the placements of the results of a collective that all ranks called."""
     _, name, reduction, axes, args, _, outputs, _ = entries[0]
-    reader = ArgumentReader(proofs, len(entries))
+    reader = ArgumentReader(proofs)
     for i in range(len(args)):
         reader.read([entry[4][i] for entry in entries], "")
-    inputs = tuple(v for v in reader.values if isinstance(v, int))
+    inputs = tuple(one.value for one in reader.operands if isinstance(one.value, int))
     base = name.partition("::")[2]
     for i, output in enumerate(outputs):
         value = output[0]
@@ -52,8 +52,7 @@ def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
         place = _source_index(base, len(reader.operands), i)
         found = None
         if axes is not None and place < len(reader.operands):
-            operand, read = reader.operands[place], reader.values[place]
-            found = infer_placement(proofs, base, reduction, axes, operand.placement, read)
+            found = infer_placement(proofs, base, reduction, axes, reader.operands[place])
             if proofs.axis not in axes and base in _ALL_GATHER:
                 proofs.gathered_elsewhere.add(value)
         if not rules.fits(found, Operand(proofs.shapes[value], torch.float32)):
@@ -77,8 +76,7 @@ def infer_placement(
     base: str,
     reduction: str,
     axes: tuple[str, ...],
-    placement: Placement | None,
-    value: Any,
+    operand: Operand,
 ) -> Placement | None:
     """Return the placement of a collective's result along the axis of ``proofs``.
 
@@ -86,8 +84,8 @@ def infer_placement(
         base: Name of the operation, without namespace.
         reduction: The reduction in lower case; "" where it is not known, or there is none.
         axes: The axes along which the group runs.
-        placement: That of its operand; ``value``: the operand.
     """
+    placement, value = operand.placement, operand.value
     if proofs.axis not in axes:
         return _along_other_axis(proofs, base, reduction, placement, value)
     if base in _ALL_REDUCE | _BROADCAST | _ALL_GATHER | _ALL_GATHER_LISTS:
@@ -97,13 +95,13 @@ def infer_placement(
     return None if split_dim is None else Shard(split_dim)
 
 
-def joins_elsewhere(operation: Operation, values: Any, known: set[Any], num_parts: int) -> bool:
+def joins_elsewhere(operation: Operation, known: set[Any], num_parts: int) -> bool:
     """Whether the operation is a view of what was gathered along the other axis, by which
     ``all_gather_tensor`` joins the parts of ``num_parts`` ranks where there is one row. With more
     rows, as along this axis the unsharded program has, it concatenates: so the view shows nothing
     about this axis.
     """
-    if operation.name not in TO_SIZES or known.isdisjoint(values):
+    if operation.name not in TO_SIZES or known.isdisjoint(operation.values):
         return False
     shapes = zip(operation.operands[0].shapes, operation.outputs[0].shapes)
     return any(given[:1] == (num_parts,) and made[:1] == (1,) for given, made in shapes)
@@ -117,7 +115,7 @@ def _split_dim(proofs: AxisProofs, value: Any) -> int | None:
     made = proofs.makers.get(value)
     if made is None or made[0].name != "cat":
         return 0
-    operation, _, pieces = made
+    operation, pieces = made[0], made[0].values
     if operation.get("dim", 0) not in (0, -operation.outputs[0].ndim):
         return 0
     makers = [proofs.makers.get(piece) for piece in pieces]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
+from flex_model.distributed.placement import Placement
 from flex_model.integrations.torch_private import function_of
 from flex_model.layouts.contracts import opaque_calls
 from flex_model.layouts.propagation import rules
@@ -154,7 +154,7 @@ def infer_forward(
     _, forward, _ = _own[name]
     assert forward is not None
     found = forward(*placements)
-    if found is None or isinstance(found, (Replicate, Shard, Partial)):
+    if found is None or isinstance(found, Placement):
         return [found] * num_outputs
     return list(found)
 

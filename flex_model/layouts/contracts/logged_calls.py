@@ -37,6 +37,7 @@ from flex_model.layouts.propagation.operation import REPLICATED
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
+    from flex_model.layouts.recorder import Recorder
 
 _OF_DTENSORS = ("from_local", "to_local", "redistribute", "full_tensor")
 _DTENSOR = "DTensor."
@@ -83,10 +84,23 @@ def _replace(owner: Any, name: str, text: str) -> None:
     _replaced.enter_context(mock.patch.object(owner, name, made))
 
 
+def _recording() -> list[Recorder]:
+    return [one for one in active_recorders() if not one.is_paused]
+
+
+@contextmanager
+def _recomputing(recorders: Sequence[Recorder], is_recomputed: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        for recorder in recorders:
+            stack.enter_context(recorder.recomputing(is_recomputed))
+        if is_recomputed:
+            stack.enter_context(_watched())
+        yield
+
+
 def _followed(apply: Any) -> Callable[..., Any]:
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        run = apply.__get__(None, function)
-        recorders = [one for one in active_recorders() if not one.is_paused]
+        run, recorders = apply.__get__(None, function), _recording()
         if not recorders:
             return run(*args, **kwargs)
         kernel = next(filter(rules.has_rule, opaque_calls.names_of(function)), None)
@@ -97,18 +111,15 @@ def _followed(apply: Any) -> Callable[..., Any]:
         inside = [one for one in recorders if one.is_recomputed]
         inputs = [one for one in args if isinstance(one, Tensor)]
         values = [[recorder.value(one) for one in inputs] for recorder in recorders]
-        with ExitStack() as stack:
-            for recorder in recorders:
-                stack.enter_context(recorder.recomputing(recomputes))
-            if recomputes:
-                stack.enter_context(_watched())
+        with _recomputing(recorders, recomputes):
             result = run(*args, **kwargs)
         if recomputes:
             return result
         for recorder, of_inputs in zip(recorders, values):
             recorder.nodes.separate(of_inputs, result)
             if recorder in inside:
-                contract = functions.contract_of(name, _arguments(function, args))
+                passed = opaque_calls.arguments_of(function.forward, args, {})
+                contract = functions.contract_of(name, SimpleNamespace(**passed))
                 recorder.nodes.add_function(name, contract, of_inputs, result)
         return result
 
@@ -136,12 +147,10 @@ def _subclasses(owner: Any) -> Iterator[Any]:
 def _noticed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        recorders = [one for one in active_recorders() if not one.is_paused and one.is_recomputed]
+        recorders = [one for one in _recording() if one.is_recomputed]
         inputs = [one for one in args if isinstance(one, Tensor)]
         values = [[recorder.value(one) for one in inputs] for recorder in recorders]
-        with ExitStack() as stack:
-            for recorder in recorders:
-                stack.enter_context(recorder.recomputing(False))
+        with _recomputing(recorders, False):
             result = forward(*args, **kwargs)
         for recorder, of_inputs in zip(recorders, values):
             recorder.nodes.add_function(name, "recomputes", of_inputs, result)
@@ -150,15 +159,10 @@ def _noticed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _arguments(function: Any, args: Sequence[Any]) -> SimpleNamespace:
-    """Return what a Function is passed, by the names of its forward."""
-    return SimpleNamespace(**opaque_calls.arguments_of(function.forward, args, {}))
-
-
 def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        recorders = [one for one in active_recorders() if not one.is_paused]
+        recorders = _recording()
         if not recorders:
             return function(*args, **kwargs)
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -184,7 +188,7 @@ def _as_operation(run: Callable[..., Any], signature: Any, name: str) -> Callabl
 
     @functools.wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        recorders = [one for one in active_recorders() if not one.is_paused]
+        recorders = _recording()
         named = opaque_calls.arguments_of(signature, args, kwargs)
         if not recorders or any(dtensor.is_dtensor(leaf) for leaf in tree_iter(named)):
             return run(*args, **kwargs)
@@ -194,7 +198,7 @@ def _as_operation(run: Callable[..., Any], signature: Any, name: str) -> Callabl
             result = run(*args, **kwargs)
         with DisableTorchFunction():
             for recorder, before in zip(recorders, encoded):
-                recorder.add_operation(name, "", before, (), {}, result, None)
+                recorder.add_operation(name, before, result)
                 recorder.record_results(result)
         return result
 
@@ -204,7 +208,10 @@ def _as_operation(run: Callable[..., Any], signature: Any, name: str) -> Callabl
 def follow_call(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     """Note the placements of the results of such a call."""
     _, name, _, outputs, _ = entries[0]
-    inputs = [_same(values) for values in zip(*(entry[2] for entry in entries))]
+    inputs = [
+        values[0] if all(value == values[0] for value in values) else None
+        for values in zip(*(entry[2] for entry in entries))
+    ]
     placements = [None if one is None else proofs.placement(one) for one in inputs]
     if name.startswith(_DTENSOR):
         found = [
@@ -233,7 +240,3 @@ def _of_dtensor(
     if stated[index] is None:
         return placements[0] if placements else None
     return REPLICATED if name == "DTensor.full_tensor" else decode(stated[index])
-
-
-def _same(values: Sequence[Any]) -> Any:
-    return values[0] if all(value == values[0] for value in values) else None

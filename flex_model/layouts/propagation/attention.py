@@ -42,7 +42,7 @@ def attention(operation: Operation) -> Placements:
         mask = operation.get(name)
         if mask is not None and mask.shapes[0] == (0,):
             given[name] = None
-    operation = replace(operation, arguments=tuple({**a, **given} for a in operation.arguments))
+    operation = operation.with_arguments(**given)
     row = "*" if operation["is_causal"] else "l"
     scores = f"query:~...{row}* key:~...** attn_mask?:~...{row}* attn_bias?:~...{row}*"
     linear = "" if operation.get("dropout_p") else "= value*!query*!key*!attn_mask*!attn_bias"

@@ -45,11 +45,8 @@ def _by_group(operation: Operation, name: str, channel: int) -> Operation:
     if bias is not None:
         given["bias"] = _grouped(bias, 0, width_out)
     (made,) = operation.outputs
-    return replace(
-        operation,
-        arguments=tuple({**of_rank, **given} for of_rank in operation.arguments),
-        outputs=(_grouped(made, channel, width_out),),
-    )
+    outputs = (_grouped(made, channel, width_out),)
+    return replace(operation.with_arguments(**given), outputs=outputs)
 
 
 def _grouped(operand: Operand, dim: int, width: int) -> Operand:

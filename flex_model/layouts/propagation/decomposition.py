@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from flex_model.distributed.placement import Placement
 from flex_model.integrations.compiled import DispatchMode
 from flex_model.integrations.torch_private import decomposition_of, disabled_modes
-from flex_model.layouts.propagation.labels import Placements
+from flex_model.layouts.propagation.labels import Placements, words
 from flex_model.layouts.propagation.operation import (
     REPLICATED,
     Operand,
@@ -34,17 +34,7 @@ from flex_model.layouts.propagation.operation import (
 
 _FILLS = {"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"}
 # Numbers that rules compare with those of the unsharded program.
-_SIZES = {
-    "size",
-    "shape",
-    "sizes",
-    "repeats",
-    "start",
-    "end",
-    "length",
-    "split_size",
-    "split_sizes",
-}
+_SIZES = words("size shape sizes repeats start end length split_size split_sizes")
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,7 @@ def fp8_linear(operation: Operation) -> Placements:
         return [None]
     # As if each row and column had its own scale: these are split as the weight's are.
     scale = replace(scale, shapes=weight.shapes)
-    arguments = ({**operation.arguments[0], "weight_scale_inv": scale},)
-    return _linear(replace(operation, arguments=arguments))
+    return _linear(operation.with_arguments(weight_scale_inv=scale))
 
 
 _loss = form(":_ -> +")

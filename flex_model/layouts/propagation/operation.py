@@ -34,11 +34,13 @@ class Operand:
     Attributes:
         shapes: Local shapes, by rank.
         placement: Along the axis; None if it is not known, and for outputs.
+        value: The tensor's value in the logs; None if it is not known, and for outputs.
     """
 
     shapes: tuple[Shape, ...]
     dtype: torch.dtype
     placement: Placement | None = None
+    value: Any = None
 
     @property
     def ndim(self) -> int:
@@ -110,6 +112,10 @@ class Operation:
         """Return the argument's values, by rank."""
         return [arguments[name] for arguments in self.arguments]
 
+    def with_arguments(self, **given: Any) -> Operation:
+        """Return the operation with these arguments, the same on all ranks."""
+        return replace(self, arguments=tuple({**of_rank, **given} for of_rank in self.arguments))
+
     def without(self, *names: str) -> Operation:
         """Return the operation without arguments that it does not read."""
         arguments = tuple(
@@ -128,3 +134,8 @@ class Operation:
             elif isinstance(value, (list, tuple)):
                 found += [item for item in value if isinstance(item, Operand)]
         return tuple(found)
+
+    @cached_property
+    def values(self) -> tuple[Any, ...]:
+        """The values of those tensors."""
+        return tuple(operand.value for operand in self.operands)

@@ -38,18 +38,19 @@ def reshaped(
         are_stated: Whether a size that is not known may differ from the ranks'.
     """
     placement = operand.placement
-    if placement is None or any(math.prod(s) != math.prod(m) for s, m in _pairs(operand, made)):
+    pairs = zip(operand.shapes, made.shapes)
+    if placement is None or any(math.prod(before) != math.prod(after) for before, after in pairs):
         return None
     known: list[int | None] = list(sizes) if len(sizes) == made.ndim else [None] * made.ndim
     if not isinstance(placement, Shard):
         return _of_whole(made, placement, known, are_stated and bool(sizes))
-    is_same = operand.shapes == made.shapes and _may_be_same(operand, known)
+    is_same = operand.shapes == made.shapes and _fit(known, operand)
     if placement.part_sizes is not None:
         return placement if is_same else _of_unequal_parts(operand, made, placement, known)
     readings = [
         reading
         for reading in valid_readings(operand, made, placement)
-        if _fits_sizes(reading, made, placement, known)
+        if _fit(known, made, replace(placement, dim=reading[0], parts=reading[1]))
     ]
     if len(readings) > 1 and any(e == flexible for e, _ in readings):
         return None  # the unsharded program's -1, or another number, is larger
@@ -67,10 +68,6 @@ def reshaped(
     return replace(placement, dim=found[0], parts=found[1])
 
 
-def _pairs(operand: Operand, made: Operand) -> list[tuple[Shape, Shape]]:
-    return list(zip(operand.shapes, made.shapes))
-
-
 def _differ(made: Operand) -> bool:
     return len(set(made.shapes)) > 1
 
@@ -81,17 +78,15 @@ def _of_whole(
     """Return the placement for a tensor that is not split: its elements determine at most one
     unknown size.
     """
-    shape = made.shapes[0]
-    if _differ(made) or (stated and sum(size is None for size in known) > 1):
+    if _differ(made) or (stated and known.count(None) > 1):
         return None
-    if any(size not in (None, own) for size, own in zip(known, shape)):
-        return None
-    return placement
+    return placement if _fit(known, made) else None
 
 
-def _may_be_same(operand: Operand, known: list[int | None]) -> bool:
-    """Whether the shape may be unchanged: no known size contradicts it."""
-    return all(size is None or size == full for size, full in zip(known, operand.full_shape))
+def _fit(known: list[int | None], operand: Operand, placement: Shard | None = None) -> bool:
+    """Whether the full tensor, with another placement if one is given, has the known sizes."""
+    placed = operand if placement is None else replace(operand, placement=placement)
+    return all(size in (None, full) for size, full in zip(known, placed.full_shape))
 
 
 def valid_readings(operand: Operand, made: Operand, placement: Shard) -> list[Reading]:
@@ -110,12 +105,6 @@ def valid_readings(operand: Operand, made: Operand, placement: Shard) -> list[Re
         if q and all(shape[e] % q == 0 for shape in made.shapes):
             found.append((e, q))
     return found
-
-
-def _fits_sizes(reading: Reading, made: Operand, placement: Shard, known: list[int | None]) -> bool:
-    e, parts = reading
-    full = Operand(made.shapes, made.dtype, replace(placement, dim=e, parts=parts)).full_shape
-    return all(size is None or size == own for size, own in zip(known, full))
 
 
 def _of_unequal_parts(
@@ -139,10 +128,8 @@ def _of_unequal_parts(
         shard = shard_of_parts(
             replace(placement, dim=e), [own for own in scaled if own is not None]
         )
-        if shard is not None:
-            full = Operand(made.shapes, made.dtype, shard).full_shape
-            if all(size in (None, own) for size, own in zip(known, full)):
-                found.append(shard)
+        if shard is not None and _fit(known, made, shard):
+            found.append(shard)
     return found[0] if len(found) == 1 else None
 
 
@@ -174,26 +161,20 @@ def _by_groups(
     ones_after = _ones_at(after, start)
     if size == 1:
         # A dim of size 1 is found by counting, if none was added or removed next to it.
-        beside = _ones_at(before, start)
+        beside = _ones_at(before, start)  # itself, too
         if len(beside) != len(ones_after):
             return None
         e = ones_after[beside.index(dim)]
         return next((reading for reading in readings if reading[0] == e), None)
     low, high = _group(before, after, dim)
-    in_group = [
-        (e, q)
-        for e, q in readings
-        if low <= math.prod(after[:e]) and math.prod(after[: e + 1]) <= high
-    ]
+    in_group = [reading for reading in readings if reading[0] in _within(after, low, high)]
     if len(in_group) <= 1:
         return in_group[0] if in_group else None
     wide = [(e, q) for e, q in in_group if after[e] > 1]
     if len(wide) == 1 and placement.parts == 1 and len(ones_after) <= len(ones_before):
         return wide[0]  # the dims of size 1 next to it are not new
     if len(wide) == 1 and after[wide[0][0]] == size and wide[0][1] == placement.parts:
-        ones = len([i for i in range(len(before)) if before[i] == 1])
-        if len([i for i in range(len(after)) if after[i] == 1]) <= ones:
-            return wide[0]
+        return wide[0] if after.count(1) <= before.count(1) else None
     return None
 
 

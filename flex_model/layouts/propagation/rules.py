@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
+from flex_model.distributed.placement import Placement, Shard
 from flex_model.integrations.torch_private import OpOverload, OpOverloadPacket, backward_of
 from flex_model.layouts.propagation import (
     attention,
@@ -207,7 +207,7 @@ def _propagated(operation: Operation) -> list[Placement | None]:
     if not varying <= rule.per_rank:
         return unknown
     found = rule.function(operation)
-    if found is None or isinstance(found, (Replicate, Shard, Partial)):
+    if found is None or isinstance(found, Placement):
         return [found] * len(operation.outputs)
     return list(found)
 
@@ -230,13 +230,9 @@ def fits(placement: Placement | None, operand: Operand) -> bool:
     if placement.part_sizes is None and any(shape[dim] % parts for shape in operand.shapes):
         return False
     try:
-        return bool(replace_placement(operand, placement).full_shape)
+        return bool(replace(operand, placement=placement).full_shape)
     except ValueError:
         return False
-
-
-def replace_placement(operand: Operand, placement: Placement) -> Operand:
-    return replace(operand, placement=placement)
 
 
 def _varying(operation: Operation) -> set[str]:

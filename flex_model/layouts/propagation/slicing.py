@@ -61,7 +61,7 @@ def own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
     ranks may share one.
     """
     count = len(ranges)
-    if _follow_to_end(ranges, size):
+    if follow_to_end(ranges, size):
         return Shard(dim)
     for pieces in range(2, count):
         for stride in range(1, count):
@@ -71,14 +71,14 @@ def own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
             by_piece: dict[int, Range] = {}
             if any(by_piece.setdefault(shard.piece(i), r) != r for i, r in enumerate(ranges)):
                 continue
-            if len(by_piece) == pieces and _follow_to_end(
+            if len(by_piece) == pieces and follow_to_end(
                 [by_piece[i] for i in range(pieces)], size
             ):
                 return shard
     return None
 
 
-def _follow_to_end(ranges: Sequence[Range], size: int) -> bool:
+def follow_to_end(ranges: Sequence[Range], size: int) -> bool:
     """Whether the ranges follow one another and cover the dim."""
     end = 0
     for start, stop in ranges:
@@ -131,12 +131,11 @@ def range_taken(operation: Operation, output: int, dim: int) -> Range | None:
 def slice_(operation: Operation) -> Placements:
     """Read ``x[..., start:end:step, ...]`` along one dim."""
     dim, step = operation["dim"] % operand_of(operation).ndim, operation["step"]
-    sizes = sizes_along(operand_of(operation), dim)
+    sizes, bounds = sizes_along(operand_of(operation), dim), _stated(operation, "start", "end")
     ranges = slice_ranges(operation.by_rank("start"), operation.by_rank("end"), sizes)
-    first = _stated(operation, "start")
-    last = _stated(operation, "end")
     of_full = None
-    if first is not _UNKNOWN and last is not _UNKNOWN:
+    if bounds is not None:
+        first, last = bounds
         (of_full,) = slice_ranges([first], [last], [operand_of(operation).full_shape[dim]])
     return [_taken(operation, dim, ranges, of_full, step)]
 
@@ -147,8 +146,8 @@ def narrow(operation: Operation) -> Placements:
     sizes = sizes_along(operand_of(operation), dim)
     starts = [_clamped(start, size, 0) for start, size in zip(operation.by_rank("start"), sizes)]
     ranges = [(start, start + length) for start, length in zip(starts, operation.by_rank("length"))]
-    first, length = _stated(operation, "start"), _stated(operation, "length")
-    of_full = None if _UNKNOWN in (first, length) else (first, first + length)
+    bounds = _stated(operation, "start", "length")
+    of_full = None if bounds is None else (bounds[0], sum(bounds))
     return [_taken(operation, dim, ranges, of_full)]
 
 
@@ -181,19 +180,14 @@ def _along_split_dim(
     return found if is_proven or not (is_all or operation.full_sizes) else None
 
 
-class _Unknown:
-    """A bound of which only the rank's own number is known."""
-
-
-_UNKNOWN = _Unknown()
-
-
-def _stated(operation: Operation, name: str) -> Any:
-    """Return the number that the unsharded program passes: the stated one, else the same."""
-    stated = operation.full_sizes.get(name)
-    if stated is None:
-        return operation.by_rank(name)[0]
-    return _UNKNOWN if stated[0] is None else stated[0]
+def _stated(operation: Operation, *names: str) -> list[Any] | None:
+    """Return the numbers that the unsharded program passes: those stated, else the same. None if
+    only the rank's own number is known of one.
+    """
+    stated = operation.full_sizes
+    if any(name in stated and stated[name][0] is None for name in names):
+        return None
+    return [stated[name][0] if name in stated else operation.by_rank(name)[0] for name in names]
 
 
 def split(operation: Operation) -> Placements:
@@ -256,9 +250,8 @@ def cat(operation: Operation) -> Placements:
     dim = operation["dim"] % made.ndim
     if all(o.shard is not None and o.shard.dim == dim for o in operands):
         return [_along_joined_dim(operands)]
-    arguments = tuple({**of_rank, "tensors": operands} for of_rank in operation.arguments)
     joined = form("tensors:...[dim] -> ...[dim] = tensors")
-    return joined(replace(operation, arguments=arguments))
+    return joined(operation.with_arguments(tensors=operands))
 
 
 def _along_joined_dim(operands: list[Operand]) -> Placement | None:
