@@ -307,13 +307,14 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
     of_ranks = [of_rank["inputs"] for of_rank in gathered]
     inputs = site_hash(json.dumps([number, call.has_backward, of_ranks]))
     own_rows = gathered[first + mesh.group_rank]["rows"]
+    arg_chunks, kwarg_chunks = microbatches.split(schedule, args, call.kwargs, number, own_rows)
     return StepPlan(
         inputs,
         all(of_rank["prepared"] == inputs for of_rank in gathered),
         site_hash(inputs, *(of_rank["conditions"] for of_rank in gathered)),
         number,
-        microbatches.split_args(schedule, args, number),
-        microbatches.split_kwargs(schedule, call.kwargs, number, own_rows),
+        arg_chunks,
+        kwarg_chunks,
         None if target is None else list(torch.tensor_split(target, number)),
         [[of_rank // number] * number for of_rank in rows],
         gathered[0]["seed"],

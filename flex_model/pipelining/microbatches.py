@@ -95,26 +95,21 @@ def _check_is_shared(name: str, size: int, rows: int | None, number: int) -> Non
         )
 
 
-def split_args(schedule: Any, args: tuple[Any, ...], number: int) -> list[tuple[Any, ...]]:
-    """Return the positional inputs of each micro-batch."""
-    if not args or number == 1:
-        return [args] * number
-    specs = _specs_of_args(schedule, args)
-    chunks, _ = split_args_kwargs_into_chunks(args, {}, number, specs, {})
-    return chunks
-
-
-def split_kwargs(
-    schedule: Any, kwargs: dict[str, Any], number: int, rows: int | None
-) -> list[dict[str, Any]]:
-    """Return the keyword inputs of each micro-batch. Without a spec, tensors that have a row for
-    each of the batch's ``rows`` are split, and all else is passed to every micro-batch.
+def split(
+    schedule: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, rows: int | None
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """Return the positional and the keyword inputs of each micro-batch. Without specs, positional
+    tensors are split, and keyword ones that have a row for each of the batch's ``rows``; all else
+    is passed to every micro-batch.
     """
-    if not kwargs or number == 1:
-        return [kwargs] * number
-    specs = _specs_of_kwargs(schedule, kwargs, rows)
-    _, chunks = split_args_kwargs_into_chunks((), kwargs, number, (), specs)
-    return chunks
+    if number == 1 or not (args or kwargs):
+        return [args] * number, [kwargs] * number
+    arg_specs, kwarg_specs = schedule._args_chunk_spec, schedule._kwargs_chunk_spec
+    if arg_specs is None or not args:
+        arg_specs = tuple(_default_specs(arg, None) for arg in args)
+    if kwarg_specs is None or not kwargs:
+        kwarg_specs = {name: _default_specs(value, rows) for name, value in kwargs.items()}
+    return split_args_kwargs_into_chunks(args, kwargs, number, arg_specs, kwarg_specs)
 
 
 def find_unsplit(
@@ -134,18 +129,6 @@ def find_unsplit(
         if isinstance(value, Tensor) and value.dim() and value.shape[0] % number == 0
         if chunk[name].shape == value.shape
     }
-
-
-def _specs_of_args(schedule: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if schedule._args_chunk_spec is not None:
-        return schedule._args_chunk_spec
-    return tuple(_default_specs(arg, None) for arg in args)
-
-
-def _specs_of_kwargs(schedule: Any, kwargs: dict[str, Any], rows: int | None) -> dict[str, Any]:
-    if schedule._kwargs_chunk_spec is not None:
-        return schedule._kwargs_chunk_spec
-    return {name: _default_specs(value, rows) for name, value in kwargs.items()}
 
 
 def _default_specs(value: Any, rows: int | None) -> Any:

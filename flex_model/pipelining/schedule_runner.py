@@ -58,6 +58,7 @@ class ScheduleRunner:
     def __init__(self, schedule: Any, settings: Settings, local_class: Any = LocalSchedule) -> None:
         self._pipeline = pipeline = LocalPipeline(schedule, settings, local_class)
         self.core, self.index = pipeline.core, pipeline.index
+        self._shown: Any = schedule  # its class stands for the model in ``show``
         self.parameters = pipeline.parameters
         self.session: Session | None = None
         self.step_settings: dict[str, Any] = {
@@ -271,7 +272,7 @@ class ScheduleRunner:
         """Return the modules of all stages, for ``show``."""
         if args:
             self.check_runs_whole_model("show with inputs")
-        return modules_of(self.core, self.index, type(self._pipeline.schedule).__name__)
+        return modules_of(self.core, self.index, type(self._shown).__name__)
 
     def check_runs_whole_model(self, operation: str) -> None:
         """RuntimeError: this needs a model that can be run without a schedule."""
@@ -545,6 +546,7 @@ class ForwardRunner(ScheduleRunner):
         self._signature = inspect.signature(model.forward)
         self._called_with: Choice = EVERYTHING  # the hooks of a call of the FlexModel
         super().__init__(ForwardSchedule(model), settings, LocalForward)
+        self._shown = model
 
         @functools.wraps(self._before)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -608,9 +610,3 @@ class ForwardRunner(ScheduleRunner):
                 "the torch.distributed.pipelining schedule that runs its stages"
             )
         return super().targets_of(function, kind)
-
-    def modules_to_show(self, args: tuple[Any, ...]) -> Modules:
-        """Return the modules of all stages, for ``show``."""
-        if args:
-            self.check_runs_whole_model("show with inputs")
-        return modules_of(self.core, self.index, type(self._model).__name__)

@@ -174,7 +174,8 @@ def run(
             if offload_activations != "none":
                 offloader = ActivationOffloader(module, offload_activations, offload_dir)
             is_shown = progress and (core is None or core.communicator.mesh.rank == 0)
-            bar = stack.enter_context(Progress(is_shown, batches, window, found, loader))
+            shown: Any = batches if is_shown else None
+            bar = stack.enter_context(Progress(shown, window, found, loader, result))
         if loader is not None:
             loader.load_resident()
 
@@ -186,7 +187,7 @@ def run(
                     records.take(batch)
                 hooks.delivered(batch.hooks)
             result.append(output if on_output is None else on_output(batch.index, output))
-            bar.deliver()
+            bar.count_steps(0)
 
         def forward(batch: Any) -> Any:
             if loader is not None:
@@ -201,7 +202,7 @@ def run(
             offloader,
             cuda_device=place.index if place.type == "cuda" else None,
             deliver=deliver,
-            on_step=bar.step,
+            on_step=bar.count_steps,
             on_target_end=on_target_end,
             on_window_end=(lambda: None) if records is None else records.end_window,
         )
@@ -211,7 +212,7 @@ def run(
             hooks.skip(num_stored)
             result.extend([None] * num_stored)
             result.save_ctxs.extend(Namespace() for _ in range(num_stored))
-            bar.deliver(num_stored)
+            bar.count_steps(0)
         engine.run(batches, window, first=num_stored)
         if records is not None:
             records.flush()
@@ -232,7 +233,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 class Progress(AbstractContextManager["Progress"]):
     """A bar on stderr that counts steps in all windows, with the batches that are done, the loads
-    and the bytes read; nothing unless ``is_shown``.
+    and the bytes read; nothing where ``batches`` is None.
 
     The total, and so the remaining time, is known if ``batches`` has a length, for models that call
     each target once.
@@ -243,17 +244,15 @@ class Progress(AbstractContextManager["Progress"]):
 
     def __init__(
         self,
-        is_shown: bool,
-        batches: Iterable[Any],
+        batches: Iterable[Any] | None,
         window: int | None,
         targets: list[Target],
         loader: WeightLoader | None,
+        result: RunResult,
     ) -> None:
         self._bar: Any = None
-        self._loader = loader
-        self._num_delivered = 0
-        self._total = ""
-        if not is_shown:
+        self._loader, self._result, self._total = loader, result, ""
+        if batches is None:
             return
         try:
             from tqdm import tqdm
@@ -273,22 +272,16 @@ class Progress(AbstractContextManager["Progress"]):
         if self._bar is not None:
             self._bar.close()
 
-    def step(self) -> None:
-        """Count one more step."""
-        if self._bar is not None:
-            self._bar.update()
-        self.deliver(0)
-
-    def deliver(self, num_batches: int = 1) -> None:
-        """Count more batches that are done."""
-        self._num_delivered += num_batches
+    def count_steps(self, number: int = 1) -> None:
+        """Count more steps, and show the batches that are done."""
         if self._bar is None:
             return
-        facts = {"batches": f"{self._num_delivered}{self._total}"}
+        facts = {"batches": f"{len(self._result)}{self._total}"}
         if self._loader is not None:
             facts["loads"] = str(sum(self._loader.loads.values()))
             facts["read"] = f"{self._loader.bytes_read / 2**20:.0f} MiB"
         self._bar.set_postfix(facts, refresh=False)
+        self._bar.update(number)
 
 
 def check_types(model: object, batches: object, device: object, **functions: object) -> None:

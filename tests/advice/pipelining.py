@@ -81,14 +81,9 @@ ROWS = [
         lambda: (split(), policy()),
     ),
     Row(
-        "remove them and hook the stages, or use method",
-        lambda: with_hook("layers.1", "trace"),
-        lambda: (with_hook("layers.1", "trace", is_removed=True), with_hook("layers.1", "modules")),
-    ),
-    Row(
-        "remove it before pipeline() and hook what is in one stage",
-        lambda: with_hook("layers", "modules"),
-        lambda: (with_hook("layers", "modules", is_removed=True), with_hook("layers.1", "modules")),
+        "remove them before pipeline(), and hook the stages",
+        lambda: with_hook("layers.1", "modules"),
+        lambda: (with_hook("layers.1", "trace", is_removed=True), split()),
     ),
     Row(
         "call restore() on it, split, and wrap the schedule",

@@ -183,14 +183,6 @@ WRONG = {
         lambda self, x: self.blocks[1](self.blocks[0](x)) * (2 if x.shape[0] > 2 else 3),
         "'gt' is True, and it was False where the subgraphs were traced",
     ),
-    "a branch on values": (
-        lambda self, x: self.blocks[1](self.blocks[0](x)) * (2 if x.sum() > 1e9 else 3),
-        "does not trace.*asks in Python for the values of 'gt'",
-    ),
-    "a number from values": (
-        lambda self, x: self.blocks[1](self.blocks[0](x)) * max(0, x.max().item() - 1e9),
-        "does not trace.*asks in Python for the values of 'gt'",
-    ),
     "a length taken as a constant": (plain, r"'len_\d' is 3, and it was 2"),
     "a loop over rows": (
         lambda self, x: self.blocks[1](torch.stack([self.blocks[0](x)[i] for i in range(len(x))])),

@@ -190,11 +190,23 @@ def is_large(x):
 
 @pytest.mark.parametrize("kind", [Branch, Number, Rows, CallsATarget, AsksThroughAFunction])
 def test_code_around_targets_that_reads_values(kind):
-    model, batches = kind(), [X, OTHER, X.abs() + 2]
-    with pytest.raises(TraceError, match=r"asks in Python for the values of.*sequential\.run"):
-        trace_subgraphs(model, {"x": X.abs() + 2}, ["Linear"])
-    outputs = sequential.run(model, batches)
-    assert all(assert_equal(o, model(b)) is None for o, b in zip(outputs, batches))
+    """Subgraphs are for inputs with the sample's answers."""
+    model, sample = kind(), X.abs() + 2
+    other = {
+        AsksThroughAFunction: sample * 1e12,
+        Rows: torch.cat([-sample[:1], sample[1:]]),
+    }.get(kind, -sample)
+    outputs = sequential.run(model, [sample, other])
+    assert all(assert_equal(o, model(b)) is None for o, b in zip(outputs, [sample, other]))
+    message = r"with this input, '\w+' is .*, and it was .*sequential\.run"
+    if kind is Rows:  # it is verified with another number of rows
+        with pytest.raises(TraceError, match=message):
+            trace_subgraphs(model, {"x": sample}, ["Linear"])
+        return
+    subgraphs = trace_subgraphs(model, {"x": sample}, ["Linear"])
+    assert_equal(run_by_hand(model, subgraphs, {"x": sample * 2}), model(sample * 2))
+    with pytest.raises(TraceError, match=message):
+        run_by_hand(model, subgraphs, {"x": other})
 
 
 class Method(Model):

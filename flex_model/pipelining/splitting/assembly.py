@@ -62,8 +62,6 @@ def build(
     parts: Parts,
     index: int,
     held: set[str],
-    *,
-    with_hooks: bool,
 ) -> nn.Module:
     """Make a stage that holds these parts, and stand-ins of the others."""
     blocks, crossings = recording.blocks, recording.crossings
@@ -78,7 +76,7 @@ def build(
         for name, part in others.items()
         if isinstance(part, nn.Module)
     }
-    stage = clone_tree(model, exchange, with_hooks=with_hooks)
+    stage = clone_tree(model, exchange)
     for name, part in others.items():
         if isinstance(part, nn.Parameter):
             parent, _, key = name.rpartition(".")

@@ -15,14 +15,12 @@ from torch import nn
 _REGISTRIES = ("_parameters", "_buffers")
 
 
-def clone_tree(
-    module: nn.Module, exchange: Mapping[int, Any] | None = None, *, with_hooks: bool
-) -> nn.Module:
+def clone_tree(module: nn.Module, exchange: Mapping[int, Any] | None = None) -> nn.Module:
     """A module tree of the same types, names and plain attributes, over the same tensors.
 
     Example::
 
-        twin = clone_tree(model, {id(model.head): PassThrough()}, with_hooks=False)
+        twin = clone_tree(model, {id(model.head): PassThrough()})
         twin.body.weight is model.body.weight  # True
         twin.head = nn.Identity()  # model.head is still there
 
@@ -31,8 +29,6 @@ def clone_tree(
 
     Args:
         exchange: What takes the place of an object, by the object's id: mostly modules.
-        with_hooks: False leaves out users' hooks. Those of torch and transformers are always kept:
-            they are part of what the model computes (weight norm, captured outputs).
     """
     memo: dict[int, Any] = {}
     for child in module.modules():
@@ -42,13 +38,7 @@ def clone_tree(
                     _leads_to_modules(item, memo)
             elif name not in ("_modules", "_non_persistent_buffers_set"):
                 _leads_to_modules(value, memo)
-    clone = copy.deepcopy(module, {**memo, **(exchange or {})})
-    for child in () if with_hooks else clone.modules():
-        for name, registry in vars(child).items():
-            if is_hook_registry(name, registry):
-                for key in [key for key, hook in registry.items() if is_users_hook(hook)]:
-                    del registry[key]
-    return clone
+    return copy.deepcopy(module, {**memo, **(exchange or {})})
 
 
 def _leads_to_modules(value: Any, shared: dict[int, Any]) -> bool:
@@ -77,8 +67,9 @@ def is_hook_registry(name: str, value: Any) -> bool:
 
 
 def is_users_hook(hook: Any) -> bool:
-    """Whether it is neither torch's nor transformers'; the side tables of flags (with_kwargs,
-    always_called) hold booleans.
+    """Whether it is neither torch's nor transformers', whose hooks are part of what a model
+    computes (weight norm, captured outputs); the side tables of flags (with_kwargs, always_called)
+    hold booleans.
     """
     return callable(hook) and _home(hook).split(".")[0] not in ("torch", "transformers")
 

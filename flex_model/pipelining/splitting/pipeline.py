@@ -41,7 +41,7 @@ def split_traced(
 ) -> Pipe:
     """Torch's ``Pipe``, verified. TraceError if the model does not trace, or not rightly."""
     name = type(model).__name__
-    twin, reference = (clone_tree(model, _without_cache(model), with_hooks=False) for _ in range(2))
+    twin, reference = (clone_tree(model, _without_cache(model)) for _ in range(2))
     spec = dict(split_spec) if split_spec else None
     try:
         with warnings.catch_warnings():  # torch's, about its own internals
@@ -241,25 +241,19 @@ def pipeline(
             ``split_spec``.
 
     Raises:
-        ValueError: arguments that do not go together, unknown names, a module with hooks of a live
-            FlexModel; with ``"modules"``, points that are not in one list of blocks, and models
-            whose blocks hand on more than the hidden state.
+        ValueError: arguments that do not go together, unknown names, a module with hooks; with
+            ``"modules"``, points that are not in one list of blocks, and models whose blocks hand
+            on more than the hidden state.
         TraceError: with ``"trace"``, a model that does not trace, or not rightly.
     """
     _check_arguments(module, mb_args, mb_kwargs, split_spec, split_policy, method)
     kwargs = dict(mb_kwargs or {})
-    has_hooks = _check_hooks(module)
+    _check_hooks(module)
     check_split_spec(module, split_spec or {})
     if method == "modules" or (method == "auto" and split_spec and _is_hugging_face(module)):
         assert split_spec is not None
         return ModulePipe(split_modules(module, mb_args, kwargs, split_spec))
     try:
-        if has_hooks:
-            raise TraceError(
-                f"{type(module).__name__} has hooks (on {has_hooks!r}), and tracing would run them "
-                "once and make what they do part of the stages for ever; remove them and hook the "
-                'stages, or use method="modules", which carries them over'
-            )
         return split_traced(module, mb_args, kwargs, split_spec, split_policy)
     except TraceError as error:
         if method == "trace" or not split_spec:
@@ -305,22 +299,22 @@ def _check_arguments(
         )
 
 
-def _check_hooks(module: nn.Module) -> str | None:
-    """The name of a module with a user's hook. ValueError for a FlexModel's."""
-    found = None
+def _check_hooks(module: nn.Module) -> None:
+    """ValueError for hooks, which would become part of the stages."""
+    hooks = list(users_hooks(module))
     is_wrapper = type(module).__module__ == "flex_model.model"
-    for name, hook in users_hooks(module):
-        if is_wrapper or is_hook_of_flex_model(hook):
-            is_wrapper = True
-            break
-        found = name
-    if is_wrapper:
+    if is_wrapper or any(is_hook_of_flex_model(hook) for _, hook in hooks):
         raise ValueError(
             f"{type(module).__name__} has hooks of a live FlexModel, which would become part of "
             "the stages; call restore() on it, split, and wrap the schedule: "
             "FlexModel(schedule, output_ptr)"
         )
-    return found
+    if hooks:
+        raise ValueError(
+            f"{type(module).__name__} has hooks (on {hooks[0][0]!r}), which would become part of "
+            "the stages, or run once while they are traced; remove them before pipeline(), and "
+            "hook the stages"
+        )
 
 
 def _is_hugging_face(module: nn.Module) -> bool:

@@ -148,7 +148,7 @@ def record(
     split_spec: Mapping[str, SplitPoint],
 ) -> Recording:
     """Run the model on the example. ValueError if it can't be split at these points."""
-    twin = clone_tree(model, with_hooks=False)
+    twin = clone_tree(model)
     fixed = {"use_cache": False} if takes_keyword(twin, "use_cache") else {}
     kwargs = {**kwargs, **fixed}
     lists = {name.rpartition(".")[0] for name in split_spec}

@@ -25,9 +25,7 @@ from torch.utils import _pytree
 
 from flex_model.integrations.absent_tensor import AbsentError
 from flex_model.pipelining.splitting.assembly import Parts, build, find_parts
-from flex_model.pipelining.splitting.clones import users_hooks
 from flex_model.pipelining.splitting.recording import (
-    BlockList,
     Recording,
     cannot_split,
     find_difference,
@@ -47,7 +45,6 @@ def split_modules(
     with quietly(model):
         recording = record(model, args, kwargs, split_spec)
         blocks = recording.blocks
-        _check_hooks(model, blocks)
         parts = find_parts(model, blocks, recording.calls)
         stages_hold: list[set[str]] = []
         given: tuple[Any, ...] = args
@@ -62,9 +59,9 @@ def split_modules(
             is_in_front = order.index(holder) < order.index(blocks.blocks[0])
             stages_hold[0 if is_in_front else -1].add(name)
 
-        def stages(with_hooks: bool) -> list[nn.Module]:
+        def stages() -> list[nn.Module]:
             return [
-                build(model, recording, parts, index, held, with_hooks=with_hooks)
+                build(model, recording, parts, index, held)
                 for index, held in enumerate(stages_hold)
             ]
 
@@ -73,18 +70,8 @@ def split_modules(
         with contextlib.suppress(Exception):  # a size that the model does not take
             examples.append(record(model, more_args, more_kwargs, split_spec))
         for example in examples:
-            _compare(model, stages(with_hooks=False), example)
-    return stages(with_hooks=True)
-
-
-def _check_hooks(model: nn.Module, blocks: BlockList) -> None:
-    """ValueError for hooks on what no stage has as a whole."""
-    for name, _ in users_hooks(model):
-        if blocks.is_in(name):
-            raise ValueError(
-                f"{type(model).__name__} has a hook on {name!r}, which is spread over all stages; "
-                "remove it before pipeline() and hook what is in one stage"
-            )
+            _compare(model, stages(), example)
+    return stages()
 
 
 def _examine(
@@ -96,7 +83,7 @@ def _examine(
     blocks = recording.blocks.blocks
     held = {blocks[number] for number in recording.blocks.of_stage(index)}
     while True:
-        stage = build(model, recording, parts, index, held, with_hooks=False)
+        stage = build(model, recording, parts, index, held)
         try:
             return held, stage(*given, **recording.kwargs)
         except AbsentError as error:

@@ -18,7 +18,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.fx
@@ -33,8 +33,6 @@ _FACTORIES = (
     *("arange", "as_tensor", "empty", "eye", "full", "full_like", "linspace"),
     *("ones", "rand", "randn", "tensor", "zeros"),
 )
-# Functions and methods that return the values of tensors to Python.
-_READERS = ("item", "tolist", "equal", "allclose", torch.equal, torch.allclose, torch.is_nonzero)
 # Settings of torch that code may branch on.
 _SETTINGS = (
     *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled"),
@@ -46,8 +44,8 @@ _NO_SAMPLE = object()
 
 class SampledProxy(torch.fx.Proxy):
     """A proxy with its value for the sample. Sizes stay proxies; devices are taken to be the same
-    for all inputs. What Python must have (a truth, an index, a length) is the sample's, and fixed
-    in the graph. Reading the values of a tensor of the input is an error.
+    for all inputs. What Python must have (a truth, an index, a length, a tensor's value) is the
+    sample's, and fixed in the graph.
     """
 
     @property
@@ -78,12 +76,8 @@ class SampledProxy(torch.fx.Proxy):
         return self.sample.keys()
 
     def _fixed(self, question: Callable[..., Any]) -> Any:
-        """Return the answer for the sample, a node of the graph that checks that it is the same,
-        unless values of the input determine it.
-        """
+        """Return the answer for the sample, a node of the graph that checks that it is the same."""
         tracer: Any = self.tracer
-        if self.node in tracer.value_nodes and question is not len:
-            tracer.refuse_values(self.node)
         node = tracer.create_node("call_function", question, (self.node,), {})
         node.meta[IS_FIXED] = True
         return tracer.samples[node]
@@ -141,8 +135,6 @@ class SequentialTracer(torch.fx.Tracer):
         sample_input: Arguments of the model by name. They become the graph's inputs. Without them
             this is a plain ``torch.fx.Tracer``.
         samples: The value of each node for ``sample_input``.
-        value_nodes: Nodes whose samples follow from values in tensors of the input: not from sizes,
-            and not from weights alone.
         optional: Names of nodes that are None for the sample, and not for all inputs: traced code
             gets a proxy.
     """
@@ -155,9 +147,6 @@ class SequentialTracer(torch.fx.Tracer):
         self.offloaded = set(offloaded) - self.ancestors
         self.sample_input: dict[str, Any] | None = None
         self.samples: dict[torch.fx.Node, Any] = {}
-        self.value_nodes: set[torch.fx.Node] = set()
-        self._input_nodes: set[torch.fx.Node] = set()  # those that follow from the input
-        self._functions: set[Any] = set()  # those of nodes that are Python functions
         self.optional: set[str] = set()
         self._num_calls = 0  # of functions in progress that get no value of the graph
         self._is_sampling = False
@@ -198,7 +187,6 @@ class SequentialTracer(torch.fx.Tracer):
         if self.sample_input is None:
             return super().create_args_for_root(root_fn, is_module, concrete_args)
         self.samples = {}
-        self.value_nodes, self._input_nodes = set(), set()
         proxies = {
             name: self.create_proxy("placeholder", name, (), {}) for name in self.sample_input
         }
@@ -215,7 +203,6 @@ class SequentialTracer(torch.fx.Tracer):
                     self.samples[node] = self._value_of(node)
             finally:
                 self._is_sampling = False
-            self._note_values(node)
         return node
 
     def _value_of(self, node: torch.fx.Node) -> Any:
@@ -232,29 +219,8 @@ class SequentialTracer(torch.fx.Tracer):
         value = self.samples.get(proxy.node, _NO_SAMPLE)
         if not is_plain(value) or proxy.node.name in self.optional:
             return proxy
-        if isinstance(value, bool) and proxy.node in self.value_nodes:
-            self.refuse_values(proxy.node)
         proxy.node.meta[IS_FIXED] = True
         return value
-
-    def refuse_values(self, node: torch.fx.Node) -> NoReturn:
-        """TraceError: Python code reads values of the input."""
-        raise TraceError(
-            f"the code around the targets asks in Python for the values of {node.name!r}, "
-            "a tensor (an if, .item(), bool(), int())"
-        )
-
-    def _note_values(self, node: torch.fx.Node) -> None:
-        inputs = node.all_input_nodes
-        is_tensor = isinstance(self.samples[node], Tensor)
-        if node.op == "placeholder" or not self._input_nodes.isdisjoint(inputs):
-            self._input_nodes.add(node)
-            is_reader = node.op in ("call_method", "call_function") and node.target in _READERS
-            if is_tensor or is_reader or node.target in self._functions:
-                self.value_nodes.add(node)
-        numbers = (one for one in inputs if not isinstance(self.samples[one], Tensor))
-        if not is_tensor and not self.value_nodes.isdisjoint(numbers):
-            self.value_nodes.add(node)
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, torch.fx.Proxy):
@@ -357,7 +323,6 @@ class SequentialTracer(torch.fx.Tracer):
                     )
                 return result
 
-            self._functions.add(bound)
             proxies = tuple(leaves[place] for place in places)
             return self.create_proxy("call_function", bound, proxies, {})
 
