@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from flex_model.errors import HookError, agreed
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
-from flex_model.inspection.call_costs import CallCosts, HookedTensor, Setup
+from flex_model.inspection.call_costs import CallCosts, HookedTensor, Setup, is_of_gradient
 from flex_model.inspection.edit_checks import (
     ERROR,
     NOT_CHECKED,
@@ -321,52 +322,63 @@ def summary(
     """Rows of the hooks, from what all ranks saw at each call, in the order of registration and of
     their shapes; and what is found in their editing functions. Collective where hooks edit.
     """
-    rows: dict[tuple[Any, ...], DryRunRow] = {}
-    edits: list[tuple[Registration, Sequence[Seen], DryRunRow]] = []
     costs = CallCosts(Setup.of(core))
+    of_calls: list[list[tuple[Registration, Sequence[Seen]]]] = []
     together: dict[int, list[tuple[Registration, Sequence[Seen]]]] = {}  # edited by one function
     for ranks in calls:
         registration = registrations[ranks[0].hook]
         of_call = together.setdefault(id(registration.given), [])
         of_call.append((registration, ranks))
-        if registration.edits and not registration.calls_function:
-            continue
-        del together[id(registration.given)]
-        for (one, seen), row in zip(of_call, rows_of_call(costs, of_call)):
-            if one.edits:
-                edits.append((one, seen, row))
-            key = (one.index, row.local_shapes, row.dtype, row.layout, row.source)
-            rows[key] = row if key not in rows else rows[key].with_calls(row)
+        if registration.calls_function or not registration.edits:
+            of_calls.append(together.pop(id(registration.given)))
+    predicted = [[row_of(costs, *one) for one in of_call] for of_call in of_calls]
+    has_key = any(one.kind != "tensor" for one in registrations.values())
+    priced, forward, backward = with_costs(costs, predicted, has_key)
     found: dict[int, list[Finding]] = {}
     if any(registration.edits for registration in registrations.values()):
-        found = check_edits(core, _edit_calls(edits))
-    ordered = []
+        found = check_edits(core, _edit_calls(of_calls, priced))
+    merged = merged_rows(
+        (one.index, row)
+        for of_call, rows in zip(of_calls, priced)
+        for (one, _), row in zip(of_call, rows)
+    )
     by_hook = {id(registrations[index].given): tuple(of_one) for index, of_one in found.items()}
+    ordered: list[DryRunRow] = []
     for index, registration in registrations.items():
-        own = [row for key, row in rows.items() if key[0] == index]
         of_all = by_hook.get(id(registration.given), ())
-        ordered += [replace(row, findings=of_all) for row in own or [_empty_row(registration)]]
+        own = merged.get(index) or [_empty_row(registration)]
+        ordered += [replace(row, findings=of_all) for row in own]
     findings = [finding for index in registrations for finding in found.get(index, ())]
-    return DryRun(ordered, *totals(costs, ordered), findings)
+    return DryRun(ordered, forward, backward, findings)
+
+
+def merged_rows(rows: Iterable[tuple[Any, DryRunRow]]) -> dict[Any, list[DryRunRow]]:
+    """Return the rows of each hook, by what identifies it: one for the calls that meet tensors of
+    one shape.
+    """
+    found: dict[Any, dict[Any, DryRunRow]] = {}
+    for hook, row in rows:
+        of_hook = found.setdefault(hook, {})
+        key = row.local_shapes, row.dtype, row.layout, row.source
+        of_hook[key] = of_hook[key].with_calls(row) if key in of_hook else row
+    return {hook: list(of_hook.values()) for hook, of_hook in found.items()}
 
 
 def _edit_calls(
-    calls: Sequence[tuple[Registration, Sequence[Seen], DryRunRow]],
+    of_calls: Sequence[Sequence[tuple[Registration, Sequence[Seen]]]],
+    priced: Sequence[Sequence[DryRunRow]],
 ) -> dict[Registration, list[FakeInput] | str]:
     """Find the tensors of the first call of each editing hook in which they are known, in the order
     of the run; or why they are not known.
     """
     found: dict[Registration, list[FakeInput] | str] = {}
-    inputs: dict[int, list[FakeInput | str]] = {}  # of several tensors, so far
-    for registration, ranks, row in calls:
-        several = inputs.setdefault(id(registration.given), [])
-        several.append(_input(registration, ranks, row))
-        if registration.calls_function:
-            del inputs[id(registration.given)]
-            unknown = [one for one in several if isinstance(one, str)]
-            known = [one for one in several if isinstance(one, FakeInput)]
-            if isinstance(found.get(registration, ""), str):
-                found[registration] = "; ".join(unknown) or known
+    for of_call, rows in zip(of_calls, priced):
+        registration = of_call[-1][0]
+        if registration.edits and isinstance(found.get(registration, ""), str):
+            inputs = [_input(*one, row) for one, row in zip(of_call, rows)]
+            unknown = [one for one in inputs if isinstance(one, str)]
+            known = [one for one in inputs if isinstance(one, FakeInput)]
+            found[registration] = "; ".join(unknown) or known
     return found
 
 
@@ -386,24 +398,37 @@ def _empty_row(registration: Registration) -> DryRunRow:
     return DryRunRow(registration.name, registration.kind, function.unpack_idx, registration.edits)
 
 
-def rows_of_call(
-    costs: CallCosts, call: Sequence[tuple[Registration, Sequence[Seen]]]
-) -> list[DryRunRow]:
-    """The rows of one call, from what all ranks saw of each of its tensors. Local."""
-    rows, tensors = [], []
-    for registration, ranks in call:
-        row, tensor = _row_of(costs, registration, ranks)
-        rows.append(row)
-        tensors += [] if tensor is None else [tensor]
-    if len(tensors) < len(rows):
-        return rows
-    return [
-        replace(row, forward=forward, backward=backward)
-        for row, (forward, backward) in zip(rows, costs.of_call(tensors))
-    ]
+def with_costs(
+    costs: CallCosts,
+    calls: Sequence[Sequence[tuple[DryRunRow, HookedTensor | None]]],
+    has_key: bool,
+) -> tuple[list[list[DryRunRow]], Cost, Cost]:
+    """The rows of calls with what they cost, and what all hooks cost together in the forward and in
+    the backward. Local.
+
+    Args:
+        calls: The rows of each call without costs, and its tensors where their layouts are known.
+        has_key: Whether some hook is not on a parameter's gradient.
+    """
+    rows = [[row for row, _ in of_call] for of_call in calls]
+    known = {
+        number: [tensor for _, tensor in of_call if tensor is not None]
+        for number, of_call in enumerate(calls)
+        if all(tensor is not None for _, tensor in of_call)
+    }
+    has_backward = any(is_of_gradient(row.kind) for of_call in rows for row in of_call)
+    found, (forward, backward) = costs.of_run(list(known.values()), has_key, has_backward)
+    for number, of_call in zip(known, found):
+        rows[number] = [
+            replace(row, forward=both[0], backward=both[1])
+            for row, both in zip(rows[number], of_call)
+        ]
+    for row in itertools.chain(*rows):
+        forward, backward = forward + row.forward, backward + row.backward
+    return rows, forward, backward
 
 
-def _row_of(
+def row_of(
     costs: CallCosts, registration: Registration, ranks: Sequence[Seen]
 ) -> tuple[DryRunRow, HookedTensor | None]:
     """The row of one tensor without its costs, and the tensor if its layout is known."""
@@ -444,21 +469,3 @@ def _row_of(
         owners=tuple(setup.mesh.stage_ranks[place] for place in spec.ranks_of_first),
     )
     return row, tensor
-
-
-def totals(costs: CallCosts, rows: Sequence[DryRunRow]) -> tuple[Cost, Cost]:
-    """What all hooks cost together, with the end of the forward and of the backward."""
-    forward = sum((row.forward for row in rows), Cost())
-    backward = sum((row.backward for row in rows), Cost())
-    if costs.setup.is_local or not rows:
-        return forward, backward
-    if any(row.kind != "tensor" for row in rows):
-        forward += costs.of_header()  # at the start, which has the key of the layouts
-    forward += costs.of_end(is_backward=False)
-    if any(row.calls and _is_of_backward(row) for row in rows):
-        backward += costs.of_end(is_backward=True)
-    return forward, backward
-
-
-def _is_of_backward(row: DryRunRow) -> bool:
-    return row.kind not in ("forward", "forward_pre")

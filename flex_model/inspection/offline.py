@@ -9,6 +9,7 @@ import difflib
 import fnmatch
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +24,8 @@ from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
 from flex_model.distributed.placement import Replicate, Shape, Shard
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
-from flex_model.inspection.call_costs import CallCosts, Setup
-from flex_model.inspection.dry_run import DryRun, DryRunRow, rows_of_call, totals
+from flex_model.inspection.call_costs import CallCosts, HookedTensor, Setup
+from flex_model.inspection.dry_run import DryRun, DryRunRow, merged_rows, row_of, with_costs
 from flex_model.inspection.shapes_only import Seen, shapes_only
 from flex_model.inspection.tree import (
     ModelTree,
@@ -344,8 +345,21 @@ def predict(run: OfflineRun, lines: Sequence[HookLine], edit_on: str) -> DryRun:
         ValueError: a line names no module that is called.
     """
     costs = CallCosts(Setup(run.mesh, edits_on_all=edit_on == "all"))
-    rows = [row for line in lines for row in _rows_of(costs, _calls_of(run, line), line)]
-    return DryRun(rows, *totals(costs, rows), has_checked=False)
+    found: dict[Any, tuple[DryRunRow, HookedTensor | None]] = {}
+    keys = []
+    for line in lines:
+        function = HookFunction(line.pattern, editing_function=_edit if line.edits else None)
+        registration = Registration(function, line.kind, 0, 0, None, function, line.pattern)
+        for _, _, ranks in _calls_of(run, line):
+            keys.append((line, *((one.shape, one.dtype, one.pair) for one in ranks)))
+            if keys[-1] not in found:
+                in_training = [
+                    replace(one, needs_gradient=one.dtype.is_floating_point) for one in ranks
+                ]
+                found[keys[-1]] = row_of(costs, registration, in_training)
+    rows, forward, backward = with_costs(costs, [[found[key]] for key in keys], has_key=True)
+    merged = merged_rows((key[0], row) for key, (row,) in zip(keys, rows))
+    return DryRun(itertools.chain(*merged.values()), forward, backward, has_checked=False)
 
 
 def _calls_of(run: OfflineRun, line: HookLine) -> list[Call]:
@@ -365,27 +379,6 @@ def _calls_of(run: OfflineRun, line: HookLine) -> list[Call]:
             f"{', '.join(close or called[:3])}; leave out --hooks to see all"
         )
     return found
-
-
-def _rows_of(costs: CallCosts, calls: Sequence[Call], line: HookLine) -> list[DryRunRow]:
-    """One row for each shape that the hooks of a line see."""
-    function = HookFunction(line.pattern, editing_function=_edit if line.edits else None)
-    registration = Registration(function, line.kind, 0, 0, None, function, line.pattern)
-    rows: dict[Any, DryRunRow] = {}
-    of_seen: dict[Any, DryRunRow] = {}
-    for _, _, ranks in calls:
-        seen = tuple((one.shape, one.dtype, one.pair) for one in ranks)
-        if seen not in of_seen:
-            in_training = [_in_training(one) for one in ranks]
-            (of_seen[seen],) = rows_of_call(costs, [(registration, in_training)])
-        row = of_seen[seen]
-        key = row.full_shape, row.dtype, row.layout, row.source
-        rows[key] = row if key not in rows else rows[key].with_calls(row)
-    return list(rows.values())
-
-
-def _in_training(seen: Seen) -> Seen:
-    return replace(seen, needs_gradient=seen.dtype.is_floating_point)
 
 
 def _edit(module: nn.Module | None, full: Tensor, save_ctx: Any, modules: Any) -> Tensor:
