@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flex_model.distributed.costs import Cost
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
@@ -26,9 +27,15 @@ from flex_model.inspection.edit_checks import (
     Finding,
     check_edits,
 )
-from flex_model.inspection.shapes_only import Seen, exchange_seen, layout_from_shapes, on_shapes
+from flex_model.inspection.shapes_only import (
+    Look,
+    Seen,
+    exchange_seen,
+    layout_from_shapes,
+    on_shapes,
+    run_watched,
+)
 from flex_model.integrations import dtensor
-from flex_model.layouts import follow
 from flex_model.layouts.follow import Follower
 from flex_model.names import find_parameter
 from flex_model.runs.run import Run
@@ -251,44 +258,24 @@ def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
 def _follow(core: HookCore, follower: Follower, given: Any) -> list[Seen]:
     """Run the model, and note what every hook would see."""
     seen: list[Seen] = []
-    handles: list[Any] = []
-    try:
-        for registration in core.table.registrations:
-            module = None if registration.module is None else registration.module()
-            if module is None:
-                seen.append(_seen_parameter(core, registration))
-                continue
-            look = _looker(core, registration, follower, seen)
-            if registration.kind in ("forward_pre", "full_backward"):
-                handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
-            else:
-                handles.append(module.register_forward_hook(look))
-        args, kwargs = given
-        core.module(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
-def _looker(
-    core: HookCore, registration: Registration, follower: Follower, seen: list[Seen]
-) -> Callable[..., None]:
-    takes_inputs = registration.kind in ("forward_pre", "full_backward")
-
-    def look(module: nn.Module, given: Any, other: Any) -> None:
-        leaf = registration.leaf((given, other) if takes_inputs else other)
-        if registration.is_backward and not leaf.requires_grad:
-            return
-        with follow.paused(follower):
-            seen.append(_seen(core, registration, module, leaf, follower.joint_value(leaf)))
-
-    return look
+    looks: list[Look[Seen]] = []
+    for registration in core.table.registrations:
+        module = None if registration.module is None else registration.module()
+        if module is None:
+            seen.append(_seen_parameter(core, registration))
+        else:
+            look = functools.partial(_seen, core, registration, module, follower)
+            looks.append((module, registration.kind in ("forward_pre", "full_backward"), look))
+    return seen + run_watched(core.module, follower, looks, *given)
 
 
 def _seen(
-    core: HookCore, registration: Registration, module: nn.Module, leaf: Tensor, value: Any
-) -> Seen:
+    core: HookCore, registration: Registration, module: nn.Module, follower: Follower, tree: Any
+) -> Seen | None:
+    leaf = registration.leaf(tree)
+    if registration.is_backward and not leaf.requires_grad:
+        return None
+    value = follower.joint_value(leaf)
     call = HookCall(registration, module, Run())
     registration.check_movable(leaf)
     if registration.is_backward and dtensor.is_dtensor(leaf):

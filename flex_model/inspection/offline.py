@@ -26,14 +26,14 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.inspection.call_costs import CallCosts, HookedTensor, Setup
 from flex_model.inspection.dry_run import DryRun, DryRunRow, merged_rows, row_of, with_costs
-from flex_model.inspection.shapes_only import Seen, shapes_only
+from flex_model.inspection.shapes_only import Seen, run_watched, shapes_only
 from flex_model.inspection.tree import (
     ModelTree,
     Node,
     Observed,
     is_called,
+    looks,
     named,
-    observe,
     set_tensors,
 )
 from flex_model.integrations.torch_private import forget_meshes
@@ -281,7 +281,7 @@ def _observe(
     for i, tensor in enumerate(given):
         follower.note_input(tensor, str(i), (rows, Replicate()))
     with torch.no_grad(), shapes_only(root, mesh, follower, tuple(given)) as args:
-        return observe(root, mesh, follower, lambda: root(*args)), follower
+        return run_watched(root, follower, looks(root, mesh, follower), args, {}), follower
 
 
 def _input(shape: Shape, dtype: str, mesh: Mesh, device: torch.device) -> Tensor:

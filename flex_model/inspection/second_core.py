@@ -293,12 +293,7 @@ def run_reference(
         second = SecondCore(core, edits, reference=module)
         if parameter is not None:
             second.modules.to(parameter.device)
-        try:
-            has_site = [second.watch(site, i) for i, site in enumerate(sites)]
-            run_once(second, detached(inputs, parameter), loss)
-            second.take_gradients(sites)
-        finally:
-            second.close()
+        has_site = _run(second, sites, range(len(sites)), detached(inputs, parameter), loss)
     return second.found, has_site
 
 
@@ -315,14 +310,25 @@ def run_sharded(
     """
     with core.table.nothing_chosen(), _restored_state(core, edits):
         second = SecondCore(core, edits)
-        try:
-            for i in reached:
-                second.watch(sites[i], i)
-            run_once(second, detached(inputs, None), loss)
-            second.take_gradients(sites)
-        finally:
-            second.close()
+        _run(second, sites, reached, detached(inputs, None), loss)
     return second.found, {reached[i]: error for i, error in second.unresolved.items()}
+
+
+def _run(
+    second: SecondCore,
+    sites: Sequence[Site],
+    watched: Sequence[int],
+    inputs: Any,
+    loss: Loss | None,
+) -> list[bool]:
+    """Run a core once on some of the sites, and close it; return whether it has each."""
+    try:
+        has_site = [second.watch(sites[i], i) for i in watched]
+        run_once(second, inputs, loss)
+        second.take_gradients(sites)
+    finally:
+        second.close()
+    return has_site
 
 
 def run_once(

@@ -25,7 +25,7 @@ from flex_model.distributed.placement import Partial, Placement, Replicate, Shap
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.integrations import compiled, dtensor, fsdp
 from flex_model.integrations.torch_private import FakeTensor, FakeTensorMode
-from flex_model.layouts import resolve
+from flex_model.layouts import follow, resolve
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
@@ -264,6 +264,33 @@ def _gathered(parameter: Any, mesh: Mesh, fake_mode: FakeTensorMode) -> nn.Param
 
 
 T = TypeVar("T")
+#: A module, whether its input or its output is looked at, and what is made of it.
+Look = tuple[nn.Module, bool, Callable[[Any], T | None]]
+
+
+def run_watched(
+    root: nn.Module, follower: Follower, looks: Sequence[Look[T]], args: Any, kwargs: Any
+) -> list[T]:
+    """Run a model; return, call by call, what ``looks`` make of modules' inputs ``(args, kwargs)``
+    and outputs, but None.
+    """
+    found: list[T | None] = []
+
+    def hook(is_input: bool, look: Callable[[Any], T | None]) -> Callable[..., None]:
+        def call(module: nn.Module, args: Any, last: Any) -> None:
+            with follow.paused(follower):
+                found.append(look((args, last) if is_input else last))
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for module, is_input, look in looks:
+            register: Any = module.register_forward_hook
+            if is_input:
+                register = functools.partial(module.register_forward_pre_hook, with_kwargs=True)
+            stack.callback(register(hook(is_input, look)).remove)
+        root(*args, **kwargs)
+    return [one for one in found if one is not None]
 
 
 def on_shapes(
