@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from flex_model import pytree
 from flex_model.diagnostics import progress_bar
-from flex_model.editing.edit import Edit, Scope, chain
+from flex_model.editing.edit import Edit, chain
 from flex_model.editing.patch_batches import Copies, Table, described
 from flex_model.editing.patching import Capture, patch
 from flex_model.editing.region import Region
@@ -130,7 +129,8 @@ def activation_patching(
         copies = Copies.of(runs, clean, places, number) if number > 1 else Copies(1)
         captures = [runs.capture(site, "clean") for site in places]
         for i, site in enumerate(places):
-            runs.register(site, Edit("patch", partial(_apply_current, current, i)), f"site {i}")
+            edit = Edit("patch", lambda full, scope, i=i: current[i].apply(full, scope))
+            runs.register(site, edit, f"site {i}")
         key = {
             "inputs": runs.exchange([described(clean), described(corrupted)]),
             "sites": [repr(site) for site in (*places, watched)],
@@ -146,7 +146,7 @@ def activation_patching(
             runs.measure(clean, of_copy(0), "output", "clean"),
             runs.measure(corrupted, of_copy(0), "output"),
         ]
-        runs.check_metric()
+        runs.on_rank_0(lambda: None)  # before all others, the error of a metric that failed
         starts = range(len(table.values), len(patches), copies.number)
         for start in progress_bar.progress(starts, "patched runs", progress and runs.is_rank_0):
             carried: dict[int, list[Edit]] = {}
@@ -158,13 +158,9 @@ def activation_patching(
             runs.run(corrupted, "output", *(f"site {i}" for i in carried))
             num_patches = min(copies.number, len(patches) - start)
             table.add([runs.metric_of(of_copy(copy), "output") for copy in range(num_patches)])
-        first, second, *rest = runs.broadcast([*ends, *table.values])
+        first, second, *rest = runs.on_rank_0(lambda: [*ends, *table.values])
     values = torch.tensor(rest, dtype=torch.float64).reshape(len(places), len(chosen))
     return PatchingMap(values, first, second, places, chosen)
-
-
-def _apply_current(edits: list[Edit], i: int, full: Tensor, scope: Scope) -> Tensor:
-    return edits[i].apply(full, scope)
 
 
 @torch.no_grad()
@@ -220,10 +216,10 @@ def path_patching(
             runs.register(site, patch(kept, **site.where), "receivers")
         runs.run(other, "sender")
         before = runs.measure(inputs, metric, "output", "frozen")
-        runs.check_metric()
+        runs.on_rank_0(lambda: None)  # the error of a metric that failed
         runs.run(inputs, "held")
         after = runs.measure(inputs, metric, "output", "receivers")
-        first, second = runs.broadcast([before, after])
+        first, second = runs.on_rank_0(lambda: [before, after])
     return first, second
 
 

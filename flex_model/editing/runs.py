@@ -144,7 +144,7 @@ class Runs:
         name: str | None = None,
         is_gradient: bool = False,
     ) -> None:
-        name = f"{_PREFIX}:{name or f'#{len(self._sites)}'}:{group}"
+        name = f"{_PREFIX}:{name or f'#{len(self._sites)}'}"
         settings: dict[str, Any] = {
             "expected_shape": site.expected_shape,
             "unpack_idx": site.unpack_idx,
@@ -218,16 +218,14 @@ class Runs:
 
     def record(self, name: str) -> Tensor | None:
         """Return the record of the last run; None on ranks without records."""
-        for full_name in self._sites:
-            if full_name.startswith(f"{_PREFIX}:{name}:"):
-                records = self._records.get(full_name)
-                if records and len(records) > 1:
-                    raise ValueError(
-                        f"{self._sites[full_name]!r} is called {len(records)} times in one forward;"
-                        " choose modules that are called once"
-                    )
-                return records[0] if records else None
-        return None
+        name = f"{_PREFIX}:{name}"
+        records = self._records.get(name)
+        if records and len(records) > 1:
+            raise ValueError(
+                f"{self._sites[name]!r} is called {len(records)} times in one forward; choose "
+                "modules that are called once"
+            )
+        return records[0] if records else None
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks. Collective."""
@@ -259,14 +257,6 @@ class Runs:
     def is_rank_0(self) -> bool:
         """Whether this rank computes metrics."""
         return self._flex._communicator.mesh.group_rank == 0
-
-    def check_metric(self) -> None:
-        """Raise HookError on every rank if the metric failed. Collective."""
-        self.on_rank_0(lambda: None)
-
-    def broadcast(self, values: list[float]) -> list[float]:
-        """Return the values of rank 0. Collective."""
-        return self.on_rank_0(lambda: values)
 
     def on_rank_0(self, compute: Callable[[], Any], kind: type[Exception] = HookError) -> Any:
         """Compute on rank 0; return the result, or raise its error, on every rank. Collective."""
