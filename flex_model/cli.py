@@ -14,7 +14,6 @@ from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.placement import Shape
 from flex_model.fingerprints import compare
 from flex_model.inspection import offline
-from flex_model.inspection.dry_run import DryRun
 from flex_model.sequential.harvest import add_harvest
 
 
@@ -123,24 +122,19 @@ def _shape_and_dtype(value: str) -> tuple[Shape, str]:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    if options.hooks is not None:
-        costs = _hook_costs(options)
+    lines = None if options.hooks is None else offline.read(options.hooks)
+    sizes = options.tp, options.dp
+    run = offline.run_on_shapes(options.model, *sizes, options.input, show_progress=True)
+    if lines is not None:
+        costs = offline.predict(run, lines, options.edit_on)
         print(json.dumps(costs.json(), indent=2) if options.json else costs)
         return 0
-    tree = offline.inspect(options.model, options.tp, options.dp, options.input, show_progress=True)
+    tree = run.tree()
     if options.json:
         print(json.dumps(tree.json(), indent=2))
     else:
         tree.print(show_all=options.all)
     return 0
-
-
-def _hook_costs(options: argparse.Namespace) -> DryRun:
-    lines = offline.read(options.hooks)
-    run = offline.run_on_shapes(
-        options.model, options.tp, options.dp, options.input, show_progress=True
-    )
-    return offline.predict(run, lines, options.edit_on)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

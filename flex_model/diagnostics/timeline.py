@@ -11,7 +11,7 @@ import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -248,8 +248,7 @@ def recorded(
             everyone.mesh.ranks[everyone.mesh.rank],
             recorder.num_noted - len(recorder.spans),
             [
-                [s.kind, s.what, s.site, s.start - offset_ns, s.end - offset_ns]
-                + [s.num_bytes, s.exchange]
+                astuple(replace(s, start=s.start - offset_ns, end=s.end - offset_ns))
                 for s in recorder.spans
             ],
         ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from flex_model import pytree
 from flex_model.diagnostics import progress_bar
-from flex_model.editing.edit import Edit, chain
+from flex_model.editing.edit import Edit, Scope, chain
 from flex_model.editing.patch_batches import Copies, Table, described
 from flex_model.editing.patching import Capture, patch
 from flex_model.editing.region import Region
@@ -122,6 +123,10 @@ def activation_patching(
         raise ValueError(f"batch must be a positive number of patches, got {batch!r}")
     patches = [(i, position) for i in range(len(places)) for position in chosen]
     current: list[Edit] = [patch(Capture())] * len(places)
+
+    def apply_current(i: int, full: Tensor, scope: Scope) -> Tensor:
+        return current[i].apply(full, scope)
+
     watched = as_site(output)
     with Runs(flex, groups) as runs:
         runs.watch(watched, "output")
@@ -129,8 +134,7 @@ def activation_patching(
         copies = Copies.of(runs, clean, places, number) if number > 1 else Copies(1)
         captures = [runs.capture(site, "clean") for site in places]
         for i, site in enumerate(places):
-            edit = Edit("patch", lambda full, scope, i=i: current[i].apply(full, scope))
-            runs.register(site, edit, f"site {i}")
+            runs.register(site, Edit("patch", partial(apply_current, i)), f"site {i}")
         key = {
             "inputs": runs.exchange([described(clean), described(corrupted)]),
             "sites": [repr(site) for site in (*places, watched)],

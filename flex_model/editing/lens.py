@@ -45,7 +45,8 @@ class Lens(Edit):
             raise ValueError(
                 f"{what}: kind must be 'rms', 'layer', 'none' or a function, got {kind!r}"
             )
-        for given in (unembed, bias, norm, norm_bias):
+        weights = unembed, bias, norm, norm_bias
+        for given in weights:
             if not isinstance(given, str) and (given is not None or unembed is None):
                 raise TypeError(
                     f"{what}: weights are given by name, because a rank may hold only a shard; "
@@ -59,11 +60,10 @@ class Lens(Edit):
         if keep is not None and not callable(keep):
             raise TypeError(f"{what}: keep must be a function or None, got {keep!r}")
         text = format_call(what, translator, unembed, norm=norm, positions=positions)
-        needed = [given for given in (unembed, bias, norm, norm_bias) if given is not None]
+        needed = [given for given in weights if given is not None]
         super().__init__(text, self._read, needed)
         self._what, self._translator, self._kind, self._eps = what, translator, kind, eps
-        self._unembed, self._norm = (unembed, bias), (norm, norm_bias)
-        self._key, self._keep = name + ":", keep
+        self._weights, self._key, self._keep = weights, name + ":", keep
         self._region = Region(positions=positions)
 
     def _read(self, full: Tensor, scope: Scope) -> None:
@@ -73,11 +73,9 @@ class Lens(Edit):
         if self._translator is not None:
             module = scope.trainable(self._translator, self._what)
             hidden = hidden + module(input_of(module, hidden)).to(hidden.device)
-        weight, shift, unembed, bias = (
-            None if given is None else scope.parameters[given]
-            for given in (*self._norm, *self._unembed)
-        )
-        hidden = _normalized(hidden, self._kind, weight, shift, self._eps)
+        value: Any = scope.parameters.get
+        unembed, bias, norm, norm_bias = map(value, self._weights)
+        hidden = _normalized(hidden, self._kind, norm, norm_bias, self._eps)
         logits = F.linear(hidden, unembed, bias)
         microbatch = self._region.rows_of_microbatch(full)
         rows, in_all = ([], 0) if microbatch is None else microbatch

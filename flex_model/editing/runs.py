@@ -15,6 +15,7 @@ from flex_model.editing.patching import Capture
 from flex_model.editing.region import Region
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.function import HookFunction
+from flex_model.inspection.second_core import no_gradients_kept
 from flex_model.integrations import fsdp
 from flex_model.model import FlexModel
 from flex_model.names import check_name
@@ -274,15 +275,8 @@ class Runs:
         """Set the parameters' gradients to None inside, and restore them afterwards."""
         flex = self._flex
         parameters = [*fsdp.kept_parameters(flex.module), *flex.trainable_modules.parameters()]
-        before = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        try:
-            with contextlib.ExitStack() as stack:
-                for module in flex.module.modules():
-                    if isinstance(module, nn.parallel.DistributedDataParallel):
-                        stack.enter_context(module.no_sync())  # they are dropped, and may be None
-                yield
-        finally:
-            for parameter, gradient in before:
-                parameter.grad = gradient
+        with no_gradients_kept(parameters), contextlib.ExitStack() as stack:
+            for module in flex.module.modules():
+                if isinstance(module, nn.parallel.DistributedDataParallel):
+                    stack.enter_context(module.no_sync())  # they are dropped, and may be None
+            yield

@@ -4,9 +4,10 @@ communicators of all ranks of a stage in one process, and their transfers are re
 
 from __future__ import annotations
 
+import functools
 import itertools
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -87,7 +88,7 @@ class CostRecorder:
         self._headers: list[bytes] = []  # rank 0's
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         places = [mesh.ranks.index(rank) for rank in mesh.stage_ranks]
-        self.ranks = [
+        self.communicators = [
             (make or RecordingCommunicator)(replace(mesh, rank=place), self._mode, self._headers)
             for place in places
         ]
@@ -99,11 +100,11 @@ class CostRecorder:
             Exception: what ``run`` raises.
         """
         self._headers.clear()
-        for communicator in self.ranks:
+        for communicator in self.communicators:
             communicator.begin()
             with self._mode:
                 run(communicator)
-        return Recording([communicator.meter.spent for communicator in self.ranks])
+        return Recording([communicator.meter.spent for communicator in self.communicators])
 
 
 class RecordingCommunicator(Communicator):
@@ -196,38 +197,6 @@ class WithoutValues:
         return torch.empty_like(tensor)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What the costs of a FlexModel's hooks depend on, besides their tensors.
-
-    Attributes:
-        edits_on_all: Whether every rank edits, not rank 0 alone.
-        records_on_all, keeps_parts: As in ``Records``.
-        rows_dim: The dim in which data-parallel ranks hold rows.
-        statements: The layouts that the user states.
-    """
-
-    mesh: Mesh
-    edits_on_all: bool = True
-    records_on_all: bool = False
-    keeps_parts: bool = False
-    rows_dim: int | None = 0
-    statements: Statements | None = None
-
-    @staticmethod
-    def of(core: HookCore) -> Setup:
-        """Return the setup of a FlexModel. Local."""
-        records = core.records
-        return Setup(
-            core.mesh,
-            core.executor.edits_on_all,
-            records.on_all_ranks,
-            records.keeps_parts,
-            rows_dim(core.tracking.batch_dim),
-            core.tracking.statements,
-        )
-
-
 def is_of_gradient(kind: str) -> bool:
     """Whether hooks of this kind are called in the backward."""
     return kind not in ("forward", "forward_pre")
@@ -266,52 +235,73 @@ class HookedTensor:
 Both = tuple[Cost, Cost]  # of the forward and of the backward
 
 
+@dataclass(frozen=True)
 class CallCosts:
-    """Records what calls whose layouts are known add to a run."""
+    """Records what calls whose layouts are known add to a run of a FlexModel.
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self._recorder = CostRecorder(setup.mesh)
+    Attributes:
+        edits_on_all: Whether every rank edits, not rank 0 alone.
+        records_on_all, keeps_parts: As in ``Records``.
+        rows_dim: The dim in which data-parallel ranks hold rows.
+        statements: The layouts that the user states.
+    """
 
-    @property
-    def first_rank(self) -> Communicator:
-        """The communicator of rank 0."""
-        return self._recorder.ranks[0]
+    mesh: Mesh
+    edits_on_all: bool = True
+    records_on_all: bool = False
+    keeps_parts: bool = False
+    rows_dim: int | None = 0
+    statements: Statements | None = None
+
+    @staticmethod
+    def of(core: HookCore) -> CallCosts:
+        """Return those of the calls of a FlexModel's hooks. Local."""
+        records = core.records
+        return CallCosts(
+            core.mesh,
+            core.executor.edits_on_all,
+            records.on_all_ranks,
+            records.keeps_parts,
+            rows_dim(core.tracking.batch_dim),
+            core.tracking.statements,
+        )
+
+    @functools.cached_property
+    def recorder(self) -> CostRecorder:
+        """The ranks of the stage."""
+        return CostRecorder(self.mesh)
 
     def of_run(
-        self, calls: Sequence[Sequence[HookedTensor]], begins: bool, has_backward: bool
-    ) -> tuple[list[list[Both]], Both]:
-        """What each tensor of each call adds, and what all hooks share. Equal calls are recorded
-        once.
+        self, calls: Mapping[str, Sequence[HookedTensor]], begins: bool, has_backward: bool
+    ) -> tuple[dict[str, list[Both]], Both]:
+        """Return what each tensor of each call adds, and what all hooks share.
 
         Args:
-            calls: The tensors of each call: there are several if one function edits them together.
+            calls: By key, the tensors of a call: there are several if one function edits them
+                together.
             begins: Whether a header with the key of the layouts begins the forward.
             has_backward: Whether hooks on gradients have the backward end with a header.
         """
-        once = {repr(tensors): tensors for tensors in calls}
-        numbers = {key: number for number, key in enumerate(once)}
         ranks: dict[Any, _Rank] = {
-            to: _Rank(self.setup, to, list(once.values())) for to in self._recorder.ranks
+            to: _Rank(self, to, list(calls.values())) for to in self.recorder.communicators
         }
-        first = ranks[self.first_rank]
+        first = next(iter(ranks.values()))
         for _ in range(2):  # the second one has no layouts and sizes left to exchange
-            forward = self._recorder.record(lambda to: ranks[to].forward(begins))
+            forward = self.recorder.record(lambda to: ranks[to].forward(begins))
             kept = first.take_record_bytes()
-            backward = self._recorder.record(lambda to: ranks[to].backward(has_backward))
+            backward = self.recorder.record(lambda to: ranks[to].backward(has_backward))
             kept_then = first.take_record_bytes()
-        of_once: list[list[Both]] = [
-            [
+        found: dict[str, list[Both]] = {
+            key: [
                 (
                     replace(forward.of_site(one.site), record_bytes=kept[one.site]),
                     replace(backward.of_site(one.site), record_bytes=kept_then[one.site]),
                 )
-                for one in of_call
+                for one in registrations
             ]
-            for of_call in first.registrations
-        ]
-        shared = forward.of_others(first.sites), backward.of_others(first.sites)
-        return [of_once[numbers[repr(tensors)]] for tensors in calls], shared
+            for key, registrations in zip(calls, first.registrations)
+        }
+        return found, (forward.of_others(first.sites), backward.of_others(first.sites))
 
 
 class _Rank:
@@ -326,7 +316,7 @@ class _Rank:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: CallCosts,
         communicator: RecordingCommunicator,
         calls: Sequence[Sequence[HookedTensor]],
     ) -> None:

@@ -18,7 +18,7 @@ from flex_model.errors import HookError, agreed
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
-from flex_model.inspection.call_costs import CallCosts, HookedTensor, Setup, is_of_gradient
+from flex_model.inspection.call_costs import CallCosts, HookedTensor, is_of_gradient
 from flex_model.inspection.edit_checks import (
     ERROR,
     NOT_CHECKED,
@@ -103,32 +103,23 @@ class DryRunRow:
 class DryRun(list[DryRunRow], text.Printed):
     """A list of ``DryRunRow`` that prints as a table.
 
-    Args:
-        has_checked: Whether editing functions were looked at.
-
     Attributes:
         forward, backward: Of all hooks together, with what they share: one header at the end, and
             one message with all records that wait for it.
         findings: What is wrong with the editing functions, hook by hook, or was not checked.
     """
 
-    forward: Cost
-    backward: Cost
-    findings: list[Finding]
-
     def __init__(
         self,
         rows: Iterable[DryRunRow],
         forward: Cost,
         backward: Cost,
-        findings: Iterable[Finding] = (),
-        has_checked: bool = True,
+        findings: list[Finding] | None = None,
     ) -> None:
         super().__init__(rows)
-        self.forward = forward
-        self.backward = backward
-        self.findings = list(findings)
-        self._has_checked = has_checked
+        self.forward, self.backward = forward, backward
+        self.findings = findings or []
+        self._has_checked = findings is not None  # else functions were not looked at
 
     @property
     def edited_bytes(self) -> int:
@@ -309,7 +300,7 @@ def summary(
     """Rows of the hooks, from what all ranks saw at each call, in the order of registration and of
     their shapes; and what is found in their editing functions. Collective where hooks edit.
     """
-    costs = CallCosts(Setup.of(core))
+    costs = CallCosts.of(core)
     of_calls: list[list[tuple[Registration, Sequence[Seen]]]] = []
     together: dict[int, list[tuple[Registration, Sequence[Seen]]]] = {}  # edited by one function
     for ranks in calls:
@@ -397,19 +388,19 @@ def with_costs(
         calls: The rows of each call without costs, and its tensors where their layouts are known.
         has_key: Whether some hook is not on a parameter's gradient.
     """
-    rows = [[row for row, _ in of_call] for of_call in calls]
-    known = {
-        number: [tensor for _, tensor in of_call if tensor is not None]
-        for number, of_call in enumerate(calls)
-        if all(tensor is not None for _, tensor in of_call)
-    }
-    has_backward = any(is_of_gradient(row.kind) for of_call in rows for row in of_call)
-    found, (forward, backward) = costs.of_run(list(known.values()), has_key, has_backward)
-    for number, of_call in zip(known, found):
-        rows[number] = [
-            replace(row, forward=both[0], backward=both[1])
-            for row, both in zip(rows[number], of_call)
+    each = [(of_call, [tensor for _, tensor in of_call]) for of_call in calls]
+    known: dict[str, Any] = {repr(tensors): tensors for _, tensors in each if all(tensors)}
+    has_backward = any(is_of_gradient(row.kind) for row, _ in itertools.chain(*calls))
+    found, (forward, backward) = costs.of_run(known, has_key, has_backward)
+    rows = [
+        [
+            replace(row, forward=of_forward, backward=of_backward)
+            for (row, _), (of_forward, of_backward) in zip(
+                of_call, found.get(repr(tensors), [(Cost(), Cost())] * len(of_call))
+            )
         ]
+        for of_call, tensors in each
+    ]
     for row in itertools.chain(*rows):
         forward, backward = forward + row.forward, backward + row.backward
     return rows, forward, backward
@@ -419,19 +410,19 @@ def row_of(
     costs: CallCosts, registration: Registration, ranks: Sequence[Seen]
 ) -> tuple[DryRunRow, HookedTensor | None]:
     """The row of one tensor without its costs, and the tensor if its layout is known."""
-    setup, first = costs.setup, ranks[0]
-    function, shapes = registration.hook_function, tuple(one.shape for one in ranks)
+    first, function = ranks[0], registration.hook_function
+    shapes = tuple(one.shape for one in ranks)
     row = replace(_empty_row(registration), calls=1, local_shapes=shapes, dtype=first.dtype)
     try:
         layout = layout_from_shapes(
             registration.layout_site,
             ranks,
-            setup.mesh,
+            costs.mesh,
             function.placements,
             registration.expected_shape,
             registration.is_backward,
-            setup.rows_dim,
-            setup.statements,
+            costs.rows_dim,
+            costs.statements,
         )
         tensor = HookedTensor(
             registration.kind,
@@ -444,7 +435,7 @@ def row_of(
             any(one.needs_gradient for one in ranks),
             first.known is not None and isinstance(first.known.dp, Shard),  # FSDP2 made it
         )
-        spec = tensor.spec(costs.first_rank)
+        spec = tensor.spec(costs.recorder.communicators[0])
     except (HookError, IndexError, TypeError, ValueError) as error:
         text = " ".join(str(error).split())  # in one line of the table
         return replace(row, source=f"a run would raise an error: {text}"), None
@@ -453,6 +444,6 @@ def row_of(
         full_shape=spec.full_shape,
         layout=layout,
         source=layout.source,
-        owners=tuple(setup.mesh.stage_ranks[place] for place in spec.ranks_of_first),
+        owners=tuple(costs.mesh.stage_ranks[place] for place in spec.ranks_of_first),
     )
     return row, tensor

@@ -10,12 +10,13 @@ import functools
 import inspect
 import itertools
 import logging
+import re
 import sys
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn
@@ -99,7 +100,7 @@ class Source:
         code = _code_of(function)
         self._name = name_of(function)
         self.start: Place = (code.co_filename, code.co_firstlineno) if code else ("", 0)
-        self._own_file = "" if self.start[0].startswith(_own_folder()) else self.start[0]
+        self._own_file = "" if self.start[0].startswith(_OWN_FOLDER) else self.start[0]
 
     def finding(
         self, level: str, problem: str, message: str, place: Place | None = None
@@ -122,7 +123,10 @@ class Source:
         return self._first(steps[::-1]) or inside
 
     def _first(self, steps: Iterable[Place]) -> Place | None:
-        return next((s for s in steps if s[0] == self._own_file or not is_of_library(s[0])), None)
+        for place in steps:
+            if place[0] == self._own_file or not place[0].startswith(_libraries()):
+                return place
+        return None
 
 
 def _code_of(function: Any) -> CodeType | None:
@@ -136,23 +140,17 @@ def _code_of(function: Any) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def is_of_library(file: str) -> bool:
-    """Whether the code in a file is a library's, not the user's."""
-    return file.startswith((*_libraries(), "<frozen", "<string>", "<eval_with_key"))
-
-
-@functools.cache
-def _own_folder() -> str:
-    return str(Path(__file__).parents[1]) + "/"
+_OWN_FOLDER = f"{Path(__file__).parents[1]}/"
 
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """Folders whose code is not the user's."""
+    """What the names of files begin with whose code is a library's, not the user's."""
     paths = sysconfig.get_paths()
     folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [str(Path(torch.__file__).parent)]
-    return (_own_folder(), *(f"{folder}/" for folder in folders))
+    own = (_OWN_FOLDER, "<frozen", "<string>", "<eval_with_key")
+    return (*own, *(f"{folder}/" for folder in folders))
 
 
 _TO_NUMPY: set[Any] = {Tensor.numpy, Tensor.__array__}
@@ -292,6 +290,12 @@ _VALUE_ERRORS = (
 )
 
 
+#: Of what torch refuses: a change in place, or devices (by torch 2.11; by 2.15).
+_TORCH_SAYS = re.compile(
+    "inplace|in-place|a leaf Variable|different devices|tensors to be on the same device"
+)
+
+
 @dataclass(frozen=True)
 class FakeInput:
     """The kind of a tensor that is passed to an editing function."""
@@ -308,9 +312,24 @@ class FakeInput:
             return tensor.requires_grad_(self.requires_grad and torch.is_grad_enabled())
 
 
+@contextlib.contextmanager
+def _nothing_stays(core: HookCore) -> Iterator[None]:
+    """Run editing functions inside with one throw-away copy of ``save_ctx``; the model, trainable
+    modules and torch's random state are afterwards as they were.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(same_torch_random_state())
+        stack.enter_context(as_it_was(core.module))
+        stack.enter_context(as_it_was(core.modules))
+        stack.enter_context(on_copy(core.save_ctx))
+        stack.enter_context(_torch_is_quiet())
+        if DYNAMO in sys.modules:  # else nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
 class FakeCalls:
-    """Calls editing functions in the order of a run, with one throw-away copy of ``save_ctx``. Use
-    it as a context. Local.
+    """Calls editing functions in the order of a run. Local.
 
     Args:
         sharded: As of ``FakeArguments``.
@@ -328,21 +347,8 @@ class FakeCalls:
         self._arguments = FakeArguments(self._fake_mode, sharded)
         self._unfinished = ""  # the first function that was not checked to its end
 
-    def __enter__(self) -> FakeCalls:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(same_torch_random_state())
-            stack.enter_context(as_it_was(self._core.module))
-            stack.enter_context(as_it_was(self._core.modules))
-            stack.enter_context(on_copy(self._core.save_ctx))
-            stack.enter_context(_torch_is_quiet())
-            if DYNAMO in sys.modules:  # else nothing is compiled
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
-        # What a function kept raises an error where it meets a real tensor later.
+    def close(self) -> None:
+        """Let what a function kept raise an error where it meets a real tensor later."""
         self._fake_mode.allow_non_fake_inputs = False
 
     def findings(self, registration: Registration, inputs: Sequence[FakeInput]) -> list[Finding]:
@@ -445,15 +451,8 @@ class FakeCalls:
             hint = "; " + nearest(asked, self._core.modules, "trainable module")
         elif isinstance(error, HookError) and "inside an editing function" in text:
             problem = "collective" if "a transfer among ranks" in text else "model inside"
-        elif isinstance(error, RuntimeError) and any(
-            words in text for words in ("inplace", "in-place", "a leaf Variable")
-        ):
-            problem = "in place"
-        elif isinstance(error, RuntimeError) and any(
-            words in text  # of torch 2.11; of 2.15
-            for words in ("different devices", "tensors to be on the same device")
-        ):
-            problem = "device"
+        elif isinstance(error, RuntimeError) and (words := _TORCH_SAYS.search(text)):
+            problem = "device" if "device" in words[0] else "in place"
         elif self._unfinished:
             level = NOT_CHECKED
             hint = f"; this may come of {self._unfinished}, which was not checked to its end"
@@ -499,7 +498,8 @@ def check_edits(
     parameters, errors = _full_parameters(core, registrations)
     found: dict[int, list[Finding]] = {}
     if core.executor.edits_on_all or core.mesh.group_rank == 0:
-        with FakeCalls(core, _sharded_parameters(core), parameters) as fake_calls:
+        fake_calls = FakeCalls(core, _sharded_parameters(core), parameters)
+        with contextlib.closing(fake_calls), _nothing_stays(core):
             for registration in _in_order_of_run(registrations, list(calls)):
                 inputs = calls.get(registration, "this forward, or its backward, does not call it")
                 unknown = [e for n, e in errors.items() if n in registration.given.parameter_names]
@@ -536,18 +536,15 @@ def _merged(
     found: Mapping[int, Sequence[Finding]],
 ) -> dict[int, list[Finding]]:
     """The findings of all ranks, each with its ranks. Collective."""
-    local = [
-        [(f.level, f.problem, f.message, f.file, f.line) for f in found.get(r.index, ())]
-        for r in registrations
-    ]
+    local = [[asdict(finding) for finding in found.get(r.index, ())] for r in registrations]
     per_rank = exchange_json(core.communicator, local, "the findings of a dry run")
     merged: dict[int, list[Finding]] = {}
-    for i, registration in enumerate(registrations):
-        source, ranks = Source(registration), dict[Finding, list[int]]()
-        for rank, words in zip(core.mesh.stage_ranks, per_rank):
-            for level, problem, message, *place in words[i]:
-                finding = source.finding(level, problem, message, tuple(place))
-                ranks.setdefault(finding, []).append(rank)
+    for registration, *of_ranks in zip(registrations, *per_rank):
+        own: dict[str, Any] = {"unpack_idx": registration.given.unpack_idx, "ranks": ()}
+        ranks: dict[Finding, list[int]] = {}
+        for rank, findings in zip(core.mesh.stage_ranks, of_ranks):
+            for finding in findings:
+                ranks.setdefault(Finding(**(finding | own)), []).append(rank)
         merged[registration.index] = [replace(f, ranks=tuple(at)) for f, at in ranks.items()]
     return merged
 

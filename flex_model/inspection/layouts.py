@@ -125,21 +125,16 @@ def _on_one_process(
 ) -> SiteLayout:
     """Return the layout on one process, where nothing is sharded: the shapes are the records'."""
     name = registration.hook_function.record_name
-    if not registration.hook_function.record:
-        return SiteLayout(*place, layout=_ONE_PROCESS, source="one process, nothing recorded")
-    sharing = [
-        r
-        for r in core.table.registrations
-        if r.hook_function.record_name == name and r.hook_function.record
-    ]
     records: Any = records_by_name.get(name)
     if not records and core.runs.session is not None:
         records = core.runs.session.layouts.get(name)
-    if not records:
+    if registration.hook_function.record and not records:
         is_first = core.mesh.rank == 0
         return SiteLayout(*place, source=NOT_RUN if is_first else _ON_RANK_0)
-    if len({r.hook_function.unpack_idx for r in sharing}) > 1:
-        return SiteLayout(*place, layout=_ONE_PROCESS, source="one process, records of several")
+    functions = [r.hook_function for r in core.table.registrations]
+    if {f.unpack_idx for f in functions if f.record and f.record_name == name} != {place[-1]}:
+        source = "one process, without records of this tensor alone"
+        return SiteLayout(*place, layout=_ONE_PROCESS, source=source)
     num_shapes = len({(tuple(record.shape), record.dtype) for record in records})
     shape, dtype = tuple(records[-1].shape), records[-1].dtype
     return SiteLayout(*place, shape, (shape,), dtype, _ONE_PROCESS, _ONE_PROCESS.source, num_shapes)

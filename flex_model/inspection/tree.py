@@ -203,6 +203,7 @@ def _label(group: Sequence[str]) -> str:
 
 #: A module's name, ``"input"`` or ``"output"``, and its first tensor at one call.
 Observed = tuple[str, str, Seen]
+Call = tuple[str, str, list[Seen]]  # the same on all ranks
 
 
 def looks(root: nn.Module, mesh: Mesh, follower: Follower) -> list[Look[Observed]]:
@@ -227,16 +228,10 @@ def looks(root: nn.Module, mesh: Mesh, follower: Follower) -> list[Look[Observed
     ]
 
 
-def set_tensors(nodes: dict[str, Node], calls: Iterable[Sequence[Observed]], mesh: Mesh) -> None:
-    """Set the nodes' input and output tensors, from the first call of each module.
-
-    Args:
-        calls: The observations of all ranks, call by call.
-    """
-    for per_rank in calls:
-        name, kind, _ = per_rank[0]
+def set_tensors(nodes: dict[str, Node], calls: Iterable[Call], mesh: Mesh) -> None:
+    """Set the nodes' input and output tensors, from the first call of each module."""
+    for name, kind, seen in calls:
         if name in nodes and getattr(nodes[name], kind) is None:
-            seen = [one for _, _, one in per_rank]
             tensor: Any = {kind: _full_tensor(name, kind, seen, mesh)}
             nodes[name] = replace(nodes[name], **tensor)
 
@@ -268,9 +263,7 @@ def fill(core: HookCore, nodes: dict[str, Node], args: Any) -> None:
     with core.communicator.uncounted():
         local = on_shapes(core, follower, "show", args, {}, follow)
         ranks = exchange_seen(core.communicator, [seen.concluded(follower) for _, _, seen in local])
-    calls = [
-        [(name, kind, seen) for seen in per_rank] for (name, kind, _), per_rank in zip(local, ranks)
-    ]
+    calls = ((name, kind, seen) for (name, kind, _), seen in zip(local, ranks))
     set_tensors(nodes, calls, core.mesh)
     for name, node in nodes.items():
         nodes[name] = replace(node, was_run=True)
