@@ -101,8 +101,8 @@ class Comparison(text.Printed):
         if first is None:
             return counts + ", none by more than it inherits" * bool(self.differences)
         what = first.text or f"{first.ulps:.3g} ulps, of which {first.inherited:.3g} inherited"
-        where = f"{first.kind} of {text.site(first.name, 0)}, call {first.call}"
-        return f"{counts}; the first: {where}, computed by {text.site(first.module, 0)}: {what}"
+        by = text.site(first.module, 0)
+        return f"{counts}; the first: {_shown(first)}, computed by {by}: {what}"
 
 
 def compare(
@@ -233,7 +233,7 @@ def compared(a: RecordedRun, b: RecordedRun, names: Names | None = None) -> Comp
     )
 
 
-def _shown(site: Summary) -> str:
+def _shown(site: Summary | Difference) -> str:
     return f"{site.kind} of {text.site(site.name, 0)}, call {site.call}"
 
 

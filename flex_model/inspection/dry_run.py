@@ -47,7 +47,7 @@ _MOST_RANKS = 8  # that are listed one by one
 
 
 @dataclass(frozen=True)
-class DryRunRow:
+class DryRunRow(text.SiteRow):
     """One hook and the calls of it that meet tensors of one shape.
 
     Attributes:
@@ -62,9 +62,6 @@ class DryRunRow:
         findings: What is wrong with its editing function; of all its rows together.
     """
 
-    name: str
-    kind: str
-    unpack_idx: int | str
     edits: bool
     calls: int = 0
     full_shape: Shape | None = None
@@ -196,7 +193,7 @@ class DryRun(list[DryRunRow], text.Printed):
     @staticmethod
     def _row(row: DryRunRow) -> list[str]:
         return [
-            text.site(row.name, row.unpack_idx),
+            row.site,
             row.kind + (", edits" if row.edits else ""),
             str(row.calls),
             text.shape(row.full_shape) if row.calls else "",

@@ -11,7 +11,6 @@ import inspect
 import itertools
 import logging
 import re
-import sys
 import sysconfig
 import traceback
 import warnings
@@ -33,11 +32,10 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import name_of
 from flex_model.hooks.registration import Registration, describe_hook
 from flex_model.hooks.user_function import check_result, kind_of, on_copy, results_of
-from flex_model.inspection.shapes_only import as_it_was, same_torch_random_state, shared_fake_mode
+from flex_model.inspection.shapes_only import without_values
 from flex_model.integrations import dtensor
 from flex_model.integrations.compiled import DispatchMode
 from flex_model.integrations.torch_private import (
-    DYNAMO,
     FakeTensor,
     FakeTensorMode,
     fake_tensor,
@@ -178,27 +176,17 @@ class FakeArguments(TorchFunctionMode):
     to them, and whatever gradients arrive, the real ones stay as they were.
 
     Args:
-        sharded: Parameters of which this rank has a shard: itself, its name, and whether FSDP
-            alone shards them. They are not replaced, so that ``Watch`` recognises them.
+        fakes: Those in the place of real ones so far, by the ids of these, which are kept alive.
+        watch: Reports what can't be read; what it knows as shards is not replaced.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, sharded: Sharded) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, fakes: dict[int, tuple[Tensor, Tensor]], watch: Watch
+    ) -> None:
         super().__init__()
-        self._watch: Watch | None = None
-        self._fake_mode, self._sharded = fake_mode, sharded
-        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the real one, kept alive
-
-    def refuse_by(self, watch: Watch) -> None:
-        """From now on, ``watch`` reports what can't be read."""
-        self._watch = watch
-
-    def leaves(self) -> list[Tensor]:
-        """The fake tensors in the place of those that gradients are for."""
-        fakes = [fake for _, fake in self._fakes.values()]
-        return [fake for fake in fakes if fake.requires_grad and fake.is_leaf]
+        self._fake_mode, self._fakes, self._watch = fake_mode, fakes, watch
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        assert self._watch is not None
         kwargs = kwargs or {}
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
             return repr(args[0])  # for print, as of a tensor with values
@@ -214,8 +202,8 @@ class FakeArguments(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _faked(self, tensor: Tensor) -> Tensor:
-        is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and id(tensor) not in self._sharded
-        if not is_plain or is_functorch_tensor(tensor):
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and not is_functorch_tensor(tensor)
+        if not is_plain or id(tensor) in self._watch.sharded:
             return tensor
         if id(tensor) not in self._fakes:
             self._fakes[id(tensor)] = (tensor, self._fake_mode.from_tensor(tensor))
@@ -226,6 +214,8 @@ class Watch(DispatchMode):
     """Refuses collectives and shards of weights in one call, and notes the lines of operations.
 
     Attributes:
+        sharded: Parameters of which this rank has a shard: itself, its name, and whether FSDP
+            alone shards them.
         findings: What was refused, even where the function caught the exception.
         last_line: The last line with an operation.
         last_write: The last line that wrote to a tensor in place.
@@ -236,13 +226,13 @@ class Watch(DispatchMode):
         self.findings: list[Finding] = []
         self.last_line: Place | None = None
         self.last_write: Place | None = None
-        self._source, self._sharded = source, sharded
+        self.source, self.sharded = source, sharded
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         for leaf in tree_leaves((args, kwargs)):
-            if id(leaf) in self._sharded:
-                self._refuse_shard(*self._sharded[id(leaf)][1:])
+            if id(leaf) in self.sharded:
+                self._refuse_shard(*self.sharded[id(leaf)][1:])
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             self._refuse(
                 ERROR,
@@ -253,7 +243,7 @@ class Watch(DispatchMode):
             )
         if any(issubclass(kind, dtensor.dtensor_class()) for kind in types):
             return NotImplemented  # its own operations are dispatched again, on plain tensors
-        place = self._source.current_line()
+        place = self.source.current_line()
         if place is not None:
             self.last_line = place
             self.last_write = place if func._schema.is_mutable else self.last_write
@@ -277,8 +267,8 @@ class Watch(DispatchMode):
         )
 
     def _refuse(self, level: str, problem: str, message: str) -> NoReturn:
-        place = self._source.current_line()
-        self.findings.append(self._source.finding(level, problem, message, place))
+        place = self.source.current_line()
+        self.findings.append(self.source.finding(level, problem, message, place))
         raise RefusedError(message)
 
 
@@ -312,44 +302,25 @@ class FakeInput:
             return tensor.requires_grad_(self.requires_grad and torch.is_grad_enabled())
 
 
-@contextlib.contextmanager
-def _nothing_stays(core: HookCore) -> Iterator[None]:
-    """Run editing functions inside with one throw-away copy of ``save_ctx``; the model, trainable
-    modules and torch's random state are afterwards as they were.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(same_torch_random_state())
-        stack.enter_context(as_it_was(core.module))
-        stack.enter_context(as_it_was(core.modules))
-        stack.enter_context(on_copy(core.save_ctx))
-        stack.enter_context(_torch_is_quiet())
-        if DYNAMO in sys.modules:  # else nothing is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
-
-
 class FakeCalls:
     """Calls editing functions in the order of a run. Local.
 
     Args:
-        sharded: As of ``FakeArguments``.
+        sharded: As of ``Watch``.
         parameters: Shape and dtype of the full parameters that hooks name.
     """
 
     def __init__(
         self,
         core: HookCore,
+        fake_mode: FakeTensorMode,
         sharded: Sharded,
         parameters: Mapping[str, tuple[Shape, torch.dtype]],
     ) -> None:
         self._core, self._sharded, self._parameters = core, sharded, parameters
-        self._fake_mode = shared_fake_mode()
-        self._arguments = FakeArguments(self._fake_mode, sharded)
+        self._fake_mode = fake_mode
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # see ``FakeArguments``
         self._unfinished = ""  # the first function that was not checked to its end
-
-    def close(self) -> None:
-        """Let what a function kept raise an error where it meets a real tensor later."""
-        self._fake_mode.allow_non_fake_inputs = False
 
     def findings(self, registration: Registration, inputs: Sequence[FakeInput]) -> list[Finding]:
         """Call a hook's editing function.
@@ -358,9 +329,7 @@ class FakeCalls:
             registration: That of the last of its tensors.
         """
         function, communicator = registration.given, self._core.communicator
-        source = Source(registration)
-        watch = Watch(source, self._sharded)
-        self._arguments.refuse_by(watch)
+        watch = Watch(Source(registration), self._sharded)
         is_activation = registration.kind in ("forward", "forward_pre")
         outer = communicator.edit_of
         found: list[Finding] = []
@@ -373,11 +342,11 @@ class FakeCalls:
                     if name in function.parameter_names
                 )
                 function.pass_parameters(parameters)
-                found = self._call(registration, inputs, source, watch)
+                found = self._call(registration, inputs, watch)
         except RefusedError:
             pass
         except (Exception, SystemExit) as error:
-            found = [self._raised(error, source)]
+            found = [self._raised(error, watch.source)]
         finally:
             communicator.set_edit(outer)
             function.pass_parameters({})
@@ -387,11 +356,7 @@ class FakeCalls:
         return found
 
     def _call(
-        self,
-        registration: Registration,
-        inputs: Sequence[FakeInput],
-        source: Source,
-        watch: Watch,
+        self, registration: Registration, inputs: Sequence[FakeInput], watch: Watch
     ) -> list[Finding]:
         starts = [one.make() for one in inputs]
         fulls = [start.clone() if start.requires_grad else start for start in starts]
@@ -399,7 +364,7 @@ class FakeCalls:
         module = None if registration.module is None else registration.module()
         function: Any = registration.given.editing_function
         tensors = tuple(fulls) if registration.given.members else fulls[0]
-        with self._arguments, watch:
+        with FakeArguments(self._fake_mode, self._fakes, watch), watch:
             result = function(module, tensors, self._core.save_ctx, self._core.modules)
         problem = "not a tensor"
         results: list[Any] = []
@@ -412,15 +377,16 @@ class FakeCalls:
                 names = zip(("shape", "dtype", "device"), kind_of(results[-1]), kind)
                 problem = next(name for name, got, expected in names if got != expected)
             message = str(error).partition(": ")[2]
-            return [source.finding(ERROR, problem, message, watch.last_line)]
-        return self._in_backward(starts, results, source, watch)
+            return [watch.source.finding(ERROR, problem, message, watch.last_line)]
+        return self._in_backward(starts, results, watch)
 
     def _in_backward(
-        self, starts: Sequence[Tensor], results: Sequence[Tensor], source: Source, watch: Watch
+        self, starts: Sequence[Tensor], results: Sequence[Tensor], watch: Watch
     ) -> list[Finding]:
         """Run the backward of an edit: it fails where what it needs was overwritten."""
         outputs = [result for result in results if result.requires_grad]
-        leaves = [start for start in starts if start.requires_grad] + self._arguments.leaves()
+        fakes = [fake for _, fake in self._fakes.values() if fake.is_leaf]
+        leaves = [tensor for tensor in (*starts, *fakes) if tensor.requires_grad]
         if not outputs or not leaves:
             return []
         ones = [torch.empty_like(output) for output in outputs]
@@ -430,9 +396,9 @@ class FakeCalls:
             text = str(error).partition(": [")[0][:400]
             if "inplace" not in text:
                 message = f"its backward raises RuntimeError: {text}"
-                return [source.finding(ERROR, "raises", message, watch.last_line)]
+                return [watch.source.finding(ERROR, "raises", message, watch.last_line)]
             message = f"backward would raise: {text}; write to a clone()"
-            return [source.finding(ERROR, "in place", message, watch.last_write)]
+            return [watch.source.finding(ERROR, "in place", message, watch.last_write)]
         return []
 
     def _raised(self, error: BaseException, source: Source) -> Finding:
@@ -498,8 +464,9 @@ def check_edits(
     parameters, errors = _full_parameters(core, registrations)
     found: dict[int, list[Finding]] = {}
     if core.executor.edits_on_all or core.mesh.group_rank == 0:
-        fake_calls = FakeCalls(core, _sharded_parameters(core), parameters)
-        with contextlib.closing(fake_calls), _nothing_stays(core):
+        shapes = without_values(core.module, core.modules)
+        with shapes as fake_mode, on_copy(core.save_ctx), _torch_is_quiet():
+            fake_calls = FakeCalls(core, fake_mode, _sharded_parameters(core), parameters)
             for registration in _in_order_of_run(registrations, list(calls)):
                 inputs = calls.get(registration, "this forward, or its backward, does not call it")
                 unknown = [e for n, e in errors.items() if n in registration.given.parameter_names]
@@ -575,7 +542,7 @@ def _full_parameters(
 
 
 def _sharded_parameters(core: HookCore) -> Sharded:
-    """Return the sharded parameters, for ``FakeArguments``."""
+    """Return the sharded parameters, for ``Watch``."""
     if core.communicator.is_local:
         return {}
     found: dict[int, tuple[Tensor, str, bool]] = {}

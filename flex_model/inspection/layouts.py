@@ -22,7 +22,7 @@ _ONE_PROCESS = ShardLayout(source="one process")
 
 
 @dataclass(frozen=True)
-class SiteLayout:
+class SiteLayout(text.SiteRow):
     """One registered hook and the layout of its tensor.
 
     Attributes:
@@ -41,9 +41,6 @@ class SiteLayout:
             those of the newest one.
     """
 
-    name: str
-    kind: str
-    unpack_idx: int | str
     full_shape: Shape | None = None
     local_shapes: tuple[Shape, ...] = ()
     dtype: torch.dtype | None = None
@@ -64,15 +61,14 @@ class Layouts(list[SiteLayout], text.Printed):
         yield text.Table(headers, [self._row(row) for row in self])
         for row in self:
             for axis, steps in row.proof.items():
-                site = text.site(row.name, row.unpack_idx)
-                yield "\n  ".join([f"{site}, {row.kind}, along {axis}:", *steps])
+                yield "\n  ".join([f"{row.site}, {row.kind}, along {axis}:", *steps])
 
     @staticmethod
     def _row(row: SiteLayout) -> list[str]:
         is_known = row.full_shape is not None
         more = f" (last of {row.num_shapes})" if row.num_shapes > 1 else ""
         return [
-            text.site(row.name, row.unpack_idx),
+            row.site,
             row.kind,
             text.shape(row.full_shape) + more if is_known else "",
             text.shapes(row.local_shapes) if is_known else "",

@@ -27,6 +27,7 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import EVERYTHING
 from flex_model.hooks.user_function import on_copy
+from flex_model.inspection import text
 from flex_model.inspection.shapes_only import same_torch_random_state
 from flex_model.inspection.tree import named
 from flex_model.integrations import fsdp
@@ -39,7 +40,7 @@ Found = dict[str, list[Tensor]]  # by the index of the site
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(text.SiteRow):
     """A compared tensor; of kind ``"gradient"``, the gradient of a trainable module's parameter.
 
     Attributes:
@@ -47,9 +48,6 @@ class Site:
             for a gradient, and for a further tensor of the previous site's hook.
     """
 
-    name: str
-    kind: str
-    unpack_idx: int | str
     hook: HookFunction | None
 
 

@@ -39,14 +39,26 @@ if TYPE_CHECKING:
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
-def shared_fake_mode() -> FakeTensorMode:
-    """Return a fake mode that deep copies of its tensors share: torch would copy it with its weak
-    references, and free those twice. Not a subclass: higher-order operators know the class itself.
+@contextlib.contextmanager
+def without_values(*roots: nn.Module) -> Iterator[FakeTensorMode]:
+    """A context for code that runs on fake tensors, and is not compiled; it yields their mode.
+    Afterwards the attributes, buffers and parameters of ``roots`` are the same objects as before,
+    and the states of random generators are restored.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     reference = weakref.ref(mode)
+    # Deep copies of its tensors share it: torch would copy it with its weak references, and free
+    # those twice. Not a subclass: higher-order operators know the class itself.
     mode.__deepcopy__ = lambda memo: reference()  # type: ignore[attr-defined]
-    return mode
+    with contextlib.ExitStack() as stack:
+        # What is kept elsewhere is an error where it meets a tensor with values.
+        stack.callback(setattr, mode, "allow_non_fake_inputs", False)
+        stack.callback(_clear_caches)
+        for root in roots:
+            stack.enter_context(_as_it_was(root))
+        stack.enter_context(same_torch_random_state())
+        stack.enter_context(compiled.nothing_compiled())
+        yield mode
 
 
 @contextlib.contextmanager
@@ -57,20 +69,13 @@ def shapes_only(
     arguments: Any,
 ) -> Iterator[Any]:
     """Enter fake tensor mode and yield ``arguments`` with fake tensors, for a run of the model that
-    ``follower`` records. Afterwards the model's attributes, buffers and parameters are the same
-    objects as before, and the states of random generators are restored.
+    ``follower`` records. Afterwards it is as ``without_values`` leaves it.
 
     Raises:
         ValueError: FSDP1, or FSDP2 with mixed precision.
     """
-    fake_mode = shared_fake_mode()
     with contextlib.ExitStack() as stack:
-        # What the model keeps elsewhere is an error where it meets a tensor with values.
-        stack.callback(setattr, fake_mode, "allow_non_fake_inputs", False)
-        stack.callback(_clear_caches)
-        stack.enter_context(as_it_was(root))
-        stack.enter_context(same_torch_random_state())
-        stack.enter_context(compiled.nothing_compiled())
+        fake_mode = stack.enter_context(without_values(root))
         _keep_ddp_out(root, stack)
         _stand_in_for_fsdp2(root, mesh, fake_mode)
 
@@ -122,7 +127,7 @@ class _NoTransfers(compiled.DispatchMode):
 
 
 @contextlib.contextmanager
-def as_it_was(root: nn.Module) -> Iterator[None]:
+def _as_it_was(root: nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules afterwards: they may have kept fake tensors (caches,
     tables of positions).
     """

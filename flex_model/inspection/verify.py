@@ -42,7 +42,7 @@ _WORDS = (
 
 
 @dataclass(frozen=True)
-class SiteDifference:
+class SiteDifference(text.SiteRow):
     """The comparison of one site with the reference.
 
     Attributes:
@@ -53,9 +53,6 @@ class SiteDifference:
         call: The call with the largest difference, counted from 0.
     """
 
-    name: str
-    kind: str
-    unpack_idx: int | str
     result: int
     max_abs: float = 0.0
     max_relative: float = 0.0
@@ -69,7 +66,7 @@ class SiteDifference:
         return self.result in (DIFFERS, SHAPES, CALLS, REFUTED)
 
     def __str__(self) -> str:
-        site = f"{self.kind} of {text.site(self.name, self.unpack_idx)}"
+        site = f"{self.kind} of {self.site}"
         if self.result not in (EQUAL, DIFFERS):
             return f"{site} {_WORDS[self.result]}"
         return (
@@ -102,7 +99,7 @@ class VerifyReport(text.Printed):
             summary += f"; the first that differs: {first}"
         cells = [
             [
-                text.site(row.name, row.unpack_idx),
+                row.site,
                 row.kind,
                 f"{row.max_abs:.3g}" if row.result in (EQUAL, DIFFERS) else "",
                 f"{row.max_relative:.3g}" if row.result in (EQUAL, DIFFERS) else "",
