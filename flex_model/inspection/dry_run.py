@@ -30,7 +30,6 @@ from flex_model.inspection.edit_checks import (
 from flex_model.inspection.shapes_only import (
     Look,
     Seen,
-    exchange_seen,
     layout_from_shapes,
     on_shapes,
     run_watched,
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
 
 _MOST_RANKS = 8  # that are listed one by one
+_IN_JSON = ("name", "kind", "edits", "calls", "full_shape", "source")
 
 
 @dataclass(frozen=True)
@@ -164,14 +164,9 @@ class DryRun(list[DryRunRow], text.Printed):
         """Return the costs as plain values for JSON."""
         return {
             "hooks": [
-                {
-                    "name": row.name,
-                    "kind": row.kind,
-                    "edits": row.edits,
-                    "calls": row.calls,
-                    "full_shape": row.full_shape,
+                {name: getattr(row, name) for name in _IN_JSON}
+                | {
                     "layout": None if row.layout is None else str(row.layout),
-                    "source": row.source,
                     "forward": _json_of(row.forward),
                     "backward": _json_of(row.backward),
                 }
@@ -233,20 +228,15 @@ def _json_of(cost: Cost) -> dict[str, int]:
 
 def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
     """See ``FlexModel.dry_run``. Collective over the grid."""
-    follower = core.tracking.follower()
+    calls = on_shapes(core, "dry_run", args, kwargs, functools.partial(_look, core))
     with core.communicator.uncounted():
-        seen = on_shapes(
-            core, follower, "dry_run", args, kwargs, lambda given: _follow(core, follower, given)
-        )
-        rows = exchange_seen(core.communicator, [one.concluded(follower) for one in seen])
-        registrations = {r.index: r for r in core.table.registrations}
-        return summary(core, registrations, rows)
+        return summary(core, {r.index: r for r in core.table.registrations}, calls)
 
 
-def _follow(core: HookCore, follower: Follower, given: Any) -> list[Seen]:
+def _look(core: HookCore, follower: Follower, given: Any) -> list[Seen]:
     """Run the model, and note what every hook would see."""
     seen: list[Seen] = []
-    looks: list[Look[Seen]] = []
+    looks: list[Look] = []
     for registration in core.table.registrations:
         module = None if registration.module is None else registration.module()
         if module is None:
@@ -297,6 +287,8 @@ def summary(
     """Rows of the hooks, from what all ranks saw at each call, in the order of registration and of
     their shapes; and what is found in their editing functions. Collective where hooks edit.
     """
+    if not registrations:
+        return DryRun((), Cost(), Cost(), [])
     costs = CallCosts.of(core)
     of_calls: list[list[tuple[Registration, Sequence[Seen]]]] = []
     together: dict[int, list[tuple[Registration, Sequence[Seen]]]] = {}  # edited by one function

@@ -26,15 +26,15 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.inspection.call_costs import CallCosts, HookedTensor
 from flex_model.inspection.dry_run import DryRun, DryRunRow, merged_rows, row_of, with_costs
-from flex_model.inspection.shapes_only import run_watched, shapes_only
+from flex_model.inspection.shapes_only import Seen, run_watched, shapes_only
 from flex_model.inspection.tree import (
     Call,
     ModelTree,
     Node,
-    Observed,
     is_called,
     looks,
     named,
+    named_calls,
     set_tensors,
 )
 from flex_model.integrations.torch_private import forget_meshes
@@ -202,7 +202,7 @@ def _run(
     make: Make, tp: int, dp: int, inputs: Sequence[Input], num_simulated: int, show_progress: bool
 ) -> OfflineRun:
     ranks = tuple(range(dp * tp))
-    calls: list[list[Observed]] = []
+    calls: list[list[Seen]] = []
     nodes: dict[str, Node] = {}
     followers: list[Follower] = []
     for rank in progress(range(num_simulated), "ranks", show_progress):
@@ -230,17 +230,12 @@ def _run(
     concluded = []
     for rank, (observed, follower) in enumerate(zip(calls, followers)):
         follower.infer_from(MeshProofs(Mesh(ranks, rank, 1, dp, tp)), chunks)
-        concluded.append([(name, kind, seen.concluded(follower)) for name, kind, seen in observed])
-    of_all = [
-        (*per_rank[0][:2], [seen for _, _, seen in per_rank])
-        for per_rank in zip(*concluded * num_equal)
-    ]
+        concluded.append([seen.concluded(follower) for seen in observed])
+    of_all = named_calls(nodes, zip(*concluded * num_equal))
     return OfflineRun(Mesh(ranks, 0, 1, dp, tp), nodes, of_all)
 
 
-def _observe(
-    root: nn.Module, mesh: Mesh, inputs: Sequence[Input]
-) -> tuple[list[Observed], Follower]:
+def _observe(root: nn.Module, mesh: Mesh, inputs: Sequence[Input]) -> tuple[list[Seen], Follower]:
     """Run one rank's model on shapes; return the tensors that every call observed, and the follower
     with the rank's operations.
     """

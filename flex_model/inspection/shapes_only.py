@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -268,75 +268,6 @@ def _gathered(parameter: Any, mesh: Mesh, fake_mode: FakeTensorMode) -> nn.Param
         return nn.Parameter(full, requires_grad=parameter.requires_grad)
 
 
-T = TypeVar("T")
-#: A module, whether its input or its output is looked at, and what is made of it.
-Look = tuple[nn.Module, bool, Callable[[Any], T | None]]
-
-
-def run_watched(
-    root: nn.Module, follower: Follower, looks: Sequence[Look[T]], args: Any, kwargs: Any
-) -> list[T]:
-    """Run a model; return, call by call, what ``looks`` make of modules' inputs ``(args, kwargs)``
-    and outputs, but None.
-    """
-    found: list[T | None] = []
-
-    def hook(is_input: bool, look: Callable[[Any], T | None]) -> Callable[..., None]:
-        def call(module: nn.Module, args: Any, last: Any) -> None:
-            with follow.paused(follower):
-                found.append(look((args, last) if is_input else last))
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for module, is_input, look in looks:
-            register: Any = module.register_forward_hook
-            if is_input:
-                register = functools.partial(module.register_forward_pre_hook, with_kwargs=True)
-            stack.callback(register(hook(is_input, look)).remove)
-        root(*args, **kwargs)
-    return [one for one in found if one is not None]
-
-
-def on_shapes(
-    core: HookCore,
-    follower: Follower,
-    name: str,
-    args: Any,
-    kwargs: Any,
-    follow: Callable[[Any], list[T]],
-) -> list[T]:
-    """Call ``follow(inputs)``, which runs the model, on shapes alone and without hooks, while
-    ``follower`` records the operations; return its result. Collective over the mesh.
-
-    Args:
-        name: The operation, for messages.
-
-    Raises:
-        HookError: the run failed; with several ranks, raised at their next exchange.
-        RuntimeError: called during a run.
-    """
-    if core.runs.is_inside:
-        raise RuntimeError(f"{name}: a run of this FlexModel is under way; call it before or after")
-    communicator = core.communicator
-    found: list[T] = []
-    with core.table.nothing_chosen():
-        if not communicator.is_local:
-            core.tracking.seed(follower, args, kwargs)
-        try:
-            with shapes_only(core.module, core.mesh, follower, (args, kwargs)) as given:
-                found = follow(given)
-        except Exception as error:
-            message = (
-                f"{name}: the model can't be run on shapes alone ({type(error).__name__}: "
-                f"{str(error)[:600]}); run it with values, and call flex.layouts()"
-            )
-            communicator.fail(message, error)
-        if not communicator.is_local:
-            exchange_chunks(communicator, follower)
-    return found
-
-
 @dataclass(frozen=True)
 class Seen:
     """One rank's tensor at one call of a hook.
@@ -364,13 +295,76 @@ class Seen:
         return replace(self, pair=(dp, tp))
 
 
-def exchange_seen(communicator: Communicator, seen: list[Seen]) -> list[list[Seen]]:
-    """Return the observations of all ranks of the mesh, call by call. Collective.
+#: A module, whether its input or its output is looked at, and what is made of it.
+Look = tuple[nn.Module, bool, Callable[[Any], Seen | None]]
+
+
+def run_watched(
+    root: nn.Module, follower: Follower, looks: Sequence[Look], args: Any, kwargs: Any
+) -> list[Seen]:
+    """Run a model; return, call by call, what ``looks`` make of modules' inputs ``(args, kwargs)``
+    and outputs, but None.
+    """
+    found: list[Seen | None] = []
+
+    def hook(is_input: bool, look: Callable[[Any], Seen | None]) -> Callable[..., None]:
+        def call(module: nn.Module, args: Any, last: Any) -> None:
+            with follow.paused(follower):
+                found.append(look((args, last) if is_input else last))
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for module, is_input, look in looks:
+            register: Any = module.register_forward_hook
+            if is_input:
+                register = functools.partial(module.register_forward_pre_hook, with_kwargs=True)
+            stack.callback(register(hook(is_input, look)).remove)
+        root(*args, **kwargs)
+    return [one for one in found if one is not None]
+
+
+def on_shapes(
+    core: HookCore,
+    name: str,
+    args: Any,
+    kwargs: Any,
+    look: Callable[[Follower, Any], list[Seen]],
+) -> list[list[Seen]]:
+    """Call ``look(follower, inputs)``, which runs the model, on shapes alone and without hooks,
+    while the follower records the operations; return the result of all ranks of the mesh, call by
+    call, with what the run proves. Collective over the mesh.
+
+    Args:
+        name: The operation, for messages.
 
     Raises:
         HookError: a rank could not run the model.
         HookMismatchError: ranks called different hooks.
+        RuntimeError: called during a run.
     """
+    if core.runs.is_inside:
+        raise RuntimeError(f"{name}: a run of this FlexModel is under way; call it before or after")
+    communicator, follower = core.communicator, core.tracking.follower()
+    found: list[Seen] = []
+    with communicator.uncounted(), core.table.nothing_chosen():
+        if not communicator.is_local:
+            core.tracking.seed(follower, args, kwargs)
+        try:
+            with shapes_only(core.module, core.mesh, follower, (args, kwargs)) as given:
+                found = look(follower, given)
+        except Exception as error:
+            message = (
+                f"{name}: the model can't be run on shapes alone ({type(error).__name__}: "
+                f"{str(error)[:600]}); run it with values, and call flex.layouts()"
+            )
+            communicator.fail(message, error)
+        if not communicator.is_local:
+            exchange_chunks(communicator, follower)
+        return _exchanged(communicator, [one.concluded(follower) for one in found])
+
+
+def _exchanged(communicator: Communicator, seen: list[Seen]) -> list[list[Seen]]:
     if communicator.is_local:
         return [[one] for one in seen]
     header = Header("end of the run", site=site_hash(*(one.hook for one in seen)))

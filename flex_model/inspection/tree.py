@@ -20,7 +20,6 @@ from flex_model.inspection import text
 from flex_model.inspection.shapes_only import (
     Look,
     Seen,
-    exchange_seen,
     layout_from_shapes,
     on_shapes,
     run_watched,
@@ -201,31 +200,35 @@ def _label(group: Sequence[str]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-#: A module's name, ``"input"`` or ``"output"``, and its first tensor at one call.
-Observed = tuple[str, str, Seen]
-Call = tuple[str, str, list[Seen]]  # the same on all ranks
+#: A module's name, ``"input"`` or ``"output"``, and its first tensor at one call on all ranks.
+Call = tuple[str, str, Sequence[Seen]]
 
 
-def looks(root: nn.Module, mesh: Mesh, follower: Follower) -> list[Look[Observed]]:
+def looks(root: nn.Module, mesh: Mesh, follower: Follower) -> list[Look]:
     """Return what ``run_watched`` needs to observe the first input and output tensor of each module
     call on this rank.
     """
 
-    def look(name: str, kind: str, tree: Any) -> Observed | None:
+    def look(name: str, kind: str, tree: Any) -> Seen | None:
         if _C.num_leaves(tree) == 0:
             return None
         leaf = _C.leaf_at(tree, 0)
         value = follower.joint_value(leaf)
         plain, stated, known = dtensor.plain_and_stated(leaf, mesh, name)
         site = site_hash(name, kind)
-        seen = Seen(site, tuple(plain.shape), plain.dtype, stated, known=known, value=value)
-        return name, kind, seen
+        return Seen(site, tuple(plain.shape), plain.dtype, stated, known=known, value=value)
 
     return [
         (module, kind == "input", functools.partial(look, name, kind))
         for name, module in named(root).items()
         for kind in ("input", "output")
     ]
+
+
+def named_calls(nodes: Iterable[str], calls: Iterable[Sequence[Seen]]) -> list[Call]:
+    """Return calls with the names of their modules, which are among ``nodes``."""
+    sites = {site_hash(name, kind): (name, kind) for name in nodes for kind in ("input", "output")}
+    return [(*sites[ranks[0].hook], ranks) for ranks in calls]
 
 
 def set_tensors(nodes: dict[str, Node], calls: Iterable[Call], mesh: Mesh) -> None:
@@ -255,15 +258,11 @@ def fill(core: HookCore, nodes: dict[str, Node], args: Any) -> None:
         HookError: the model can't be run on shapes.
         RuntimeError: called during a run.
     """
-    follower = core.tracking.follower()
 
-    def follow(given: Any) -> list[Observed]:
+    def look(follower: Follower, given: Any) -> list[Seen]:
         return run_watched(core.module, follower, looks(core.module, core.mesh, follower), *given)
 
-    with core.communicator.uncounted():
-        local = on_shapes(core, follower, "show", args, {}, follow)
-        ranks = exchange_seen(core.communicator, [seen.concluded(follower) for _, _, seen in local])
-    calls = ((name, kind, seen) for (name, kind, _), seen in zip(local, ranks))
-    set_tensors(nodes, calls, core.mesh)
+    calls = on_shapes(core, "show", args, {}, look)
+    set_tensors(nodes, named_calls(named(core.module), calls), core.mesh)
     for name, node in nodes.items():
         nodes[name] = replace(node, was_run=True)

@@ -244,11 +244,6 @@ class Selection:
         """Whether the whole tensor is selected."""
         return not self._selected and self.mask_by_row is None
 
-    @property
-    def has_indices(self) -> bool:
-        """Whether indices of dims are selected, with or without a mask by row."""
-        return bool(self._selected)
-
     def dim(self, name: str, shape: Shape) -> int:
         """Return the dim of rows, positions, heads or units, counted from the front.
 
