@@ -122,15 +122,14 @@ def _shape_and_dtype(value: str) -> tuple[Shape, str]:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    if options.hooks is not None:
-        lines = offline.read(options.hooks)
-        run = offline.run_on_shapes(
-            options.model, options.tp, options.dp, options.input, show_progress=True
-        )
+    lines = None if options.hooks is None else offline.read(options.hooks)
+    sizes = options.tp, options.dp
+    run = offline.run_on_shapes(options.model, *sizes, options.input, show_progress=True)
+    if lines is not None:
         costs = offline.predict(run, lines, options.edit_on)
         print(json.dumps(costs.json(), indent=2) if options.json else costs)
         return 0
-    tree = offline.inspect(options.model, options.tp, options.dp, options.input, show_progress=True)
+    tree = run.tree()
     if options.json:
         print(json.dumps(tree.json(), indent=2))
     else:

@@ -11,6 +11,7 @@ import types
 import weakref
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -512,8 +513,7 @@ class FlexModel(nn.Module):
                 skipped module returns; a skipped module is called again after this one; or a
                 pipeline, whose stages run by their schedule.
         """
-        self._check_open()
-        self._runner.check_runs_whole_model("run_from")
+        self._check_whole("run_from")
         return self._runner.run_from(module_name, value, args, kwargs, groups, complement)
 
     def __getattr__(self, name: str) -> Any:
@@ -659,11 +659,11 @@ class FlexModel(nn.Module):
 
         Local; the same on every rank. The layer's ``config`` is a copy until ``restore()``.
         """
-        self._check_open()
-        self._runner.check_runs_whole_model("attention")
-        core = self._core
-        layer = find_module(core.module, module_name)
-        core.on_close.callback(attention_patterns.install(layer, module_name, queries))
+        self._make_sites(
+            "attention",
+            module_name,
+            lambda layer, name: (None, attention_patterns.install(layer, name, queries)),
+        )
         select = None
         if not is_everything(heads):
             select = Select(heads=heads, dims={"heads": 1})
@@ -712,13 +712,7 @@ class FlexModel(nn.Module):
 
         Local; the same on every rank. The gate's ``forward`` is replaced until ``restore()``.
         """
-        self._check_open()
-        self._runner.check_runs_whole_model("routing")
-        core = self._core
-        block = find_module(core.module, module_name)
-        routing, end = expert_routing.install(block, module_name)
-        core.on_close.callback(end)
-        return routing
+        return self._make_sites("routing", module_name, expert_routing.install)
 
     def experts(self, module_name: str) -> expert_units.Experts:
         """Return what the experts of a block compute inside: modules that hooks can be on.
@@ -757,13 +751,16 @@ class FlexModel(nn.Module):
 
         Local; the same on every rank. Until ``restore()``.
         """
-        self._check_open()
-        self._runner.check_runs_whole_model("experts")
-        core = self._core
-        experts = find_module(core.module, module_name)
-        found, end = expert_units.install(experts, module_name)
-        core.on_close.callback(end)
-        return found
+        return self._make_sites("experts", module_name, expert_units.install)
+
+    def _make_sites(
+        self, what: str, name: str, install: Callable[[nn.Module, str], tuple[Any, Any]]
+    ) -> Any:
+        """Make modules below one of the wrapped model's, until ``restore()``."""
+        self._check_whole(what)
+        made, end = install(find_module(self._core.module, name), name)
+        self._core.on_close.callback(end)
+        return made
 
     def create_hook_group(
         self,
@@ -986,8 +983,7 @@ class FlexModel(nn.Module):
                 with mixed precision). Run it for real, and see ``layouts``.
             RuntimeError: called during a run.
         """
-        self._check_open()
-        self._runner.check_runs_whole_model("dry_run")
+        self._check_whole("dry_run")
         return inspection.dry_run.dry_run(self._core, args, kwargs)
 
     @contextlib.contextmanager
@@ -1061,7 +1057,7 @@ class FlexModel(nn.Module):
         if html is None:
             picture.print(show_all)
         else:
-            visualize.html.write(picture, html)
+            Path(html).write_text(visualize.html.page(picture), "utf-8")
 
     def fingerprint(
         self,
@@ -1102,8 +1098,7 @@ class FlexModel(nn.Module):
                 same on all ranks nor rows of one batch. On every rank.
             RuntimeError: called during a run.
         """
-        self._check_open()
-        self._runner.check_runs_whole_model("fingerprint")
+        self._check_whole("fingerprint")
         recorded_run.record_run(self._core, folder, (args, kwargs), loss, tensors, routing)
 
     def verify(
@@ -1158,8 +1153,7 @@ class FlexModel(nn.Module):
             ValueError: inputs that are neither the same on all ranks nor rows of one batch.
             RuntimeError: called during a run.
         """
-        self._check_open()
-        self._runner.check_runs_whole_model("verify")
+        self._check_whole("verify")
         report: VerifyReport | Comparison
         if isinstance(reference, (str, os.PathLike)):
             if edits or rtol is not None or atol:
@@ -1465,6 +1459,11 @@ class FlexModel(nn.Module):
 
     def _check_open(self) -> None:
         check_open(self._core)
+
+    def _check_whole(self, what: str) -> None:
+        """Check that this is open, and no pipeline."""
+        self._check_open()
+        self._runner.check_runs_whole_model(what)
 
     def _check_collective(self) -> None:
         """Check that a collective over all ranks of the model can begin."""

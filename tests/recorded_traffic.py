@@ -63,10 +63,10 @@ class TrafficRecorder:
 
     def record(self, run):
         """What ``run``, called for the communicator of each rank, moves between hosts."""
-        for communicator in self._recorder.ranks:
+        for communicator in self._recorder.communicators:
             communicator.traffic = Traffic()
         self._recorder.record(run)
-        return sum((one.traffic for one in self._recorder.ranks), Traffic())
+        return sum((one.traffic for one in self._recorder.communicators), Traffic())
 
 
 class _Communicator(RecordingCommunicator):

@@ -11,7 +11,7 @@ import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,7 +163,7 @@ class _Recorder:
     """
 
     def __init__(self, core: HookCore, communicators: dict[str, Communicator]) -> None:
-        self._noted: deque[_Noted] = deque(maxlen=_REMEMBERED)
+        self.noted: deque[_Noted] = deque(maxlen=_REMEMBERED)
         self.num_noted = 0
         self._exchanges: Counter[str] = Counter()
         self._sites: dict[str, str] = {}  # of the last header, by communicator
@@ -174,10 +174,6 @@ class _Recorder:
         for key, communicator in communicators.items():
             begin = functools.partial(self._begin_transfer, communicator, key)
             self._observed.append((communicator.observers, begin))
-
-    @property
-    def spans(self) -> list[_Noted]:
-        return list(self._noted)
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -193,7 +189,7 @@ class _Recorder:
                 observers.remove(begin)
 
     def _begin(self, noted: _Noted) -> Callable[[], None]:
-        self._noted.append(noted)
+        self.noted.append(noted)
         self.num_noted += 1
         return noted.finish
 
@@ -246,11 +242,10 @@ def recorded(
     finally:
         local: list[Any] = [
             everyone.mesh.ranks[everyone.mesh.rank],
-            recorder.num_noted - len(recorder.spans),
+            recorder.num_noted - len(recorder.noted),
             [
-                [s.kind, s.what, s.site, s.start - offset_ns, s.end - offset_ns]
-                + [s.num_bytes, s.exchange]
-                for s in recorder.spans
+                astuple(replace(s, start=s.start - offset_ns, end=s.end - offset_ns))
+                for s in recorder.noted
             ],
         ]
         per_rank = [local]

@@ -123,6 +123,10 @@ def activation_patching(
         raise ValueError(f"batch must be a positive number of patches, got {batch!r}")
     patches = [(i, position) for i in range(len(places)) for position in chosen]
     current: list[Edit] = [patch(Capture())] * len(places)
+
+    def apply_current(i: int, full: Tensor, scope: Scope) -> Tensor:
+        return current[i].apply(full, scope)
+
     watched = as_site(output)
     with Runs(flex, groups) as runs:
         runs.watch(watched, "output")
@@ -130,7 +134,7 @@ def activation_patching(
         copies = Copies.of(runs, clean, places, number) if number > 1 else Copies(1)
         captures = [runs.capture(site, "clean") for site in places]
         for i, site in enumerate(places):
-            runs.register(site, Edit("patch", partial(_apply_current, current, i)), f"site {i}")
+            runs.register(site, Edit("patch", partial(apply_current, i)), f"site {i}")
         key = {
             "inputs": runs.exchange([described(clean), described(corrupted)]),
             "sites": [repr(site) for site in (*places, watched)],
@@ -146,7 +150,7 @@ def activation_patching(
             runs.measure(clean, of_copy(0), "output", "clean"),
             runs.measure(corrupted, of_copy(0), "output"),
         ]
-        runs.check_metric()
+        runs.on_rank_0(lambda: None)  # before all others, the error of a metric that failed
         starts = range(len(table.values), len(patches), copies.number)
         for start in progress_bar.progress(starts, "patched runs", progress and runs.is_rank_0):
             carried: dict[int, list[Edit]] = {}
@@ -158,13 +162,9 @@ def activation_patching(
             runs.run(corrupted, "output", *(f"site {i}" for i in carried))
             num_patches = min(copies.number, len(patches) - start)
             table.add([runs.metric_of(of_copy(copy), "output") for copy in range(num_patches)])
-        first, second, *rest = runs.broadcast([*ends, *table.values])
+        first, second, *rest = runs.on_rank_0(lambda: [*ends, *table.values])
     values = torch.tensor(rest, dtype=torch.float64).reshape(len(places), len(chosen))
     return PatchingMap(values, first, second, places, chosen)
-
-
-def _apply_current(edits: list[Edit], i: int, full: Tensor, scope: Scope) -> Tensor:
-    return edits[i].apply(full, scope)
 
 
 @torch.no_grad()
@@ -220,10 +220,10 @@ def path_patching(
             runs.register(site, patch(kept, **site.where), "receivers")
         runs.run(other, "sender")
         before = runs.measure(inputs, metric, "output", "frozen")
-        runs.check_metric()
+        runs.on_rank_0(lambda: None)  # the error of a metric that failed
         runs.run(inputs, "held")
         after = runs.measure(inputs, metric, "output", "receivers")
-        first, second = runs.broadcast([before, after])
+        first, second = runs.on_rank_0(lambda: [before, after])
     return first, second
 
 

@@ -29,22 +29,54 @@ class Lens(Edit):
 
     def __init__(
         self,
-        text: str,
-        key: str,
-        logits_of: Callable[[Tensor, Scope], Tensor],
-        parameters: list[str],
+        what: str,
+        translator: str | None,
+        unembed: str,
+        bias: str | None,
+        norm: str | None,
+        norm_bias: str | None,
+        kind: str | Norm,
+        eps: float,
         positions: Selector,
         keep: Callable[[Tensor], Tensor] | None,
+        name: str,
     ) -> None:
-        super().__init__(text, self._read, parameters)
-        self._key, self._logits_of, self._keep = key + ":", logits_of, keep
+        if not callable(kind) and kind not in ("rms", "layer", "none"):
+            raise ValueError(
+                f"{what}: kind must be 'rms', 'layer', 'none' or a function, got {kind!r}"
+            )
+        weights = unembed, bias, norm, norm_bias
+        for given in weights:
+            if not isinstance(given, str) and (given is not None or unembed is None):
+                raise TypeError(
+                    f"{what}: weights are given by name, because a rank may hold only a shard; "
+                    f"got {type(given).__name__}"
+                )
+        names = {"name": name} if what == "logit_lens" else {"name": name, "translator": translator}
+        for argument, given in names.items():
+            if not isinstance(given, str):
+                raise TypeError(f"{what}: {argument} must be a str, got {type(given).__name__}")
+        check_number(eps, f"{what}: eps")
+        if keep is not None and not callable(keep):
+            raise TypeError(f"{what}: keep must be a function or None, got {keep!r}")
+        text = format_call(what, translator, unembed, norm=norm, positions=positions)
+        needed = [given for given in weights if given is not None]
+        super().__init__(text, self._read, needed)
+        self._what, self._translator, self._kind, self._eps = what, translator, kind, eps
+        self._weights, self._key, self._keep = weights, name + ":", keep
         self._region = Region(positions=positions)
 
     def _read(self, full: Tensor, scope: Scope) -> None:
         if scope.site is None:
             raise RuntimeError(f"{self!r} must be registered with lens.at(module_name)")
-        hidden = full[self._region.index(full)]
-        logits = self._logits_of(hidden.detach(), scope)
+        hidden = full[self._region.index(full)].detach()
+        if self._translator is not None:
+            module = scope.trainable(self._translator, self._what)
+            hidden = hidden + module(input_of(module, hidden)).to(hidden.device)
+        value: Any = scope.parameters.get
+        unembed, bias, norm, norm_bias = map(value, self._weights)
+        hidden = _normalized(hidden, self._kind, norm, norm_bias, self._eps)
+        logits = F.linear(hidden, unembed, bias)
         microbatch = self._region.rows_of_microbatch(full)
         rows, in_all = ([], 0) if microbatch is None else microbatch
         entry = {
@@ -126,7 +158,7 @@ def logit_lens(
             is kept instead: ``lambda logits: logits.topk(5).indices``.
         name: Distinguishes lenses at one module.
     """
-    return _lens(
+    return Lens(
         "logit_lens", None, unembed, bias, norm, norm_bias, kind, eps, positions, keep, name
     )
 
@@ -160,43 +192,9 @@ def tuned_lens(
     Args:
         translator: The name of a registered trainable module.
     """
-    return _lens(
+    return Lens(
         "tuned_lens", translator, unembed, bias, norm, norm_bias, kind, eps, positions, keep, name
     )
-
-
-def _lens(
-    what, translator, unembed, bias, norm, norm_bias, kind, eps, positions, keep, name
-) -> Lens:
-    if not callable(kind) and kind not in ("rms", "layer", "none"):
-        raise ValueError(f"{what}: kind must be 'rms', 'layer', 'none' or a function, got {kind!r}")
-    for given in (unembed, bias, norm, norm_bias):
-        if not isinstance(given, str) and (given is not None or unembed is None):
-            raise TypeError(
-                f"{what}: weights are given by name, because a rank may hold only a shard; "
-                f"got {type(given).__name__}"
-            )
-    names = {"name": name} if what == "logit_lens" else {"name": name, "translator": translator}
-    for argument, given in names.items():
-        if not isinstance(given, str):
-            raise TypeError(f"{what}: {argument} must be a str, got {type(given).__name__}")
-    check_number(eps, f"{what}: eps")
-    if keep is not None and not callable(keep):
-        raise TypeError(f"{what}: keep must be a function or None, got {keep!r}")
-
-    def logits_of(hidden: Tensor, scope: Scope) -> Tensor:
-        if translator is not None:
-            module = scope.trainable(translator, what)
-            hidden = hidden + module(input_of(module, hidden)).to(hidden.device)
-        weight, shift = (
-            None if given is None else scope.parameters[given] for given in (norm, norm_bias)
-        )
-        hidden = _normalized(hidden, kind, weight, shift, eps)
-        return F.linear(hidden, scope.parameters[unembed], scope.parameters.get(bias))
-
-    text = format_call(what, translator, unembed, norm=norm, positions=positions)
-    needed = [given for given in (unembed, bias, norm, norm_bias) if given is not None]
-    return Lens(text, name, logits_of, needed, positions, keep)
 
 
 def _normalized(hidden, kind, weight, bias, eps) -> Tensor:

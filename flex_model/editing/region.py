@@ -129,7 +129,7 @@ class Region(Selection):
         shape = [1] * full.dim()
         shape[rows], shape[positions] = full.shape[rows], full.shape[positions]
         mask = (mask if rows < positions else mask.T).reshape(shape).to(full.device)
-        if not self.has_indices:
+        if not self._selected:  # no indices of dims, beside the mask
             return mask
         inside = torch.zeros(full.shape, dtype=torch.bool, device=full.device)
         inside[self.index(full)] = True

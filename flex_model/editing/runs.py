@@ -15,6 +15,7 @@ from flex_model.editing.patching import Capture
 from flex_model.editing.region import Region
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.function import HookFunction
+from flex_model.inspection.second_core import no_gradients_kept
 from flex_model.integrations import fsdp
 from flex_model.model import FlexModel
 from flex_model.names import check_name
@@ -144,7 +145,7 @@ class Runs:
         name: str | None = None,
         is_gradient: bool = False,
     ) -> None:
-        name = f"{_PREFIX}:{name or f'#{len(self._sites)}'}:{group}"
+        name = f"{_PREFIX}:{name or f'#{len(self._sites)}'}"
         settings: dict[str, Any] = {
             "expected_shape": site.expected_shape,
             "unpack_idx": site.unpack_idx,
@@ -218,16 +219,14 @@ class Runs:
 
     def record(self, name: str) -> Tensor | None:
         """Return the record of the last run; None on ranks without records."""
-        for full_name in self._sites:
-            if full_name.startswith(f"{_PREFIX}:{name}:"):
-                records = self._records.get(full_name)
-                if records and len(records) > 1:
-                    raise ValueError(
-                        f"{self._sites[full_name]!r} is called {len(records)} times in one forward;"
-                        " choose modules that are called once"
-                    )
-                return records[0] if records else None
-        return None
+        name = f"{_PREFIX}:{name}"
+        records = self._records.get(name)
+        if records and len(records) > 1:
+            raise ValueError(
+                f"{self._sites[name]!r} is called {len(records)} times in one forward; choose "
+                "modules that are called once"
+            )
+        return records[0] if records else None
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks. Collective."""
@@ -260,14 +259,6 @@ class Runs:
         """Whether this rank computes metrics."""
         return self._flex._communicator.mesh.group_rank == 0
 
-    def check_metric(self) -> None:
-        """Raise HookError on every rank if the metric failed. Collective."""
-        self.on_rank_0(lambda: None)
-
-    def broadcast(self, values: list[float]) -> list[float]:
-        """Return the values of rank 0. Collective."""
-        return self.on_rank_0(lambda: values)
-
     def on_rank_0(self, compute: Callable[[], Any], kind: type[Exception] = HookError) -> Any:
         """Compute on rank 0; return the result, or raise its error, on every rank. Collective."""
         result, text = self.attempt(compute), None
@@ -284,15 +275,8 @@ class Runs:
         """Set the parameters' gradients to None inside, and restore them afterwards."""
         flex = self._flex
         parameters = [*fsdp.kept_parameters(flex.module), *flex.trainable_modules.parameters()]
-        before = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter in parameters:
-            parameter.grad = None
-        try:
-            with contextlib.ExitStack() as stack:
-                for module in flex.module.modules():
-                    if isinstance(module, nn.parallel.DistributedDataParallel):
-                        stack.enter_context(module.no_sync())  # they are dropped, and may be None
-                yield
-        finally:
-            for parameter, gradient in before:
-                parameter.grad = gradient
+        with no_gradients_kept(parameters), contextlib.ExitStack() as stack:
+            for module in flex.module.modules():
+                if isinstance(module, nn.parallel.DistributedDataParallel):
+                    stack.enter_context(module.no_sync())  # they are dropped, and may be None
+            yield

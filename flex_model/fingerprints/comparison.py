@@ -7,7 +7,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,9 +67,17 @@ class Comparison(text.Printed):
         """Write a page that needs no other file and no network: the modules in the order of
         execution, by depth, with differences as colours; a click shows positions and ranks.
         """
-        from flex_model.visualize.comparison_page import page
+        from flex_model.visualize.html import filled
 
-        Path(html).write_text(page(self), "utf-8")
+        numbers = ("ulps", "inherited", "bound")  # as text: JSON has no infinity
+        rows = [
+            asdict(row)
+            | {name: f"{getattr(row, name):.3g}" for name in numbers}
+            | {"differs": row.differs, "first": row is self.first}
+            for row in self.rows
+        ]
+        data = {"summary": self.summary(), "rows": rows, "unmatched": self.unmatched}
+        Path(html).write_text(filled("comparison.html", data), "utf-8")
 
     def _blocks(self) -> Iterator[text.Table | str]:
         differences, first = self.differences, self.first
@@ -94,8 +101,8 @@ class Comparison(text.Printed):
         if first is None:
             return counts + ", none by more than it inherits" * bool(self.differences)
         what = first.text or f"{first.ulps:.3g} ulps, of which {first.inherited:.3g} inherited"
-        where = f"{first.kind} of {text.site(first.name, 0)}, call {first.call}"
-        return f"{counts}; the first: {where}, computed by {text.site(first.module, 0)}: {what}"
+        by = text.site(first.module, 0)
+        return f"{counts}; the first: {_shown(first)}, computed by {by}: {what}"
 
 
 def compare(
@@ -211,7 +218,7 @@ def compared(a: RecordedRun, b: RecordedRun, names: Names | None = None) -> Comp
                 continue
             part = make(other.read_full())
             made = summarised(part, *other.key)
-            other = replace(made, read_full=partial(_same, part), layout=other.layout)
+            other = replace(made, read_full=part.clone, layout=other.layout)
         pairs.append((site, other))
     unmatched += [f"in B only: {_shown(site)}" for key, site in by_key.items() if key not in used]
     if not pairs:
@@ -226,11 +233,7 @@ def compared(a: RecordedRun, b: RecordedRun, names: Names | None = None) -> Comp
     )
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _shown(site: Summary) -> str:
+def _shown(site: Summary | Difference) -> str:
     return f"{site.kind} of {text.site(site.name, 0)}, call {site.call}"
 
 

@@ -4,8 +4,10 @@ communicators of all ranks of a stage in one process, and their transfers are re
 
 from __future__ import annotations
 
+import functools
+import itertools
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -86,7 +88,7 @@ class CostRecorder:
         self._headers: list[bytes] = []  # rank 0's
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         places = [mesh.ranks.index(rank) for rank in mesh.stage_ranks]
-        self.ranks = [
+        self.communicators = [
             (make or RecordingCommunicator)(replace(mesh, rank=place), self._mode, self._headers)
             for place in places
         ]
@@ -98,11 +100,11 @@ class CostRecorder:
             Exception: what ``run`` raises.
         """
         self._headers.clear()
-        for communicator in self.ranks:
+        for communicator in self.communicators:
             communicator.begin()
             with self._mode:
                 run(communicator)
-        return Recording([communicator.meter.spent for communicator in self.ranks])
+        return Recording([communicator.meter.spent for communicator in self.communicators])
 
 
 class RecordingCommunicator(Communicator):
@@ -195,40 +197,9 @@ class WithoutValues:
         return torch.empty_like(tensor)
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What the costs of a FlexModel's hooks depend on, besides their tensors.
-
-    Attributes:
-        edits_on_all: Whether every rank edits, not rank 0 alone.
-        records_on_all, keeps_parts: As in ``Records``.
-        rows_dim: The dim in which data-parallel ranks hold rows.
-        statements: The layouts that the user states.
-    """
-
-    mesh: Mesh
-    edits_on_all: bool = True
-    records_on_all: bool = False
-    keeps_parts: bool = False
-    rows_dim: int | None = 0
-    statements: Statements | None = None
-
-    @staticmethod
-    def of(core: HookCore) -> Setup:
-        """Return the setup of a FlexModel. Local."""
-        records = core.records
-        return Setup(
-            core.mesh,
-            core.executor.edits_on_all,
-            records.on_all_ranks,
-            records.keeps_parts,
-            rows_dim(core.tracking.batch_dim),
-            core.tracking.statements,
-        )
-
-    @property
-    def is_local(self) -> bool:
-        return len(self.mesh.stage_ranks) == 1
+def is_of_gradient(kind: str) -> bool:
+    """Whether hooks of this kind are called in the backward."""
+    return kind not in ("forward", "forward_pre")
 
 
 @dataclass(frozen=True)
@@ -253,7 +224,7 @@ class HookedTensor:
 
     @property
     def is_gradient(self) -> bool:
-        return self.kind not in ("forward", "forward_pre")
+        return is_of_gradient(self.kind)
 
     def spec(self, communicator: Communicator) -> TensorSpec:
         """The spec on one rank; errors are those of ``TensorSpec.of``."""
@@ -261,98 +232,100 @@ class HookedTensor:
         return TensorSpec.of(communicator, self.layout, shapes, self.dtype, self.select)
 
 
+Both = tuple[Cost, Cost]  # of the forward and of the backward
+
+
+@dataclass(frozen=True)
 class CallCosts:
-    """Records the costs of calls whose layouts are known, each kind of call once."""
+    """Records what calls whose layouts are known add to a run of a FlexModel.
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self._recorder = CostRecorder(setup.mesh)
-        self._costs: dict[str, list[tuple[Cost, Cost]]] = {}
-        self._read: dict[str, HookedTensor] = {}  # their records wait for the end
+    Attributes:
+        edits_on_all: Whether every rank edits, not rank 0 alone.
+        records_on_all, keeps_parts: As in ``Records``.
+        rows_dim: The dim in which data-parallel ranks hold rows.
+        statements: The layouts that the user states.
+    """
 
-    @property
-    def first_rank(self) -> Communicator:
-        """The communicator of rank 0."""
-        return self._recorder.ranks[0]
+    mesh: Mesh
+    edits_on_all: bool = True
+    records_on_all: bool = False
+    keeps_parts: bool = False
+    rows_dim: int | None = 0
+    statements: Statements | None = None
 
-    def of_call(self, tensors: Sequence[HookedTensor]) -> list[tuple[Cost, Cost]]:
-        """What one call adds in the forward and in the backward, without what hooks share; by
-        tensor: there are several if one function edits them together.
+    @staticmethod
+    def of(core: HookCore) -> CallCosts:
+        """Return those of the calls of a FlexModel's hooks. Local."""
+        records = core.records
+        return CallCosts(
+            core.mesh,
+            core.executor.edits_on_all,
+            records.on_all_ranks,
+            records.keeps_parts,
+            rows_dim(core.tracking.batch_dim),
+            core.tracking.statements,
+        )
+
+    @functools.cached_property
+    def recorder(self) -> CostRecorder:
+        """The ranks of the stage."""
+        return CostRecorder(self.mesh)
+
+    def of_run(
+        self, calls: Mapping[str, Sequence[HookedTensor]], begins: bool, has_backward: bool
+    ) -> tuple[dict[str, list[Both]], Both]:
+        """Return what each tensor of each call adds, and what all hooks share.
+
+        Args:
+            calls: By key, the tensors of a call: there are several if one function edits them
+                together.
+            begins: Whether a header with the key of the layouts begins the forward.
+            has_backward: Whether hooks on gradients have the backward end with a header.
         """
-        key = repr(tensors)
-        if key not in self._costs:
-            self._costs[key] = self._record(tensors)
-            if not tensors[0].edits:
-                self._read[key] = tensors[0]
-        return self._costs[key]
-
-    def of_end(self, is_backward: bool) -> Cost:
-        """What the hooks share at the end of the forward or of the backward: one status header,
-        and for the calls so far one comparison of replicas and one transfer of records. For a
-        store: a second header after a forward, and no transfer.
-        """
-        calls = [[one] for one in self._read.values() if one.is_gradient is is_backward]
-        ranks = self._ranks(calls)
+        ranks: dict[Any, _Rank] = {
+            to: _Rank(self, to, list(calls.values())) for to in self.recorder.communicators
+        }
+        first = next(iter(ranks.values()))
         for _ in range(2):  # the second one has no layouts and sizes left to exchange
-            recording = self._recorder.record(
-                lambda to: ranks[to].backward(ends=True) if is_backward else ranks[to].forward(True)
-            )
-        cost = recording.of_others(set(ranks[self.first_rank].sites))
-        return cost + self.of_header() if self.setup.keeps_parts and not is_backward else cost
-
-    def of_header(self) -> Cost:
-        """What one header costs."""
-        recording = self._recorder.record(lambda to: to.check_consistency(Header("forward"), ""))
-        return recording.of_others(set())
-
-    def _record(self, tensors: Sequence[HookedTensor]) -> list[tuple[Cost, Cost]]:
-        ranks = self._ranks([tensors])
-        first = ranks[self.first_rank]
-        for _ in range(2):  # the second one has no layouts and sizes left to exchange
-            forward = self._recorder.record(lambda to: ranks[to].forward())
+            forward = self.recorder.record(lambda to: ranks[to].forward(begins))
             kept = first.take_record_bytes()
-            backward = self._recorder.record(lambda to: ranks[to].backward())
+            backward = self.recorder.record(lambda to: ranks[to].backward(has_backward))
             kept_then = first.take_record_bytes()
-            if not first.has_joined:
-                break
-        return [
-            (
-                replace(forward.of_site(site), record_bytes=kept[site]),
-                replace(backward.of_site(site), record_bytes=kept_then[site]),
-            )
-            for site in first.sites
-        ]
-
-    def _ranks(self, calls: Sequence[Sequence[HookedTensor]]) -> dict[Any, _Rank]:
-        return {to: _Rank(self.setup, to, calls) for to in self._recorder.ranks}
+        found: dict[str, list[Both]] = {
+            key: [
+                (
+                    replace(forward.of_site(one.site), record_bytes=kept[one.site]),
+                    replace(backward.of_site(one.site), record_bytes=kept_then[one.site]),
+                )
+                for one in registrations
+            ]
+            for key, registrations in zip(calls, first.registrations)
+        }
+        return found, (forward.of_others(first.sites), backward.of_others(first.sites))
 
 
 class _Rank:
     """The hooks on one rank.
 
     Args:
-        calls: The tensors of each call.
+        calls: As of ``CallCosts.of_run``.
 
     Attributes:
         registrations: By call.
-        has_joined: Whether records were delivered: the first time, ranks exchange their shapes.
     """
 
     def __init__(
         self,
-        setup: Setup,
+        setup: CallCosts,
         communicator: RecordingCommunicator,
         calls: Sequence[Sequence[HookedTensor]],
     ) -> None:
-        self._calls = calls
+        self._calls, self._communicator = calls, communicator
         self.registrations = [_registered(tensors, i) for i, tensors in enumerate(calls)]
         place = communicator.mesh.group_rank
         self._shapes = [[tensor.shapes[place] for tensor in tensors] for tensors in calls]
-        specs = {
-            registration.site: tensor.spec(communicator)
-            for tensors, registrations in zip(calls, self.registrations)
-            for tensor, registration in zip(tensors, registrations)
-        }
+        each = zip(itertools.chain(*calls), itertools.chain(*self.registrations))
+        specs = {registration.site: tensor.spec(communicator) for tensor, registration in each}
         self._layouts = cast(LayoutFinder, _KnownLayouts(specs))
         ranks = "all" if setup.records_on_all else "rank0"
         self._records = Records({}, communicator, ranks)
@@ -371,15 +344,16 @@ class _Rank:
             layouts=self._layouts,
         )
         self._edited: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
-        self.has_joined = False
 
     @property
-    def sites(self) -> list[int]:
-        return [one.site for of_call in self.registrations for one in of_call]
+    def sites(self) -> set[int]:
+        return {one.site for one in itertools.chain(*self.registrations)}
 
-    def forward(self, ends: bool = False) -> None:
-        """Run the hooks of a forward; ``ends``: also the end of one without records."""
+    def forward(self, begins: bool) -> None:
+        """Run the hooks of a forward, and its end."""
         run, self._edited = Run(seed=1), []
+        if begins:
+            self._header()
         for tensors, registrations, shapes in zip(self._calls, self.registrations, self._shapes):
             if tensors[0].is_gradient:
                 continue
@@ -390,10 +364,12 @@ class _Rank:
                     call = HookCall(registration, None, run)
                     tree = self._executor.activation(call, leaf, tree)
             self._edited.append((leaves, tree))
-        self._end(run, "end of the run", ends)
+        self._end(run, "end of the run")
+        if self._records.keeps_parts:
+            self._header()
 
-    def backward(self, ends: bool = False) -> None:
-        """Run the hooks of the backward, and that of the edits in the forward before."""
+    def backward(self, ends: bool) -> None:
+        """Run the hooks of the backward, that of the edits in the forward before, and its end."""
         run = Run(seed=1)
         for leaves, edited in self._edited:
             outputs = [tensor for tensor in edited if tensor.requires_grad]
@@ -407,22 +383,28 @@ class _Rank:
                 with torch.no_grad():
                     grad = torch.empty(shape, dtype=tensor.dtype, device="cpu")
                     self._executor.gradient(HookCall(registration, None, run), grad)
-        self._end(run, "end of the backward", ends)
+        if ends:
+            self._end(run, "end of the backward")
 
-    def _end(self, run: Run, kind: str, ends: bool) -> None:
-        if run.pending or ends:
+    def _header(self) -> None:
+        if not self._communicator.is_local:
+            self._communicator.check_consistency(Header("forward"), "")
+
+    def _end(self, run: Run, kind: str) -> None:
+        if not self._communicator.is_local:
             self._records.join(run, kind, self._layouts.lookup)
-            self.has_joined = True
 
     def take_record_bytes(self) -> dict[int, int]:
         """The bytes of the records since the last call, by site."""
         records = self._records.take()
-        found = {}
-        for registrations in self.registrations:
-            for one in registrations:
-                of_hook = records.get(one.hook_function.record_name, [])
-                found[one.site] = sum(full.nbytes for full in of_hook if isinstance(full, Tensor))
-        return found
+        return {
+            one.site: sum(
+                full.nbytes
+                for full in records.get(one.hook_function.record_name, [])
+                if isinstance(full, Tensor)
+            )
+            for one in itertools.chain(*self.registrations)
+        }
 
 
 class _KnownLayouts:

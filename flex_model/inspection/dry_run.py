@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from flex_model.distributed.costs import Cost
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
@@ -16,7 +18,7 @@ from flex_model.errors import HookError, agreed
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
-from flex_model.inspection.call_costs import CallCosts, HookedTensor, Setup
+from flex_model.inspection.call_costs import CallCosts, HookedTensor, is_of_gradient
 from flex_model.inspection.edit_checks import (
     ERROR,
     NOT_CHECKED,
@@ -25,9 +27,14 @@ from flex_model.inspection.edit_checks import (
     Finding,
     check_edits,
 )
-from flex_model.inspection.shapes_only import Seen, exchange_seen, layout_from_shapes, on_shapes
+from flex_model.inspection.shapes_only import (
+    Look,
+    Seen,
+    layout_from_shapes,
+    on_shapes,
+    run_watched,
+)
 from flex_model.integrations import dtensor
-from flex_model.layouts import follow
 from flex_model.layouts.follow import Follower
 from flex_model.names import find_parameter
 from flex_model.runs.run import Run
@@ -36,10 +43,11 @@ if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
 
 _MOST_RANKS = 8  # that are listed one by one
+_IN_JSON = ("name", "kind", "edits", "calls", "full_shape", "source")
 
 
 @dataclass(frozen=True)
-class DryRunRow:
+class DryRunRow(text.SiteRow):
     """One hook and the calls of it that meet tensors of one shape.
 
     Attributes:
@@ -54,9 +62,6 @@ class DryRunRow:
         findings: What is wrong with its editing function; of all its rows together.
     """
 
-    name: str
-    kind: str
-    unpack_idx: int | str
     edits: bool
     calls: int = 0
     full_shape: Shape | None = None
@@ -95,32 +100,23 @@ class DryRunRow:
 class DryRun(list[DryRunRow], text.Printed):
     """A list of ``DryRunRow`` that prints as a table.
 
-    Args:
-        has_checked: Whether editing functions were looked at.
-
     Attributes:
         forward, backward: Of all hooks together, with what they share: one header at the end, and
             one message with all records that wait for it.
         findings: What is wrong with the editing functions, hook by hook, or was not checked.
     """
 
-    forward: Cost
-    backward: Cost
-    findings: list[Finding]
-
     def __init__(
         self,
         rows: Iterable[DryRunRow],
         forward: Cost,
         backward: Cost,
-        findings: Iterable[Finding] = (),
-        has_checked: bool = True,
+        findings: list[Finding] | None = None,
     ) -> None:
         super().__init__(rows)
-        self.forward = forward
-        self.backward = backward
-        self.findings = list(findings)
-        self._has_checked = has_checked
+        self.forward, self.backward = forward, backward
+        self.findings = findings or []
+        self._has_checked = findings is not None  # else functions were not looked at
 
     @property
     def edited_bytes(self) -> int:
@@ -168,14 +164,9 @@ class DryRun(list[DryRunRow], text.Printed):
         """Return the costs as plain values for JSON."""
         return {
             "hooks": [
-                {
-                    "name": row.name,
-                    "kind": row.kind,
-                    "edits": row.edits,
-                    "calls": row.calls,
-                    "full_shape": row.full_shape,
+                {name: getattr(row, name) for name in _IN_JSON}
+                | {
                     "layout": None if row.layout is None else str(row.layout),
-                    "source": row.source,
                     "forward": _json_of(row.forward),
                     "backward": _json_of(row.backward),
                 }
@@ -197,7 +188,7 @@ class DryRun(list[DryRunRow], text.Printed):
     @staticmethod
     def _row(row: DryRunRow) -> list[str]:
         return [
-            text.site(row.name, row.unpack_idx),
+            row.site,
             row.kind + (", edits" if row.edits else ""),
             str(row.calls),
             text.shape(row.full_shape) if row.calls else "",
@@ -237,57 +228,32 @@ def _json_of(cost: Cost) -> dict[str, int]:
 
 def dry_run(core: HookCore, args: Any, kwargs: Any) -> DryRun:
     """See ``FlexModel.dry_run``. Collective over the grid."""
-    follower = core.tracking.follower()
+    calls = on_shapes(core, "dry_run", args, kwargs, functools.partial(_look, core))
     with core.communicator.uncounted():
-        seen = on_shapes(
-            core, follower, "dry_run", args, kwargs, lambda given: _follow(core, follower, given)
-        )
-        rows = exchange_seen(core.communicator, [one.concluded(follower) for one in seen])
-        registrations = {r.index: r for r in core.table.registrations}
-        return summary(core, registrations, rows)
+        return summary(core, {r.index: r for r in core.table.registrations}, calls)
 
 
-def _follow(core: HookCore, follower: Follower, given: Any) -> list[Seen]:
+def _look(core: HookCore, follower: Follower, given: Any) -> list[Seen]:
     """Run the model, and note what every hook would see."""
     seen: list[Seen] = []
-    handles: list[Any] = []
-    try:
-        for registration in core.table.registrations:
-            module = None if registration.module is None else registration.module()
-            if module is None:
-                seen.append(_seen_parameter(core, registration))
-                continue
-            look = _looker(core, registration, follower, seen)
-            if registration.kind in ("forward_pre", "full_backward"):
-                handles.append(module.register_forward_pre_hook(look, with_kwargs=True))
-            else:
-                handles.append(module.register_forward_hook(look))
-        args, kwargs = given
-        core.module(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
-
-
-def _looker(
-    core: HookCore, registration: Registration, follower: Follower, seen: list[Seen]
-) -> Callable[..., None]:
-    takes_inputs = registration.kind in ("forward_pre", "full_backward")
-
-    def look(module: nn.Module, given: Any, other: Any) -> None:
-        leaf = registration.leaf((given, other) if takes_inputs else other)
-        if registration.is_backward and not leaf.requires_grad:
-            return
-        with follow.paused(follower):
-            seen.append(_seen(core, registration, module, leaf, follower.joint_value(leaf)))
-
-    return look
+    looks: list[Look] = []
+    for registration in core.table.registrations:
+        module = None if registration.module is None else registration.module()
+        if module is None:
+            seen.append(_seen_parameter(core, registration))
+        else:
+            look = functools.partial(_seen, core, registration, module, follower)
+            looks.append((module, registration.kind in ("forward_pre", "full_backward"), look))
+    return seen + run_watched(core.module, follower, looks, *given)
 
 
 def _seen(
-    core: HookCore, registration: Registration, module: nn.Module, leaf: Tensor, value: Any
-) -> Seen:
+    core: HookCore, registration: Registration, module: nn.Module, follower: Follower, tree: Any
+) -> Seen | None:
+    leaf = registration.leaf(tree)
+    if registration.is_backward and not leaf.requires_grad:
+        return None
+    value = follower.joint_value(leaf)
     call = HookCall(registration, module, Run())
     registration.check_movable(leaf)
     if registration.is_backward:
@@ -321,52 +287,65 @@ def summary(
     """Rows of the hooks, from what all ranks saw at each call, in the order of registration and of
     their shapes; and what is found in their editing functions. Collective where hooks edit.
     """
-    rows: dict[tuple[Any, ...], DryRunRow] = {}
-    edits: list[tuple[Registration, Sequence[Seen], DryRunRow]] = []
-    costs = CallCosts(Setup.of(core))
+    if not registrations:
+        return DryRun((), Cost(), Cost(), [])
+    costs = CallCosts.of(core)
+    of_calls: list[list[tuple[Registration, Sequence[Seen]]]] = []
     together: dict[int, list[tuple[Registration, Sequence[Seen]]]] = {}  # edited by one function
     for ranks in calls:
         registration = registrations[ranks[0].hook]
         of_call = together.setdefault(id(registration.given), [])
         of_call.append((registration, ranks))
-        if registration.edits and not registration.calls_function:
-            continue
-        del together[id(registration.given)]
-        for (one, seen), row in zip(of_call, rows_of_call(costs, of_call)):
-            if one.edits:
-                edits.append((one, seen, row))
-            key = (one.index, row.local_shapes, row.dtype, row.layout, row.source)
-            rows[key] = row if key not in rows else rows[key].with_calls(row)
+        if registration.calls_function or not registration.edits:
+            of_calls.append(together.pop(id(registration.given)))
+    predicted = [[row_of(costs, *one) for one in of_call] for of_call in of_calls]
+    has_key = any(one.kind != "tensor" for one in registrations.values())
+    priced, forward, backward = with_costs(costs, predicted, has_key)
     found: dict[int, list[Finding]] = {}
     if any(registration.edits for registration in registrations.values()):
-        found = check_edits(core, _edit_calls(edits))
-    ordered = []
+        found = check_edits(core, _edit_calls(of_calls, priced))
+    merged = merged_rows(
+        (one.index, row)
+        for of_call, rows in zip(of_calls, priced)
+        for (one, _), row in zip(of_call, rows)
+    )
     by_hook = {id(registrations[index].given): tuple(of_one) for index, of_one in found.items()}
+    ordered: list[DryRunRow] = []
     for index, registration in registrations.items():
-        own = [row for key, row in rows.items() if key[0] == index]
         of_all = by_hook.get(id(registration.given), ())
-        ordered += [replace(row, findings=of_all) for row in own or [_empty_row(registration)]]
+        own = merged.get(index) or [_empty_row(registration)]
+        ordered += [replace(row, findings=of_all) for row in own]
     findings = [finding for index in registrations for finding in found.get(index, ())]
-    return DryRun(ordered, *totals(costs, ordered), findings)
+    return DryRun(ordered, forward, backward, findings)
+
+
+def merged_rows(rows: Iterable[tuple[Any, DryRunRow]]) -> dict[Any, list[DryRunRow]]:
+    """Return the rows of each hook, by what identifies it: one for the calls that meet tensors of
+    one shape.
+    """
+    found: dict[Any, dict[Any, DryRunRow]] = {}
+    for hook, row in rows:
+        of_hook = found.setdefault(hook, {})
+        key = row.local_shapes, row.dtype, row.layout, row.source
+        of_hook[key] = of_hook[key].with_calls(row) if key in of_hook else row
+    return {hook: list(of_hook.values()) for hook, of_hook in found.items()}
 
 
 def _edit_calls(
-    calls: Sequence[tuple[Registration, Sequence[Seen], DryRunRow]],
+    of_calls: Sequence[Sequence[tuple[Registration, Sequence[Seen]]]],
+    priced: Sequence[Sequence[DryRunRow]],
 ) -> dict[Registration, list[FakeInput] | str]:
     """Find the tensors of the first call of each editing hook in which they are known, in the order
     of the run; or why they are not known.
     """
     found: dict[Registration, list[FakeInput] | str] = {}
-    inputs: dict[int, list[FakeInput | str]] = {}  # of several tensors, so far
-    for registration, ranks, row in calls:
-        several = inputs.setdefault(id(registration.given), [])
-        several.append(_input(registration, ranks, row))
-        if registration.calls_function:
-            del inputs[id(registration.given)]
-            unknown = [one for one in several if isinstance(one, str)]
-            known = [one for one in several if isinstance(one, FakeInput)]
-            if isinstance(found.get(registration, ""), str):
-                found[registration] = "; ".join(unknown) or known
+    for of_call, rows in zip(of_calls, priced):
+        registration = of_call[-1][0]
+        if registration.edits and isinstance(found.get(registration, ""), str):
+            inputs = [_input(*one, row) for one, row in zip(of_call, rows)]
+            unknown = [one for one in inputs if isinstance(one, str)]
+            known = [one for one in inputs if isinstance(one, FakeInput)]
+            found[registration] = "; ".join(unknown) or known
     return found
 
 
@@ -386,40 +365,53 @@ def _empty_row(registration: Registration) -> DryRunRow:
     return DryRunRow(registration.name, registration.kind, function.unpack_idx, registration.edits)
 
 
-def rows_of_call(
-    costs: CallCosts, call: Sequence[tuple[Registration, Sequence[Seen]]]
-) -> list[DryRunRow]:
-    """The rows of one call, from what all ranks saw of each of its tensors. Local."""
-    rows, tensors = [], []
-    for registration, ranks in call:
-        row, tensor = _row_of(costs, registration, ranks)
-        rows.append(row)
-        tensors += [] if tensor is None else [tensor]
-    if len(tensors) < len(rows):
-        return rows
-    return [
-        replace(row, forward=forward, backward=backward)
-        for row, (forward, backward) in zip(rows, costs.of_call(tensors))
+def with_costs(
+    costs: CallCosts,
+    calls: Sequence[Sequence[tuple[DryRunRow, HookedTensor | None]]],
+    has_key: bool,
+) -> tuple[list[list[DryRunRow]], Cost, Cost]:
+    """The rows of calls with what they cost, and what all hooks cost together in the forward and in
+    the backward. Local.
+
+    Args:
+        calls: The rows of each call without costs, and its tensors where their layouts are known.
+        has_key: Whether some hook is not on a parameter's gradient.
+    """
+    each = [(of_call, [tensor for _, tensor in of_call]) for of_call in calls]
+    known: dict[str, Any] = {repr(tensors): tensors for _, tensors in each if all(tensors)}
+    has_backward = any(is_of_gradient(row.kind) for row, _ in itertools.chain(*calls))
+    found, (forward, backward) = costs.of_run(known, has_key, has_backward)
+    rows = [
+        [
+            replace(row, forward=of_forward, backward=of_backward)
+            for (row, _), (of_forward, of_backward) in zip(
+                of_call, found.get(repr(tensors), [(Cost(), Cost())] * len(of_call))
+            )
+        ]
+        for of_call, tensors in each
     ]
+    for row in itertools.chain(*rows):
+        forward, backward = forward + row.forward, backward + row.backward
+    return rows, forward, backward
 
 
-def _row_of(
+def row_of(
     costs: CallCosts, registration: Registration, ranks: Sequence[Seen]
 ) -> tuple[DryRunRow, HookedTensor | None]:
     """The row of one tensor without its costs, and the tensor if its layout is known."""
-    setup, first = costs.setup, ranks[0]
-    function, shapes = registration.hook_function, tuple(one.shape for one in ranks)
+    first, function = ranks[0], registration.hook_function
+    shapes = tuple(one.shape for one in ranks)
     row = replace(_empty_row(registration), calls=1, local_shapes=shapes, dtype=first.dtype)
     try:
         layout = layout_from_shapes(
             registration.layout_site,
             ranks,
-            setup.mesh,
+            costs.mesh,
             function.placements,
             registration.expected_shape,
             registration.is_backward,
-            setup.rows_dim,
-            setup.statements,
+            costs.rows_dim,
+            costs.statements,
         )
         tensor = HookedTensor(
             registration.kind,
@@ -432,7 +424,7 @@ def _row_of(
             any(one.needs_gradient for one in ranks),
             first.known is not None and isinstance(first.known.dp, Shard),  # FSDP2 made it
         )
-        spec = tensor.spec(costs.first_rank)
+        spec = tensor.spec(costs.recorder.communicators[0])
     except (HookError, IndexError, TypeError, ValueError) as error:
         text = " ".join(str(error).split())  # in one line of the table
         return replace(row, source=f"a run would raise an error: {text}"), None
@@ -441,24 +433,6 @@ def _row_of(
         full_shape=spec.full_shape,
         layout=layout,
         source=layout.source,
-        owners=tuple(setup.mesh.stage_ranks[place] for place in spec.ranks_of_first),
+        owners=tuple(costs.mesh.stage_ranks[place] for place in spec.ranks_of_first),
     )
     return row, tensor
-
-
-def totals(costs: CallCosts, rows: Sequence[DryRunRow]) -> tuple[Cost, Cost]:
-    """What all hooks cost together, with the end of the forward and of the backward."""
-    forward = sum((row.forward for row in rows), Cost())
-    backward = sum((row.backward for row in rows), Cost())
-    if costs.setup.is_local or not rows:
-        return forward, backward
-    if any(row.kind != "tensor" for row in rows):
-        forward += costs.of_header()  # at the start, which has the key of the layouts
-    forward += costs.of_end(is_backward=False)
-    if any(row.calls and _is_of_backward(row) for row in rows):
-        backward += costs.of_end(is_backward=True)
-    return forward, backward
-
-
-def _is_of_backward(row: DryRunRow) -> bool:
-    return row.kind not in ("forward", "forward_pre")

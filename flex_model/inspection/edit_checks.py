@@ -10,12 +10,12 @@ import functools
 import inspect
 import itertools
 import logging
-import sys
+import re
 import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn
@@ -32,11 +32,10 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import name_of
 from flex_model.hooks.registration import Registration, describe_hook
 from flex_model.hooks.user_function import check_result, kind_of, on_copy, results_of
-from flex_model.inspection.shapes_only import as_it_was, same_torch_random_state, shared_fake_mode
+from flex_model.inspection.shapes_only import without_values
 from flex_model.integrations import dtensor
 from flex_model.integrations.compiled import DispatchMode
 from flex_model.integrations.torch_private import (
-    DYNAMO,
     FakeTensor,
     FakeTensorMode,
     fake_tensor,
@@ -99,7 +98,7 @@ class Source:
         code = _code_of(function)
         self._name = name_of(function)
         self.start: Place = (code.co_filename, code.co_firstlineno) if code else ("", 0)
-        self._own_file = "" if self.start[0].startswith(_own_folder()) else self.start[0]
+        self._own_file = "" if self.start[0].startswith(_OWN_FOLDER) else self.start[0]
 
     def finding(
         self, level: str, problem: str, message: str, place: Place | None = None
@@ -122,7 +121,10 @@ class Source:
         return self._first(steps[::-1]) or inside
 
     def _first(self, steps: Iterable[Place]) -> Place | None:
-        return next((s for s in steps if s[0] == self._own_file or not is_of_library(s[0])), None)
+        for place in steps:
+            if place[0] == self._own_file or not place[0].startswith(_libraries()):
+                return place
+        return None
 
 
 def _code_of(function: Any) -> CodeType | None:
@@ -136,23 +138,17 @@ def _code_of(function: Any) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-def is_of_library(file: str) -> bool:
-    """Whether the code in a file is a library's, not the user's."""
-    return file.startswith((*_libraries(), "<frozen", "<string>", "<eval_with_key"))
-
-
-@functools.cache
-def _own_folder() -> str:
-    return str(Path(__file__).parents[1]) + "/"
+_OWN_FOLDER = f"{Path(__file__).parents[1]}/"
 
 
 @functools.cache
 def _libraries() -> tuple[str, ...]:
-    """Folders whose code is not the user's."""
+    """What the names of files begin with whose code is a library's, not the user's."""
     paths = sysconfig.get_paths()
     folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders += [str(Path(torch.__file__).parent)]
-    return (_own_folder(), *(f"{folder}/" for folder in folders))
+    own = (_OWN_FOLDER, "<frozen", "<string>", "<eval_with_key")
+    return (*own, *(f"{folder}/" for folder in folders))
 
 
 _TO_NUMPY: set[Any] = {Tensor.numpy, Tensor.__array__}
@@ -180,27 +176,17 @@ class FakeArguments(TorchFunctionMode):
     to them, and whatever gradients arrive, the real ones stay as they were.
 
     Args:
-        sharded: Parameters of which this rank has a shard: itself, its name, and whether FSDP
-            alone shards them. They are not replaced, so that ``Watch`` recognises them.
+        fakes: Those in the place of real ones so far, by the ids of these, which are kept alive.
+        watch: Reports what can't be read; what it knows as shards is not replaced.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, sharded: Sharded) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, fakes: dict[int, tuple[Tensor, Tensor]], watch: Watch
+    ) -> None:
         super().__init__()
-        self._watch: Watch | None = None
-        self._fake_mode, self._sharded = fake_mode, sharded
-        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of the real one, kept alive
-
-    def refuse_by(self, watch: Watch) -> None:
-        """From now on, ``watch`` reports what can't be read."""
-        self._watch = watch
-
-    def leaves(self) -> list[Tensor]:
-        """The fake tensors in the place of those that gradients are for."""
-        fakes = [fake for _, fake in self._fakes.values()]
-        return [fake for fake in fakes if fake.requires_grad and fake.is_leaf]
+        self._fake_mode, self._fakes, self._watch = fake_mode, fakes, watch
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        assert self._watch is not None
         kwargs = kwargs or {}
         if func is Tensor.__format__ and isinstance(args[0], FakeTensor):
             return repr(args[0])  # for print, as of a tensor with values
@@ -216,8 +202,8 @@ class FakeArguments(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _faked(self, tensor: Tensor) -> Tensor:
-        is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and id(tensor) not in self._sharded
-        if not is_plain or is_functorch_tensor(tensor):
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and not is_functorch_tensor(tensor)
+        if not is_plain or id(tensor) in self._watch.sharded:
             return tensor
         if id(tensor) not in self._fakes:
             self._fakes[id(tensor)] = (tensor, self._fake_mode.from_tensor(tensor))
@@ -228,6 +214,8 @@ class Watch(DispatchMode):
     """Refuses collectives and shards of weights in one call, and notes the lines of operations.
 
     Attributes:
+        sharded: Parameters of which this rank has a shard: itself, its name, and whether FSDP
+            alone shards them.
         findings: What was refused, even where the function caught the exception.
         last_line: The last line with an operation.
         last_write: The last line that wrote to a tensor in place.
@@ -238,13 +226,13 @@ class Watch(DispatchMode):
         self.findings: list[Finding] = []
         self.last_line: Place | None = None
         self.last_write: Place | None = None
-        self._source, self._sharded = source, sharded
+        self.source, self.sharded = source, sharded
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         for leaf in tree_leaves((args, kwargs)):
-            if id(leaf) in self._sharded:
-                self._refuse_shard(*self._sharded[id(leaf)][1:])
+            if id(leaf) in self.sharded:
+                self._refuse_shard(*self.sharded[id(leaf)][1:])
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
             self._refuse(
                 ERROR,
@@ -255,7 +243,7 @@ class Watch(DispatchMode):
             )
         if any(issubclass(kind, dtensor.dtensor_class()) for kind in types):
             return NotImplemented  # its own operations are dispatched again, on plain tensors
-        place = self._source.current_line()
+        place = self.source.current_line()
         if place is not None:
             self.last_line = place
             self.last_write = place if func._schema.is_mutable else self.last_write
@@ -279,8 +267,8 @@ class Watch(DispatchMode):
         )
 
     def _refuse(self, level: str, problem: str, message: str) -> NoReturn:
-        place = self._source.current_line()
-        self.findings.append(self._source.finding(level, problem, message, place))
+        place = self.source.current_line()
+        self.findings.append(self.source.finding(level, problem, message, place))
         raise RefusedError(message)
 
 
@@ -289,6 +277,12 @@ _VALUE_ERRORS = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
     fake_tensor.UnsupportedFakeTensorException,
+)
+
+
+#: Of what torch refuses: a change in place, or devices (by torch 2.11; by 2.15).
+_TORCH_SAYS = re.compile(
+    "inplace|in-place|a leaf Variable|different devices|tensors to be on the same device"
 )
 
 
@@ -309,41 +303,24 @@ class FakeInput:
 
 
 class FakeCalls:
-    """Calls editing functions in the order of a run, with one throw-away copy of ``save_ctx``. Use
-    it as a context. Local.
+    """Calls editing functions in the order of a run. Local.
 
     Args:
-        sharded: As of ``FakeArguments``.
+        sharded: As of ``Watch``.
         parameters: Shape and dtype of the full parameters that hooks name.
     """
 
     def __init__(
         self,
         core: HookCore,
+        fake_mode: FakeTensorMode,
         sharded: Sharded,
         parameters: Mapping[str, tuple[Shape, torch.dtype]],
     ) -> None:
         self._core, self._sharded, self._parameters = core, sharded, parameters
-        self._fake_mode = shared_fake_mode()
-        self._arguments = FakeArguments(self._fake_mode, sharded)
+        self._fake_mode = fake_mode
+        self._fakes: dict[int, tuple[Tensor, Tensor]] = {}  # see ``FakeArguments``
         self._unfinished = ""  # the first function that was not checked to its end
-
-    def __enter__(self) -> FakeCalls:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(same_torch_random_state())
-            stack.enter_context(as_it_was(self._core.module))
-            stack.enter_context(as_it_was(self._core.modules))
-            stack.enter_context(on_copy(self._core.save_ctx))
-            stack.enter_context(_torch_is_quiet())
-            if DYNAMO in sys.modules:  # else nothing is compiled
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._stack.close()
-        # What a function kept raises an error where it meets a real tensor later.
-        self._fake_mode.allow_non_fake_inputs = False
 
     def findings(self, registration: Registration, inputs: Sequence[FakeInput]) -> list[Finding]:
         """Call a hook's editing function.
@@ -352,9 +329,7 @@ class FakeCalls:
             registration: That of the last of its tensors.
         """
         function, communicator = registration.given, self._core.communicator
-        source = Source(registration)
-        watch = Watch(source, self._sharded)
-        self._arguments.refuse_by(watch)
+        watch = Watch(Source(registration), self._sharded)
         is_activation = registration.kind in ("forward", "forward_pre")
         outer = communicator.edit_of
         found: list[Finding] = []
@@ -367,11 +342,11 @@ class FakeCalls:
                     if name in function.parameter_names
                 )
                 function.pass_parameters(parameters)
-                found = self._call(registration, inputs, source, watch)
+                found = self._call(registration, inputs, watch)
         except RefusedError:
             pass
         except (Exception, SystemExit) as error:
-            found = [self._raised(error, source)]
+            found = [self._raised(error, watch.source)]
         finally:
             communicator.set_edit(outer)
             function.pass_parameters({})
@@ -381,11 +356,7 @@ class FakeCalls:
         return found
 
     def _call(
-        self,
-        registration: Registration,
-        inputs: Sequence[FakeInput],
-        source: Source,
-        watch: Watch,
+        self, registration: Registration, inputs: Sequence[FakeInput], watch: Watch
     ) -> list[Finding]:
         starts = [one.make() for one in inputs]
         fulls = [start.clone() if start.requires_grad else start for start in starts]
@@ -393,7 +364,7 @@ class FakeCalls:
         module = None if registration.module is None else registration.module()
         function: Any = registration.given.editing_function
         tensors = tuple(fulls) if registration.given.members else fulls[0]
-        with self._arguments, watch:
+        with FakeArguments(self._fake_mode, self._fakes, watch), watch:
             result = function(module, tensors, self._core.save_ctx, self._core.modules)
         problem = "not a tensor"
         results: list[Any] = []
@@ -406,15 +377,16 @@ class FakeCalls:
                 names = zip(("shape", "dtype", "device"), kind_of(results[-1]), kind)
                 problem = next(name for name, got, expected in names if got != expected)
             message = str(error).partition(": ")[2]
-            return [source.finding(ERROR, problem, message, watch.last_line)]
-        return self._in_backward(starts, results, source, watch)
+            return [watch.source.finding(ERROR, problem, message, watch.last_line)]
+        return self._in_backward(starts, results, watch)
 
     def _in_backward(
-        self, starts: Sequence[Tensor], results: Sequence[Tensor], source: Source, watch: Watch
+        self, starts: Sequence[Tensor], results: Sequence[Tensor], watch: Watch
     ) -> list[Finding]:
         """Run the backward of an edit: it fails where what it needs was overwritten."""
         outputs = [result for result in results if result.requires_grad]
-        leaves = [start for start in starts if start.requires_grad] + self._arguments.leaves()
+        fakes = [fake for _, fake in self._fakes.values() if fake.is_leaf]
+        leaves = [tensor for tensor in (*starts, *fakes) if tensor.requires_grad]
         if not outputs or not leaves:
             return []
         ones = [torch.empty_like(output) for output in outputs]
@@ -424,9 +396,9 @@ class FakeCalls:
             text = str(error).partition(": [")[0][:400]
             if "inplace" not in text:
                 message = f"its backward raises RuntimeError: {text}"
-                return [source.finding(ERROR, "raises", message, watch.last_line)]
+                return [watch.source.finding(ERROR, "raises", message, watch.last_line)]
             message = f"backward would raise: {text}; write to a clone()"
-            return [source.finding(ERROR, "in place", message, watch.last_write)]
+            return [watch.source.finding(ERROR, "in place", message, watch.last_write)]
         return []
 
     def _raised(self, error: BaseException, source: Source) -> Finding:
@@ -445,15 +417,8 @@ class FakeCalls:
             hint = "; " + nearest(asked, self._core.modules, "trainable module")
         elif isinstance(error, HookError) and "inside an editing function" in text:
             problem = "collective" if "a transfer among ranks" in text else "model inside"
-        elif isinstance(error, RuntimeError) and any(
-            words in text for words in ("inplace", "in-place", "a leaf Variable")
-        ):
-            problem = "in place"
-        elif isinstance(error, RuntimeError) and any(
-            words in text  # of torch 2.11; of 2.15
-            for words in ("different devices", "tensors to be on the same device")
-        ):
-            problem = "device"
+        elif isinstance(error, RuntimeError) and (words := _TORCH_SAYS.search(text)):
+            problem = "device" if "device" in words[0] else "in place"
         elif self._unfinished:
             level = NOT_CHECKED
             hint = f"; this may come of {self._unfinished}, which was not checked to its end"
@@ -499,7 +464,9 @@ def check_edits(
     parameters, errors = _full_parameters(core, registrations)
     found: dict[int, list[Finding]] = {}
     if core.executor.edits_on_all or core.mesh.group_rank == 0:
-        with FakeCalls(core, _sharded_parameters(core), parameters) as fake_calls:
+        shapes = without_values(core.module, core.modules)
+        with shapes as fake_mode, on_copy(core.save_ctx), _torch_is_quiet():
+            fake_calls = FakeCalls(core, fake_mode, _sharded_parameters(core), parameters)
             for registration in _in_order_of_run(registrations, list(calls)):
                 inputs = calls.get(registration, "this forward, or its backward, does not call it")
                 unknown = [e for n, e in errors.items() if n in registration.given.parameter_names]
@@ -536,18 +503,15 @@ def _merged(
     found: Mapping[int, Sequence[Finding]],
 ) -> dict[int, list[Finding]]:
     """The findings of all ranks, each with its ranks. Collective."""
-    local = [
-        [(f.level, f.problem, f.message, f.file, f.line) for f in found.get(r.index, ())]
-        for r in registrations
-    ]
+    local = [[asdict(finding) for finding in found.get(r.index, ())] for r in registrations]
     per_rank = exchange_json(core.communicator, local, "the findings of a dry run")
     merged: dict[int, list[Finding]] = {}
-    for i, registration in enumerate(registrations):
-        source, ranks = Source(registration), dict[Finding, list[int]]()
-        for rank, words in zip(core.mesh.stage_ranks, per_rank):
-            for level, problem, message, *place in words[i]:
-                finding = source.finding(level, problem, message, tuple(place))
-                ranks.setdefault(finding, []).append(rank)
+    for registration, *of_ranks in zip(registrations, *per_rank):
+        own: dict[str, Any] = {"unpack_idx": registration.given.unpack_idx, "ranks": ()}
+        ranks: dict[Finding, list[int]] = {}
+        for rank, findings in zip(core.mesh.stage_ranks, of_ranks):
+            for finding in findings:
+                ranks.setdefault(Finding(**(finding | own)), []).append(rank)
         merged[registration.index] = [replace(f, ranks=tuple(at)) for f, at in ranks.items()]
     return merged
 
@@ -578,7 +542,7 @@ def _full_parameters(
 
 
 def _sharded_parameters(core: HookCore) -> Sharded:
-    """Return the sharded parameters, for ``FakeArguments``."""
+    """Return the sharded parameters, for ``Watch``."""
     if core.communicator.is_local:
         return {}
     found: dict[int, tuple[Tensor, str, bool]] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class HookCost:
+class HookCost(text.SiteRow):
     """The cost of one hook, or the cost shared by all hooks (named ``"(all hooks)"``).
 
     Attributes:
@@ -27,9 +27,6 @@ class HookCost:
         why: The reason for the cost.
     """
 
-    name: str
-    kind: str
-    unpack_idx: int | str
     transport: str
     headers: int
     collectives: int
@@ -66,7 +63,7 @@ class Explanation(list[HookCost], text.Printed):
     @staticmethod
     def _row(row: HookCost) -> list[str]:
         return [
-            text.site(row.name, row.unpack_idx),
+            row.site,
             row.kind,
             row.transport,
             str(row.headers),
@@ -79,42 +76,31 @@ class Explanation(list[HookCost], text.Printed):
 def explain(core: HookCore) -> Explanation:
     """Return the costs of all hooks. Local; bytes are this rank's."""
     communicator = core.communicator
-    sites = {registration.site for registration in core.table.registrations}
-    spent = communicator.meter.spent
-    rows = [
-        _row(registration, spent.get(registration.site), core)
-        for registration in core.table.registrations
-    ]
-    shared = [cost for site, cost in spent.items() if site not in sites]
-    if shared:
-        transports = {name for cost in shared for name in cost.transports}
-        rows.append(
-            HookCost(
-                "(all hooks)",
-                "",
-                0,
-                ", ".join(sorted(transports)),
-                sum(cost.headers for cost in shared),
-                sum(cost.payloads for cost in shared),
-                sum(cost.num_bytes for cost in shared),
-                "one header when a forward begins, one when the run ends, with all records; more "
-                "for new hooks or inputs",
-            )
+    spent, rows = communicator.meter.spent, []
+    for registration in core.table.registrations:
+        place = registration.name, registration.kind, registration.hook_function.unpack_idx
+        own = spent.pop(registration.site, Spent())
+        rows.append(_row(place, own, _why(registration, own, core)))
+    if spent:
+        why = (
+            "one header when a forward begins, one when the run ends, with all records; more for "
+            "new hooks or inputs"
         )
+        rows.append(_row(("(all hooks)", "", 0), _sum(spent.values()), why))
     return Explanation(rows, communicator.transports())
 
 
-def _row(registration: Registration, spent: Spent | None, core: HookCore) -> HookCost:
-    spent = spent or Spent()
-    return HookCost(
-        registration.name,
-        registration.kind,
-        registration.hook_function.unpack_idx,
-        ", ".join(sorted(spent.transports)),
-        spent.headers,
-        spent.payloads,
-        spent.num_bytes,
-        _why(registration, spent, core),
+def _row(place: tuple[str, str, int | str], spent: Spent, why: str) -> HookCost:
+    transports = ", ".join(sorted(spent.transports))
+    return HookCost(*place, transports, spent.headers, spent.payloads, spent.num_bytes, why)
+
+
+def _sum(several: Collection[Spent]) -> Spent:
+    return Spent(
+        sum(one.headers for one in several),
+        sum(one.payloads for one in several),
+        sum(one.num_bytes for one in several),
+        set().union(*(one.transports for one in several)),
     )
 
 

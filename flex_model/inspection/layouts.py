@@ -22,7 +22,7 @@ _ONE_PROCESS = ShardLayout(source="one process")
 
 
 @dataclass(frozen=True)
-class SiteLayout:
+class SiteLayout(text.SiteRow):
     """One registered hook and the layout of its tensor.
 
     Attributes:
@@ -41,9 +41,6 @@ class SiteLayout:
             those of the newest one.
     """
 
-    name: str
-    kind: str
-    unpack_idx: int | str
     full_shape: Shape | None = None
     local_shapes: tuple[Shape, ...] = ()
     dtype: torch.dtype | None = None
@@ -64,15 +61,14 @@ class Layouts(list[SiteLayout], text.Printed):
         yield text.Table(headers, [self._row(row) for row in self])
         for row in self:
             for axis, steps in row.proof.items():
-                site = text.site(row.name, row.unpack_idx)
-                yield "\n  ".join([f"{site}, {row.kind}, along {axis}:", *steps])
+                yield "\n  ".join([f"{row.site}, {row.kind}, along {axis}:", *steps])
 
     @staticmethod
     def _row(row: SiteLayout) -> list[str]:
         is_known = row.full_shape is not None
         more = f" (last of {row.num_shapes})" if row.num_shapes > 1 else ""
         return [
-            text.site(row.name, row.unpack_idx),
+            row.site,
             row.kind,
             text.shape(row.full_shape) + more if is_known else "",
             text.shapes(row.local_shapes) if is_known else "",
@@ -125,21 +121,16 @@ def _on_one_process(
 ) -> SiteLayout:
     """Return the layout on one process, where nothing is sharded: the shapes are the records'."""
     name = registration.hook_function.record_name
-    if not registration.hook_function.record:
-        return SiteLayout(*place, layout=_ONE_PROCESS, source="one process, nothing recorded")
-    sharing = [
-        r
-        for r in core.table.registrations
-        if r.hook_function.record_name == name and r.hook_function.record
-    ]
     records: Any = records_by_name.get(name)
     if not records and core.runs.session is not None:
         records = core.runs.session.layouts.get(name)
-    if not records:
+    if registration.hook_function.record and not records:
         is_first = core.mesh.rank == 0
         return SiteLayout(*place, source=NOT_RUN if is_first else _ON_RANK_0)
-    if len({r.hook_function.unpack_idx for r in sharing}) > 1:
-        return SiteLayout(*place, layout=_ONE_PROCESS, source="one process, records of several")
+    functions = [r.hook_function for r in core.table.registrations]
+    if {f.unpack_idx for f in functions if f.record and f.record_name == name} != {place[-1]}:
+        source = "one process, without records of this tensor alone"
+        return SiteLayout(*place, layout=_ONE_PROCESS, source=source)
     num_shapes = len({(tuple(record.shape), record.dtype) for record in records})
     shape, dtype = tuple(records[-1].shape), records[-1].dtype
     return SiteLayout(*place, shape, (shape,), dtype, _ONE_PROCESS, _ONE_PROCESS.source, num_shapes)

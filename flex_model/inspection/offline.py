@@ -8,7 +8,8 @@ import contextlib
 import difflib
 import fnmatch
 import importlib
-import importlib.util
+import itertools
+import runpy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,16 +24,17 @@ from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
 from flex_model.distributed.placement import Replicate, Shape, Shard
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
-from flex_model.inspection.call_costs import CallCosts, Setup
-from flex_model.inspection.dry_run import DryRun, DryRunRow, rows_of_call, totals
-from flex_model.inspection.shapes_only import Seen, shapes_only
+from flex_model.inspection.call_costs import CallCosts, HookedTensor
+from flex_model.inspection.dry_run import DryRun, DryRunRow, merged_rows, row_of, with_costs
+from flex_model.inspection.shapes_only import Seen, run_watched, shapes_only
 from flex_model.inspection.tree import (
+    Call,
     ModelTree,
     Node,
-    Observed,
     is_called,
+    looks,
     named,
-    observe,
+    named_calls,
     set_tensors,
 )
 from flex_model.integrations.torch_private import forget_meshes
@@ -42,7 +44,6 @@ from flex_model.layouts.sources import Weights
 from flex_model.layouts.statements import Statements
 
 Input = tuple[Shape, str]  # full sizes, name of the dtype
-Call = tuple[str, str, list[Seen]]  # module, "input" or "output", its first tensor on each rank
 _TOKENS = 8
 
 
@@ -50,51 +51,8 @@ class CannotInspectError(RuntimeError):
     """The model can't be built or run without weights; the message has the reason."""
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A function that makes the model on one rank, and its default inputs.
-
-    Attributes:
-        make: Called on each simulated rank, inside a process group, with the tp size.
-        is_for_all_ranks: Whether ``make`` shards over all ranks, dp included, not only over tp.
-    """
-
-    make: Callable[[int], nn.Module]
-    inputs: list[Input] | None
-    is_for_all_ranks: bool
-
-
-def inspect(
-    model: str,
-    tp: int,
-    dp: int,
-    inputs: list[Input] | None = None,
-    *,
-    show_progress: bool = False,
-) -> ModelTree:
-    """Return the modules of ``model`` with their input and output tensors on ``tp`` x ``dp`` ranks.
-    Local.
-
-    Example::
-
-        inspect("checkpoints/llama", tp=4, dp=1).print()
-
-    The model is built once for every rank, in a ``fake`` process group, and runs on shapes.
-    Weights without placements of their own are compared between the ranks.
-
-    Args:
-        model: A Hugging Face folder or ``config.json``; or ``package.module:function`` or
-            ``file.py:function``, naming a function without arguments that returns a module, which
-            it may have sharded over the ranks of ``torch.distributed``.
-        inputs: Full sizes and dtype of each positional input; dim 0 is the batch.
-        show_progress: Whether to show a progress bar of ranks on stderr.
-
-    Raises:
-        ValueError: sizes below 1, no such model or function, missing inputs, or a batch that is
-            not a multiple of ``dp``.
-        CannotInspectError: the model can't be built or run on shapes.
-    """
-    return run_on_shapes(model, tp, dp, inputs, show_progress=show_progress).tree()
+#: Makes the model on each simulated rank, inside a process group, given the tp size.
+Make = Callable[[int], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -114,8 +72,7 @@ class OfflineRun:
     def tree(self) -> ModelTree:
         """The modules with their tensors."""
         nodes = dict(self.nodes)
-        of_ranks = [[(name, kind, one) for one in seen] for name, kind, seen in self.calls]
-        set_tensors(nodes, of_ranks, self.mesh)
+        set_tensors(nodes, self.calls, self.mesh)
         sizes = f"{self.mesh.tp_size} tensor-parallel x {self.mesh.dp_size} data-parallel ranks"
         return ModelTree(list(nodes.values()), sizes)
 
@@ -128,30 +85,49 @@ def run_on_shapes(
     *,
     show_progress: bool = False,
 ) -> OfflineRun:
-    """Run a model on shapes; arguments and errors are those of ``inspect``. Local."""
+    """Run ``model`` on shapes, on ``tp`` x ``dp`` ranks. Local.
+
+    Example::
+
+        run_on_shapes("checkpoints/llama", tp=4, dp=1).tree().print()
+
+    The model is built once for every rank, in a ``fake`` process group. Weights without placements
+    of their own are compared between the ranks.
+
+    Args:
+        model: A Hugging Face folder or ``config.json``; or ``package.module:function`` or
+            ``file.py:function``, naming a function without arguments that returns a module, which
+            it may have sharded over the ranks of ``torch.distributed``.
+        inputs: Full sizes and dtype of each positional input; dim 0 is the batch.
+        show_progress: Whether to show a progress bar of ranks on stderr.
+
+    Raises:
+        ValueError: sizes below 1, no such model or function, missing inputs, or a batch that is
+            not a multiple of ``dp``.
+        CannotInspectError: the model can't be built or run on shapes.
+    """
     check_sizes(tp, 1, dp)
     if is_distributed():
         raise ValueError("inspect makes its own process groups; call it in a single process")
-    source = _huggingface(model, dp) if _is_config(model) else _function(model)
-    inputs = inputs or source.inputs
-    if inputs is None:
+    is_config = Path(model).is_dir() or Path(model).suffix == ".json"
+    make = _huggingface(model) if is_config else _function(model)
+    if is_config:
+        inputs = inputs or [((2 * dp, _TOKENS), "int64")]
+    if not inputs:
         raise ValueError("the inputs of a function's module are not known; give --input, as 4,128")
     if any(not shape or shape[0] % dp for shape, _ in inputs):
         raise ValueError(
             f"dim 0 of every input is the batch, which is split over {dp} data-parallel ranks; "
             f"give multiples of {dp}"
         )
-    return _run(source, tp, dp, inputs, show_progress)
+    # A function may shard over all ranks. Data-parallel ranks of a configuration's are equal.
+    return _run(make, tp, dp, inputs, tp if is_config else dp * tp, show_progress)
 
 
 # ---- Models --------------------------------------------------------------------------------------
 
 
-def _is_config(model: str) -> bool:
-    return Path(model).is_dir() or Path(model).suffix == ".json"
-
-
-def _huggingface(model: str, dp: int) -> _Source:
+def _huggingface(model: str) -> Make:
     transformers = importlib.import_module("transformers")
     path = Path(model)
     config_file = path / "config.json" if path.is_dir() else path
@@ -174,24 +150,22 @@ def _huggingface(model: str, dp: int) -> _Source:
         settings, _, meshes = made.prepare_distribute_model(settings)
         return made.maybe_distribute_model(made, settings, meshes)
 
-    return _Source(make, [((2 * dp, _TOKENS), "int64")], is_for_all_ranks=False)
+    return make
 
 
-def _function(model: str) -> _Source:
+def _function(model: str) -> Make:
     place, _, name = model.rpartition(":")
     if not place:
         raise ValueError(
             f"{model!r} is not a folder, a .json file, or module:function or file.py:function"
         )
-    if place.endswith(".py"):
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        if spec is None or spec.loader is None or not Path(place).is_file():
-            raise ValueError(f"there is no file {place}")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    if not place.endswith(".py"):
+        defined = vars(importlib.import_module(place))
+    elif Path(place).is_file():
+        defined = runpy.run_path(place)
     else:
-        module = importlib.import_module(place)
-    function = getattr(module, name, None)
+        raise ValueError(f"there is no file {place}")
+    function = defined.get(name)
     if not callable(function):
         raise ValueError(f"{place} has no function {name!r}")
 
@@ -204,7 +178,7 @@ def _function(model: str) -> _Source:
             raise ValueError(f"{model} returned a {type(made).__name__}, not a module")
         return made
 
-    return _Source(make, None, is_for_all_ranks=True)
+    return make
 
 
 @contextlib.contextmanager
@@ -225,18 +199,17 @@ def _fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _run(
-    source: _Source, tp: int, dp: int, inputs: Sequence[Input], show_progress: bool
+    make: Make, tp: int, dp: int, inputs: Sequence[Input], num_simulated: int, show_progress: bool
 ) -> OfflineRun:
     ranks = tuple(range(dp * tp))
-    simulated = ranks if source.is_for_all_ranks else ranks[:tp]  # data-parallel ranks are equal
-    calls: list[list[Observed]] = []
+    calls: list[list[Seen]] = []
     nodes: dict[str, Node] = {}
     followers: list[Follower] = []
-    for rank in progress(simulated, "ranks", show_progress):
+    for rank in progress(range(num_simulated), "ranks", show_progress):
         mesh = Mesh(ranks, rank, 1, dp, tp)
-        with _fake_ranks(rank, len(simulated)):
+        with _fake_ranks(rank, num_simulated):
             try:
-                module = source.make(tp)
+                module = make(tp)
                 observed, follower = _observe(module, mesh, inputs)
                 calls.append(observed)
                 followers.append(follower)
@@ -252,22 +225,17 @@ def _run(
                     name: Node(name, type(part).__name__, has_forward=is_called(part))
                     for name, part in named(module).items()
                 }
-    chunks = [follower.log.take() for follower in followers] * (len(ranks) // len(simulated))
+    num_equal = len(ranks) // num_simulated
+    chunks = [follower.log.take() for follower in followers] * num_equal
     concluded = []
     for rank, (observed, follower) in enumerate(zip(calls, followers)):
         follower.infer_from(MeshProofs(Mesh(ranks, rank, 1, dp, tp)), chunks)
-        concluded.append([(name, kind, seen.concluded(follower)) for name, kind, seen in observed])
-    concluded *= len(ranks) // len(simulated)
-    of_all = [
-        (per_rank[0][0], per_rank[0][1], [seen for _, _, seen in per_rank])
-        for per_rank in zip(*concluded)
-    ]
+        concluded.append([seen.concluded(follower) for seen in observed])
+    of_all = named_calls(nodes, zip(*concluded * num_equal))
     return OfflineRun(Mesh(ranks, 0, 1, dp, tp), nodes, of_all)
 
 
-def _observe(
-    root: nn.Module, mesh: Mesh, inputs: Sequence[Input]
-) -> tuple[list[Observed], Follower]:
+def _observe(root: nn.Module, mesh: Mesh, inputs: Sequence[Input]) -> tuple[list[Seen], Follower]:
     """Run one rank's model on shapes; return the tensors that every call observed, and the follower
     with the rank's operations.
     """
@@ -280,7 +248,7 @@ def _observe(
     for i, tensor in enumerate(given):
         follower.note_input(tensor, str(i), (rows, Replicate()))
     with torch.no_grad(), shapes_only(root, mesh, follower, tuple(given)) as args:
-        return observe(root, mesh, follower, lambda: root(*args)), follower
+        return run_watched(root, follower, looks(root, mesh, follower), args, {}), follower
 
 
 def _input(shape: Shape, dtype: str, mesh: Mesh, device: torch.device) -> Tensor:
@@ -343,9 +311,22 @@ def predict(run: OfflineRun, lines: Sequence[HookLine], edit_on: str) -> DryRun:
     Raises:
         ValueError: a line names no module that is called.
     """
-    costs = CallCosts(Setup(run.mesh, edits_on_all=edit_on == "all"))
-    rows = [row for line in lines for row in _rows_of(costs, _calls_of(run, line), line)]
-    return DryRun(rows, *totals(costs, rows), has_checked=False)
+    costs = CallCosts(run.mesh, edits_on_all=edit_on == "all")
+    found: dict[Any, tuple[DryRunRow, HookedTensor | None]] = {}
+    keys = []
+    for line in lines:
+        function = HookFunction(line.pattern, editing_function=_edit if line.edits else None)
+        registration = Registration(function, line.kind, 0, 0, None, function, line.pattern)
+        for _, _, ranks in _calls_of(run, line):
+            keys.append((line, *((one.shape, one.dtype, one.pair) for one in ranks)))
+            if keys[-1] not in found:
+                in_training = [
+                    replace(one, needs_gradient=one.dtype.is_floating_point) for one in ranks
+                ]
+                found[keys[-1]] = row_of(costs, registration, in_training)
+    rows, forward, backward = with_costs(costs, [[found[key]] for key in keys], has_key=True)
+    merged = merged_rows((key[0], row) for key, (row,) in zip(keys, rows))
+    return DryRun(itertools.chain(*merged.values()), forward, backward)
 
 
 def _calls_of(run: OfflineRun, line: HookLine) -> list[Call]:
@@ -365,27 +346,6 @@ def _calls_of(run: OfflineRun, line: HookLine) -> list[Call]:
             f"{', '.join(close or called[:3])}; leave out --hooks to see all"
         )
     return found
-
-
-def _rows_of(costs: CallCosts, calls: Sequence[Call], line: HookLine) -> list[DryRunRow]:
-    """One row for each shape that the hooks of a line see."""
-    function = HookFunction(line.pattern, editing_function=_edit if line.edits else None)
-    registration = Registration(function, line.kind, 0, 0, None, function, line.pattern)
-    rows: dict[Any, DryRunRow] = {}
-    of_seen: dict[Any, DryRunRow] = {}
-    for _, _, ranks in calls:
-        seen = tuple((one.shape, one.dtype, one.pair) for one in ranks)
-        if seen not in of_seen:
-            in_training = [_in_training(one) for one in ranks]
-            (of_seen[seen],) = rows_of_call(costs, [(registration, in_training)])
-        row = of_seen[seen]
-        key = row.full_shape, row.dtype, row.layout, row.source
-        rows[key] = row if key not in rows else rows[key].with_calls(row)
-    return list(rows.values())
-
-
-def _in_training(seen: Seen) -> Seen:
-    return replace(seen, needs_gradient=seen.dtype.is_floating_point)
 
 
 def _edit(module: nn.Module | None, full: Tensor, save_ctx: Any, modules: Any) -> Tensor:

@@ -10,7 +10,7 @@ import functools
 import random
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import EVERYTHING
 from flex_model.hooks.user_function import on_copy
+from flex_model.inspection import text
 from flex_model.inspection.shapes_only import same_torch_random_state
 from flex_model.inspection.tree import named
 from flex_model.integrations import fsdp
@@ -39,22 +40,15 @@ Found = dict[str, list[Tensor]]  # by the index of the site
 
 
 @dataclass(frozen=True)
-class Site:
+class Site(text.SiteRow):
     """A compared tensor; of kind ``"gradient"``, the gradient of a trainable module's parameter.
 
     Attributes:
-        hook: The user's hook that edits there; for a hook on several tensors, only at the first.
-        is_with_last: Whether this is a further tensor of the previous site's hook.
-        placements: Those that the user's hook states.
+        hook: What a twin is made of: the user's hook that edits there, or one that only reads. None
+            for a gradient, and for a further tensor of the previous site's hook.
     """
 
-    name: str
-    kind: str
-    unpack_idx: int | str
-    expected_shape: Any = None
-    hook: HookFunction | None = None
-    is_with_last: bool = False
-    placements: Mapping[str, Any] | None = None
+    hook: HookFunction | None
 
 
 def sites_to_compare(core: HookCore, with_loss: bool) -> list[Site]:
@@ -65,16 +59,13 @@ def sites_to_compare(core: HookCore, with_loss: bool) -> list[Site]:
         if r.is_backward and not with_loss:
             continue
         function = r.hook_function
-        site = Site(
-            r.name,
-            r.kind,
-            function.unpack_idx,
-            function.expected_shape,
-            placements=function.placements,
-        )
-        found.setdefault((site.name, site.kind, site.unpack_idx), site)
+        place = r.name, r.kind, function.unpack_idx
+        index, stated = function.unpack_idx, function.placements
+        hook = HookFunction(r.name, function.expected_shape, None, index, placements=stated)
+        found.setdefault(place, Site(*place, hook))
     if not registrations:
-        found = {(name, "forward", 0): Site(name, "forward", 0) for name in named(core.module)}
+        names = named(core.module)
+        found = {(n, "forward", 0): Site(n, "forward", 0, HookFunction(n)) for n in names}
     if not found:
         raise ValueError(
             "verify: only backward hooks are registered; give loss=, a function of the model's "
@@ -91,14 +82,13 @@ def sites_to_edit(core: HookCore, with_loss: bool) -> list[Site]:
     given = None
     for r in core.table.registrations:
         if r.kind != "tensor" and (with_loss or not r.is_backward):
-            is_with_last, given = r.given is given, r.given
-            hook = None if is_with_last else given
-            index = r.hook_function.unpack_idx
-            found.append(Site(r.name, r.kind, index, None, hook, is_with_last))
-    found.append(Site("", "forward", 0))
+            hook = None if r.given is given else r.given
+            given = r.given
+            found.append(Site(r.name, r.kind, r.hook_function.unpack_idx, hook))
+    found.append(Site("", "forward", 0, HookFunction("")))
     if with_loss:
         names = [name for name, value in core.modules.named_parameters() if value.requires_grad]
-        found += [Site(name, "gradient", 0) for name in names]
+        found += [Site(name, "gradient", 0, None) for name in names]
     return found
 
 
@@ -210,20 +200,8 @@ class SecondCore(HookCore):
             module = find_module(self.module, site.name)
         except ValueError:
             return False
-        if site.is_with_last:
-            return True
         if site.hook is not None:
-            function = _twin(site.hook, number)
-        else:
-            function = HookFunction(
-                site.name,
-                site.expected_shape,
-                None,
-                site.unpack_idx,
-                output_name=str(number),
-                placements=site.placements,
-            )
-        self.register(function, site.kind, [module])
+            self.register(_twin(site.hook, number), site.kind, [module])
         return True
 
     def take_gradients(self, sites: Sequence[Site]) -> None:
@@ -293,12 +271,7 @@ def run_reference(
         second = SecondCore(core, edits, reference=module)
         if parameter is not None:
             second.modules.to(parameter.device)
-        try:
-            has_site = [second.watch(site, i) for i, site in enumerate(sites)]
-            run_once(second, detached(inputs, parameter), loss)
-            second.take_gradients(sites)
-        finally:
-            second.close()
+        has_site = _run(second, sites, range(len(sites)), detached(inputs, parameter), loss)
     return second.found, has_site
 
 
@@ -315,14 +288,25 @@ def run_sharded(
     """
     with core.table.nothing_chosen(), _restored_state(core, edits):
         second = SecondCore(core, edits)
-        try:
-            for i in reached:
-                second.watch(sites[i], i)
-            run_once(second, detached(inputs, None), loss)
-            second.take_gradients(sites)
-        finally:
-            second.close()
+        _run(second, sites, reached, detached(inputs, None), loss)
     return second.found, {reached[i]: error for i, error in second.unresolved.items()}
+
+
+def _run(
+    second: SecondCore,
+    sites: Sequence[Site],
+    watched: Sequence[int],
+    inputs: Any,
+    loss: Loss | None,
+) -> list[bool]:
+    """Run a core once on some of the sites, and close it; return whether it has each."""
+    try:
+        has_site = [second.watch(sites[i], i) for i in watched]
+        run_once(second, inputs, loss)
+        second.take_gradients(sites)
+    finally:
+        second.close()
+    return has_site
 
 
 def run_once(
@@ -341,17 +325,24 @@ def run_once(
     for module in core.module.modules():
         if fsdp.is_fsdp2(module):
             module.reshard()  # the root stays unsharded after a forward
-    before = [(parameter, parameter.grad) for parameter in core.module.parameters()]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
+    with no_gradients_kept(core.module.parameters()):
         value: Any = loss(output)
         value.backward()
         if after is not None:
             after()
+
+
+@contextlib.contextmanager
+def no_gradients_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Set the parameters' gradients to None inside, and restore them afterwards."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
     finally:
-        for parameter, grad in before:
-            parameter.grad = grad
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 def detached(inputs: Any, like: Tensor | None) -> Any:

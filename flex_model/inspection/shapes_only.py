@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from flex_model.distributed.placement import Partial, Placement, Replicate, Shap
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.integrations import compiled, dtensor, fsdp
 from flex_model.integrations.torch_private import FakeTensor, FakeTensorMode
-from flex_model.layouts import resolve
+from flex_model.layouts import follow, resolve
 from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
@@ -39,14 +39,26 @@ if TYPE_CHECKING:
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
-def shared_fake_mode() -> FakeTensorMode:
-    """Return a fake mode that deep copies of its tensors share: torch would copy it with its weak
-    references, and free those twice. Not a subclass: higher-order operators know the class itself.
+@contextlib.contextmanager
+def without_values(*roots: nn.Module) -> Iterator[FakeTensorMode]:
+    """A context for code that runs on fake tensors, and is not compiled; it yields their mode.
+    Afterwards the attributes, buffers and parameters of ``roots`` are the same objects as before,
+    and the states of random generators are restored.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     reference = weakref.ref(mode)
+    # Deep copies of its tensors share it: torch would copy it with its weak references, and free
+    # those twice. Not a subclass: higher-order operators know the class itself.
     mode.__deepcopy__ = lambda memo: reference()  # type: ignore[attr-defined]
-    return mode
+    with contextlib.ExitStack() as stack:
+        # What is kept elsewhere is an error where it meets a tensor with values.
+        stack.callback(setattr, mode, "allow_non_fake_inputs", False)
+        stack.callback(_clear_caches)
+        for root in roots:
+            stack.enter_context(_as_it_was(root))
+        stack.enter_context(same_torch_random_state())
+        stack.enter_context(compiled.nothing_compiled())
+        yield mode
 
 
 @contextlib.contextmanager
@@ -57,20 +69,13 @@ def shapes_only(
     arguments: Any,
 ) -> Iterator[Any]:
     """Enter fake tensor mode and yield ``arguments`` with fake tensors, for a run of the model that
-    ``follower`` records. Afterwards the model's attributes, buffers and parameters are the same
-    objects as before, and the states of random generators are restored.
+    ``follower`` records. Afterwards it is as ``without_values`` leaves it.
 
     Raises:
         ValueError: FSDP1, or FSDP2 with mixed precision.
     """
-    fake_mode = shared_fake_mode()
     with contextlib.ExitStack() as stack:
-        # What the model keeps elsewhere is an error where it meets a tensor with values.
-        stack.callback(setattr, fake_mode, "allow_non_fake_inputs", False)
-        stack.callback(_clear_caches)
-        stack.enter_context(as_it_was(root))
-        stack.enter_context(same_torch_random_state())
-        stack.enter_context(compiled.nothing_compiled())
+        fake_mode = stack.enter_context(without_values(root))
         _keep_ddp_out(root, stack)
         _stand_in_for_fsdp2(root, mesh, fake_mode)
 
@@ -122,7 +127,7 @@ class _NoTransfers(compiled.DispatchMode):
 
 
 @contextlib.contextmanager
-def as_it_was(root: nn.Module) -> Iterator[None]:
+def _as_it_was(root: nn.Module) -> Iterator[None]:
     """Restore the attributes of all modules afterwards: they may have kept fake tensors (caches,
     tables of positions).
     """
@@ -263,48 +268,6 @@ def _gathered(parameter: Any, mesh: Mesh, fake_mode: FakeTensorMode) -> nn.Param
         return nn.Parameter(full, requires_grad=parameter.requires_grad)
 
 
-T = TypeVar("T")
-
-
-def on_shapes(
-    core: HookCore,
-    follower: Follower,
-    name: str,
-    args: Any,
-    kwargs: Any,
-    follow: Callable[[Any], list[T]],
-) -> list[T]:
-    """Call ``follow(inputs)``, which runs the model, on shapes alone and without hooks, while
-    ``follower`` records the operations; return its result. Collective over the mesh.
-
-    Args:
-        name: The operation, for messages.
-
-    Raises:
-        HookError: the run failed; with several ranks, raised at their next exchange.
-        RuntimeError: called during a run.
-    """
-    if core.runs.is_inside:
-        raise RuntimeError(f"{name}: a run of this FlexModel is under way; call it before or after")
-    communicator = core.communicator
-    found: list[T] = []
-    with core.table.nothing_chosen():
-        if not communicator.is_local:
-            core.tracking.seed(follower, args, kwargs)
-        try:
-            with shapes_only(core.module, core.mesh, follower, (args, kwargs)) as given:
-                found = follow(given)
-        except Exception as error:
-            message = (
-                f"{name}: the model can't be run on shapes alone ({type(error).__name__}: "
-                f"{str(error)[:600]}); run it with values, and call flex.layouts()"
-            )
-            communicator.fail(message, error)
-        if not communicator.is_local:
-            exchange_chunks(communicator, follower)
-    return found
-
-
 @dataclass(frozen=True)
 class Seen:
     """One rank's tensor at one call of a hook.
@@ -332,13 +295,76 @@ class Seen:
         return replace(self, pair=(dp, tp))
 
 
-def exchange_seen(communicator: Communicator, seen: list[Seen]) -> list[list[Seen]]:
-    """Return the observations of all ranks of the mesh, call by call. Collective.
+#: A module, whether its input or its output is looked at, and what is made of it.
+Look = tuple[nn.Module, bool, Callable[[Any], Seen | None]]
+
+
+def run_watched(
+    root: nn.Module, follower: Follower, looks: Sequence[Look], args: Any, kwargs: Any
+) -> list[Seen]:
+    """Run a model; return, call by call, what ``looks`` make of modules' inputs ``(args, kwargs)``
+    and outputs, but None.
+    """
+    found: list[Seen | None] = []
+
+    def hook(is_input: bool, look: Callable[[Any], Seen | None]) -> Callable[..., None]:
+        def call(module: nn.Module, args: Any, last: Any) -> None:
+            with follow.paused(follower):
+                found.append(look((args, last) if is_input else last))
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for module, is_input, look in looks:
+            register: Any = module.register_forward_hook
+            if is_input:
+                register = functools.partial(module.register_forward_pre_hook, with_kwargs=True)
+            stack.callback(register(hook(is_input, look)).remove)
+        root(*args, **kwargs)
+    return [one for one in found if one is not None]
+
+
+def on_shapes(
+    core: HookCore,
+    name: str,
+    args: Any,
+    kwargs: Any,
+    look: Callable[[Follower, Any], list[Seen]],
+) -> list[list[Seen]]:
+    """Call ``look(follower, inputs)``, which runs the model, on shapes alone and without hooks,
+    while the follower records the operations; return the result of all ranks of the mesh, call by
+    call, with what the run proves. Collective over the mesh.
+
+    Args:
+        name: The operation, for messages.
 
     Raises:
         HookError: a rank could not run the model.
         HookMismatchError: ranks called different hooks.
+        RuntimeError: called during a run.
     """
+    if core.runs.is_inside:
+        raise RuntimeError(f"{name}: a run of this FlexModel is under way; call it before or after")
+    communicator, follower = core.communicator, core.tracking.follower()
+    found: list[Seen] = []
+    with communicator.uncounted(), core.table.nothing_chosen():
+        if not communicator.is_local:
+            core.tracking.seed(follower, args, kwargs)
+        try:
+            with shapes_only(core.module, core.mesh, follower, (args, kwargs)) as given:
+                found = look(follower, given)
+        except Exception as error:
+            message = (
+                f"{name}: the model can't be run on shapes alone ({type(error).__name__}: "
+                f"{str(error)[:600]}); run it with values, and call flex.layouts()"
+            )
+            communicator.fail(message, error)
+        if not communicator.is_local:
+            exchange_chunks(communicator, follower)
+        return _exchanged(communicator, [one.concluded(follower) for one in found])
+
+
+def _exchanged(communicator: Communicator, seen: list[Seen]) -> list[list[Seen]]:
     if communicator.is_local:
         return [[one] for one in seen]
     header = Header("end of the run", site=site_hash(*(one.hook for one in seen)))

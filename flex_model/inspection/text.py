@@ -88,3 +88,16 @@ def size(num_bytes: int) -> str:
 def site(name: str, unpack_idx: int | str) -> str:
     """Return the name of a module (the root in words), and the tensor's index if it is not 0."""
     return (name or "(the model)") + (f", tensor {unpack_idx!r}" if unpack_idx else "")
+
+
+@dataclass(frozen=True)
+class SiteRow:
+    """A base for what is known of one tensor at a site; ``site`` is its name in tables."""
+
+    name: str
+    kind: str
+    unpack_idx: int | str
+
+    @property
+    def site(self) -> str:
+        return site(self.name, self.unpack_idx)

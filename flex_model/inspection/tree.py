@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,14 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.errors import HookError
 from flex_model.inspection import text
-from flex_model.inspection.shapes_only import Seen, exchange_seen, layout_from_shapes, on_shapes
+from flex_model.inspection.shapes_only import (
+    Look,
+    Seen,
+    layout_from_shapes,
+    on_shapes,
+    run_watched,
+)
 from flex_model.integrations import dtensor
-from flex_model.layouts import follow
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.tensor_site import Site
 from flex_model.names import clean
@@ -194,56 +200,41 @@ def _label(group: Sequence[str]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-#: A module's name, ``"input"`` or ``"output"``, and its first tensor at one call.
-Observed = tuple[str, str, Seen]
+#: A module's name, ``"input"`` or ``"output"``, and its first tensor at one call on all ranks.
+Call = tuple[str, str, Sequence[Seen]]
 
 
-def observe(
-    root: nn.Module, mesh: Mesh, follower: Follower, run: Callable[[], Any]
-) -> list[Observed]:
-    """Run the model; return the first input and output tensor of each module call on this rank."""
-    found: list[Observed] = []
-
-    def observe_tensor(name: str, kind: str, tree: Any) -> None:
-        tensors, _ = _C.flatten(tree)
-        if not tensors:
-            return
-        with follow.paused(follower):
-            leaf = tensors[0]
-            value = follower.joint_value(leaf)
-            plain, stated, known = dtensor.plain_and_stated(leaf, mesh, name)
-            site = site_hash(name, kind)
-            seen = Seen(site, tuple(plain.shape), plain.dtype, stated, known=known, value=value)
-            found.append((name, kind, seen))
-
-    def pre_hook(name: str) -> Callable[..., None]:
-        return lambda module, args, kwargs: observe_tensor(name, "input", (args, kwargs))
-
-    def hook(name: str) -> Callable[..., None]:
-        return lambda module, args, output: observe_tensor(name, "output", output)
-
-    handles: list[Any] = []
-    try:
-        for name, module in named(root).items():
-            handles.append(module.register_forward_pre_hook(pre_hook(name), with_kwargs=True))
-            handles.append(module.register_forward_hook(hook(name)))
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
-
-
-def set_tensors(nodes: dict[str, Node], calls: Iterable[Sequence[Observed]], mesh: Mesh) -> None:
-    """Set the nodes' input and output tensors, from the first call of each module.
-
-    Args:
-        calls: The observations of all ranks, call by call.
+def looks(root: nn.Module, mesh: Mesh, follower: Follower) -> list[Look]:
+    """Return what ``run_watched`` needs to observe the first input and output tensor of each module
+    call on this rank.
     """
-    for per_rank in calls:
-        name, kind, _ = per_rank[0]
+
+    def look(name: str, kind: str, tree: Any) -> Seen | None:
+        if _C.num_leaves(tree) == 0:
+            return None
+        leaf = _C.leaf_at(tree, 0)
+        value = follower.joint_value(leaf)
+        plain, stated, known = dtensor.plain_and_stated(leaf, mesh, name)
+        site = site_hash(name, kind)
+        return Seen(site, tuple(plain.shape), plain.dtype, stated, known=known, value=value)
+
+    return [
+        (module, kind == "input", functools.partial(look, name, kind))
+        for name, module in named(root).items()
+        for kind in ("input", "output")
+    ]
+
+
+def named_calls(nodes: Iterable[str], calls: Iterable[Sequence[Seen]]) -> list[Call]:
+    """Return calls with the names of their modules, which are among ``nodes``."""
+    sites = {site_hash(name, kind): (name, kind) for name in nodes for kind in ("input", "output")}
+    return [(*sites[ranks[0].hook], ranks) for ranks in calls]
+
+
+def set_tensors(nodes: dict[str, Node], calls: Iterable[Call], mesh: Mesh) -> None:
+    """Set the nodes' input and output tensors, from the first call of each module."""
+    for name, kind, seen in calls:
         if name in nodes and getattr(nodes[name], kind) is None:
-            seen = [one for _, _, one in per_rank]
             tensor: Any = {kind: _full_tensor(name, kind, seen, mesh)}
             nodes[name] = replace(nodes[name], **tensor)
 
@@ -267,18 +258,11 @@ def fill(core: HookCore, nodes: dict[str, Node], args: Any) -> None:
         HookError: the model can't be run on shapes.
         RuntimeError: called during a run.
     """
-    follower = core.tracking.follower()
 
-    def follow(given: Any) -> list[Observed]:
-        inputs, _ = given
-        return observe(core.module, core.mesh, follower, lambda: core.module(*inputs))
+    def look(follower: Follower, given: Any) -> list[Seen]:
+        return run_watched(core.module, follower, looks(core.module, core.mesh, follower), *given)
 
-    with core.communicator.uncounted():
-        local = on_shapes(core, follower, "show", args, {}, follow)
-        ranks = exchange_seen(core.communicator, [seen.concluded(follower) for _, _, seen in local])
-    calls = [
-        [(name, kind, seen) for seen in per_rank] for (name, kind, _), per_rank in zip(local, ranks)
-    ]
-    set_tensors(nodes, calls, core.mesh)
+    calls = on_shapes(core, "show", args, {}, look)
+    set_tensors(nodes, named_calls(named(core.module), calls), core.mesh)
     for name, node in nodes.items():
         nodes[name] = replace(node, was_run=True)

@@ -4,15 +4,15 @@ read-only or edit as the user's do, and are removed afterwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flex_model.distributed import values
-from flex_model.distributed.header import Header
+from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import ReplicasDifferError
 from flex_model.hooks.core import HookCore
 from flex_model.inspection import text
@@ -20,7 +20,6 @@ from flex_model.inspection.second_core import (
     Found,
     Loss,
     Reference,
-    Site,
     full_inputs,
     run_reference,
     run_sharded,
@@ -43,7 +42,7 @@ _WORDS = (
 
 
 @dataclass(frozen=True)
-class SiteDifference:
+class SiteDifference(text.SiteRow):
     """The comparison of one site with the reference.
 
     Attributes:
@@ -54,9 +53,6 @@ class SiteDifference:
         call: The call with the largest difference, counted from 0.
     """
 
-    name: str
-    kind: str
-    unpack_idx: int | str
     result: int
     max_abs: float = 0.0
     max_relative: float = 0.0
@@ -70,7 +66,7 @@ class SiteDifference:
         return self.result in (DIFFERS, SHAPES, CALLS, REFUTED)
 
     def __str__(self) -> str:
-        site = f"{self.kind} of {text.site(self.name, self.unpack_idx)}"
+        site = f"{self.kind} of {self.site}"
         if self.result not in (EQUAL, DIFFERS):
             return f"{site} {_WORDS[self.result]}"
         return (
@@ -103,7 +99,7 @@ class VerifyReport(text.Printed):
             summary += f"; the first that differs: {first}"
         cells = [
             [
-                text.site(row.name, row.unpack_idx),
+                row.site,
                 row.kind,
                 f"{row.max_abs:.3g}" if row.result in (EQUAL, DIFFERS) else "",
                 f"{row.max_relative:.3g}" if row.result in (EQUAL, DIFFERS) else "",
@@ -136,34 +132,36 @@ def verify(
     inputs = full_inputs(core, args, kwargs)
 
     expected: Found = {}
-    flags = torch.zeros(len(sites), 2, dtype=torch.int64)
+    has_site: list[bool] = []
     with communicator.deadline(timeout_s):
         if mesh.group_rank == 0:
             try:
                 expected, has_site = run_reference(core, reference, sites, inputs, loss, edits)
-                flags = _flags(expected, has_site)
             except Exception as error:
                 if communicator.is_local:
                     raise
                 communicator.fail(f"verify: the reference failed: {error}", error)
-        if not communicator.is_local:
-            communicator.check_consistency(
-                Header("inputs"), "verify, after the reference has run on rank 0"
-            )
-        flags = communicator.exchange(flags)[0]
+        moment = "verify, after the reference has run on rank 0"
+        of_reference: list[int] = exchange_json(communicator, list(map(int, expected)), moment)[0]
 
-    reached = [i for i in range(len(sites)) if flags[i, 0] == EQUAL]
+    reached = sorted(of_reference)
     found, unresolved = run_sharded(core, sites, reached, (args, kwargs), loss, edits)
-    table = torch.zeros(len(sites), 4, dtype=torch.float64)
-    if mesh.group_rank == 0:
-        for i, row in enumerate(table):
-            result = _of_error(unresolved[i]) if i in unresolved else int(flags[i, 0])
-            row[0] = result
-            if result == EQUAL:
-                row[:] = _compare(found.get(str(i), []), expected[str(i)], rtol, atol)
-    table = communicator.exchange(table)[0]
-    order = sorted(range(len(sites)), key=lambda i: (flags[i, 0] != EQUAL, int(flags[i, 1]), i))
-    rows = [_difference(sites[i], table[i].tolist()) for i in order]
+
+    def result_of(i: int) -> list[Any]:
+        if i in unresolved:
+            is_refuted = isinstance(unresolved[i], ReplicasDifferError)
+            return [REFUTED if is_refuted else NOT_RESOLVED]
+        if i in reached:
+            return _compare(found.get(str(i), []), expected[str(i)], rtol, atol)
+        return [NOT_REACHED if has_site[i] else NOT_IN_REFERENCE]
+
+    results = [result_of(i) for i in range(len(sites))] if mesh.group_rank == 0 else []
+    results = exchange_json(communicator, results, "the end of verify")[0]
+    order = [*of_reference, *(i for i in range(len(sites)) if i not in reached)]
+    rows = [
+        SiteDifference(sites[i].name, sites[i].kind, sites[i].unpack_idx, *results[i])
+        for i in order
+    ]
     if not core.table.registrations:  # containers are not called
         rows = [row for row in rows if row.result != NOT_REACHED]
     return VerifyReport(tuple(rows))
@@ -180,47 +178,22 @@ def _check_arguments(loss: object, **numbers: object) -> None:
             raise ValueError(f"verify: {name} must be a number of at least 0, got {value!r}")
 
 
-def _of_error(error: Exception) -> int:
-    return REFUTED if isinstance(error, ReplicasDifferError) else NOT_RESOLVED
-
-
-def _flags(expected: Found, has_site: Sequence[bool]) -> Tensor:
-    """Return a row (result so far, position in the reference's order) for each site."""
-    flags = torch.zeros(len(has_site), 2, dtype=torch.int64)
-    for i, is_site in enumerate(has_site):
-        flags[i, 0] = NOT_REACHED if is_site else NOT_IN_REFERENCE
-    for position, key in enumerate(expected):
-        flags[int(key)] = torch.tensor([EQUAL, position])
-    return flags
-
-
-def _difference(site: Site, row: Sequence[float]) -> SiteDifference:
-    result, max_abs, relative, call = row
-    return SiteDifference(
-        site.name, site.kind, site.unpack_idx, int(result), max_abs, relative, int(call)
-    )
-
-
 def _compare(
     found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float | None, atol: float
-) -> Tensor:
-    """Return (result, largest absolute difference, relative difference, call with the largest)."""
-    row = torch.zeros(4, dtype=torch.float64)
-    row[0] = EQUAL
+) -> list[Any]:
+    """Return the result, the largest absolute difference, its relative one, and its call."""
     if len(found) != len(expected):
-        row[0] = CALLS
-        return row
+        return [CALLS]
+    result, most, relative, at = EQUAL, 0.0, 0.0, 0
     for call, (ours, theirs) in enumerate(zip(found, expected)):
         if ours.shape != theirs.shape:
-            row[0], row[3] = SHAPES, call
-            return row
+            return [SHAPES, most, relative, call]
         if not theirs.numel():
             continue
         largest, scale = values.difference(ours, theirs)
         allowed = atol + (values.tolerance(ours, theirs) if rtol is None else rtol) * scale
         if largest > allowed:
-            row[0] = DIFFERS
-        if largest >= row[1].item():
-            row[1], row[3] = largest, call
-            row[2] = largest / scale if scale else largest and torch.inf
-    return row
+            result = DIFFERS
+        if largest >= most:
+            most, relative, at = largest, largest / scale if scale else largest and math.inf, call
+    return [result, most, relative, at]

@@ -44,6 +44,9 @@ class Ranks:
     ``ranks[name]`` is rank 0's variable of that name: numbers, text, tensors and containers of them
     come here, records are a table from which one is fetched when it is looked up, and models stay
     there. ``ranks[name] = value`` sets it on every rank.
+
+    Attributes:
+        client: The ipyparallel ``Client`` of the engines, which are not numbered as the ranks are.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class Ranks:
         device: str | None,
         master_addr: str | None,
     ) -> None:
-        self._client, self._processes = client, processes
+        self.client, self._processes = client, processes
         self._grace_s, self._device, self._master_addr = grace_s, device, master_addr
         self._engines: list[Engine] = []
         # Also when the session ends, or this object is not used any more.
@@ -68,11 +71,11 @@ class Ranks:
 
     def _join(self) -> None:
         """Number the engines and make them one world. The store is here, so it outlives ranks."""
-        ids = sorted(self._client.ids)
+        ids = sorted(self.client.ids)
         probe, here = MemoryFile(1, []), identity()[0]
         try:
             folders = [folder for folder in sys.path if folder]
-            view = self._client[ids]
+            view = self.client[ids]
             code = f"import sys; sys.path += [x for x in {folders!r} if x not in sys.path]"
             view.execute(code, block=False).get(_JOIN_S)  # as the imports of this process
             found = view.apply_async(rank_process.introduce, here, probe.address).get(_JOIN_S)
@@ -84,7 +87,7 @@ class Ranks:
                 id,
                 about["host"],
                 about["pid"],
-                self._client,
+                self.client,
                 psutil.Process(about["pid"]) if about["identity"][0] == here else None,
             )
             for rank, (id, about) in enumerate(zip(ids, found))
@@ -119,7 +122,7 @@ class Ranks:
                 "LOCAL_WORLD_SIZE": str(len(on_host)),
             }
             arguments = (shared | own, devices[rank], self._shares_memory)
-            results.append(self._client[id].apply_async(rank_process.join, *arguments))
+            results.append(self.client[id].apply_async(rank_process.join, *arguments))
         for result in results:
             result.get(timeout=_JOIN_S)
 
@@ -144,11 +147,6 @@ class Ranks:
         Engines of a cluster that was passed to ``launch`` keep running.
         """
         self._closing()
-
-    @property
-    def client(self) -> Any:
-        """The ipyparallel ``Client`` of the engines, which are not numbered as the ranks are."""
-        return self._client
 
     def __enter__(self) -> Ranks:
         return self
@@ -193,7 +191,7 @@ class Ranks:
         """Run code in the ranks' namespace and show what they print: what ``%%px`` does."""
         engines = self._alive(self._engines if ranks is None else [self._engines[i] for i in ranks])
         parts = [
-            self._client[engine.id].execute(code, silent=False, block=False) for engine in engines
+            self.client[engine.id].execute(code, silent=False, block=False) for engine in engines
         ]
         CellRun(parts, engines, self._grace_s).wait()
 
@@ -318,5 +316,5 @@ class Ranks:
     @deferred()
     def _call(self, engines: Sequence[Engine], function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)`` of each engine."""
-        parts = [self._client[engine.id].apply_async(function, *args) for engine in engines]
+        parts = [self.client[engine.id].apply_async(function, *args) for engine in engines]
         return CellRun(parts, engines, self._grace_s).wait()

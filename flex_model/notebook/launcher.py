@@ -87,6 +87,9 @@ def launch(
 class Processes:
     """The processes that were started for ranks: ipyparallel's controller and engines, and the
     keeper, which ends them all when this process ends.
+
+    Attributes:
+        client: ipyparallel's.
     """
 
     def __init__(
@@ -107,20 +110,16 @@ class Processes:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is not for it
         )
-        self._client: Any = None
+        self.client: Any = None
         self._cluster = cluster or _cluster(num_ranks, hosts, folder, timeout_s, master_addr)
         try:
             with _environment(**self._environment):
                 self._cluster.start_cluster_sync()
-                self._client = self._cluster.connect_client_sync()
+                self.client = self._cluster.connect_client_sync()
                 self._wait_for_engines()
         except BaseException:
             self.close()
             raise
-
-    @property
-    def client(self) -> ipyparallel.Client:
-        return self._client
 
     def restart(self) -> None:
         """Start new engines in place of those that were ended.
@@ -130,7 +129,7 @@ class Processes:
                 not start in time.
         """
         deadline = time.monotonic() + self._cluster.engine_timeout
-        while self._client.ids:
+        while self.client.ids:
             if time.monotonic() > deadline:
                 raise TimeoutError("restart: ended ranks are still registered; use close, launch")
             time.sleep(_POLL_S)
@@ -143,13 +142,13 @@ class Processes:
     def _wait_for_engines(self) -> None:
         num_ranks = sum(engines.n for engines in self._cluster.engines.values())
         timeout_s = self._cluster.engine_timeout
-        self._client.wait_for_engines(num_ranks, timeout=timeout_s, interactive=False)
+        self.client.wait_for_engines(num_ranks, timeout=timeout_s, interactive=False)
 
     def close(self) -> None:
         if self._keeper.poll() is not None:
             return
-        if self._client is not None:
-            self._client.close()
+        if self.client is not None:
+            self.client.close()
         if not self._is_local:
             self._cluster.stop_cluster_sync()
         self._keeper.communicate(timeout=_END_S)  # closes the pipe

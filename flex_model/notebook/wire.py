@@ -27,24 +27,6 @@ _ALIGNMENT = 64
 _IN_MESSAGE = 2**16  # bytes of tensors that are not worth a file
 
 
-class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: io.BytesIO, refer: Callable[[Any], Reference | None]) -> None:
-        super().__init__(file)
-        self._refer = refer
-
-    def persistent_id(self, value: Any) -> Reference | None:
-        return self._refer(value)
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, pickled: bytes, resolve: Callable[[Reference], Any]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._resolve = resolve
-
-    def persistent_load(self, reference: Reference) -> Any:
-        return self._resolve(reference)
-
-
 class Packer:
     """Pickles values of one message, with their tensors beside them.
 
@@ -61,10 +43,9 @@ class Packer:
 
     def pickle(self, value: Any, by_value: Any = None) -> bytes:
         """Pickle a value; ``by_value`` in it travels, although there is a reference for it."""
-        file = io.BytesIO()
-        _Pickler(file, lambda x: None if x is by_value is not None else self._reference(x)).dump(
-            value
-        )
+        pickler: Any = cloudpickle.Pickler(file := io.BytesIO())
+        pickler.persistent_id = lambda x: None if x is by_value is not None else self._reference(x)
+        pickler.dump(value)
         return file.getvalue()
 
     def _reference(self, value: Any) -> Reference | None:
@@ -160,7 +141,9 @@ class Unpacker:
         self._tensors: dict[Any, Tensor] = {}
 
     def unpickle(self, pickled: bytes) -> Any:
-        return _Unpickler(pickled, self._object).load()
+        unpickler: Any = pickle.Unpickler(io.BytesIO(pickled))
+        unpickler.persistent_load = self._object
+        return unpickler.load()
 
     def _object(self, reference: Reference) -> Any:
         if reference[0] != "tensor":

@@ -166,6 +166,7 @@ class Selection:
 
     Attributes:
         mask_by_row: ``positions=``, if it is a mask ``(rows, positions)``.
+        counts_sequence: Whether positions count in the sequence.
 
     Raises:
         TypeError, ValueError: invalid arguments.
@@ -242,11 +243,6 @@ class Selection:
     def is_whole(self) -> bool:
         """Whether the whole tensor is selected."""
         return not self._selected and self.mask_by_row is None
-
-    @property
-    def has_indices(self) -> bool:
-        """Whether indices of dims are selected, with or without a mask by row."""
-        return bool(self._selected)
 
     def dim(self, name: str, shape: Shape) -> int:
         """Return the dim of rows, positions, heads or units, counted from the front.
@@ -343,7 +339,7 @@ def _in_call(selected: Parsed, call: Positions, size: int) -> list[int]:
     return [one - call.past for one in chosen if call.past <= one < end]
 
 
-class Select:
+class Select(Selection):
     """The part of its tensor that a hook needs, by indices of the *full* tensor; the rest is not
     gathered.
 
@@ -382,17 +378,17 @@ class Select:
             raise TypeError(f"Select: dtype must be a floating torch.dtype or None, got {dtype!r}")
         self.dtype, self.experts = dtype, experts
         self._positions: Positions | None = None  # of the forward, where it counts in the sequence
-        self._selection = Selection(**arguments)
+        super().__init__(**arguments)
         if experts is not None:
             parse("experts", experts)
             if not set(arguments) <= {"units"}:
                 raise TypeError("Select: beside experts only units can be selected")
-        if self._selection.mask_by_row is not None:
+        if self.mask_by_row is not None:
             raise TypeError(
                 "Select: a mask with other positions in each row selects no rectangular part of a "
                 "tensor; give positions"
             )
-        if self._selection.is_whole and dtype is None and experts is None:
+        if self.is_whole and dtype is None and experts is None:
             raise ValueError("Select: nothing is selected; give rows, positions, heads or units")
 
     def indices(self, shape: Shape, split_dim: int | None = None) -> dict[int, list[int]]:
@@ -407,7 +403,7 @@ class Select:
             ValueError: the tensor has no such dim, or an index is given twice.
         """
         found: dict[int, list[int]] = {}
-        for dim, numbers in self._selection.numbers(shape, call=self._positions).items():
+        for dim, numbers in self.numbers(shape, call=self._positions).items():
             if split_dim is not None and dim == split_dim % len(shape):
                 raise ValueError(
                     f"{self} selects along dim {dim}, along which the batch is split into "
@@ -417,11 +413,6 @@ class Select:
             if len(set(numbers)) < len(found[dim]):
                 raise ValueError(f"{self}: an index of dim {dim} of {shape} is given twice")
         return found
-
-    @property
-    def counts_sequence(self) -> bool:
-        """Whether positions count in the sequence."""
-        return self._selection.counts_sequence
 
     def at(self, positions: Positions | None) -> Select:
         """Return the selection in a forward of these positions of its sequence."""
@@ -440,7 +431,7 @@ class Select:
         return self.dtype
 
     def __repr__(self) -> str:
-        parts = [repr(self._selection)] if not self._selection.is_whole else []
+        parts = [] if self.is_whole else [super().__repr__()]
         if self.experts is not None:
             parts.append(f"experts={show(self.experts)}")
         if self.dtype is not None:

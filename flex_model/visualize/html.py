@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from flex_model.diagnostics.timeline import KINDS
 from flex_model.inspection import text
 from flex_model.visualize.model_map import HookMark, ModelMap
-
-_DATA = "{{data}}"
-
-
-def write(picture: ModelMap, file: str | os.PathLike[str]) -> None:
-    """Write the page."""
-    Path(file).write_text(page(picture), "utf-8")
 
 
 def page(picture: ModelMap) -> str:
@@ -26,15 +17,16 @@ def page(picture: ModelMap) -> str:
 
 
 def filled(name: str, data: Any) -> str:
-    """Return a template with data in it. Names and reprs are users' text and can't inject HTML:
-    they are embedded as JSON with ``<``, ``>`` and ``&`` escaped, and the page only puts them into
-    text nodes.
+    """Return a template with data, and what all scripts begin with, in it. Names and reprs are
+    users' text and can't inject HTML: they are embedded as JSON with ``<``, ``>`` and ``&``
+    escaped, and the page only puts them into text nodes.
     """
-    template = resources.files("flex_model.visualize").joinpath(name).read_text("utf-8")
+    folder = resources.files("flex_model.visualize")
+    template, start = (folder.joinpath(file).read_text("utf-8") for file in (name, "start.js"))
     shown = json.dumps(data, separators=(",", ":"))
     for character in "<>&":  # JSON has them in strings only, where they can be escaped
         shown = shown.replace(character, f"\\u{ord(character):04x}")
-    return template.replace(_DATA, shown)
+    return template.replace("{{start}}", start).replace("{{data}}", shown)
 
 
 def _data(picture: ModelMap) -> dict[str, Any]:

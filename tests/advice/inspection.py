@@ -12,7 +12,7 @@ import models
 from advice.row import BATCH, Row, in_a_folder, wrapped
 from flex_model import FlexModel, HookFunction
 from flex_model.inspection import offline
-from flex_model.inspection.offline import inspect, run_on_shapes
+from flex_model.inspection.offline import run_on_shapes
 from flex_model.layouts import register_rule
 from flex_model.layouts.propagation import rules
 from flex_model.visualize import plot_patching
@@ -80,7 +80,7 @@ def asks_for_values():
 
 def inspected(name="models:mlp", shape=(4, 6), dp=1):
     inputs = None if shape is None else [(shape, "float64")]
-    return inspect(name, tp=1, dp=dp, inputs=inputs)
+    return run_on_shapes(name, tp=1, dp=dp, inputs=inputs).tree()
 
 
 def costs(hooks="fc1 edit"):

@@ -216,6 +216,14 @@ def test_costs_are_those_that_a_run_counts(settings, axis):
         assert look.forward.bytes_by_rank == (shard, shard)
 
 
+@pytest.mark.ranks(2)
+def test_a_dry_run_without_hooks_costs_nothing():
+    flex = FlexModel(models.mlp(), {}, tensor_parallel_size=2)
+    dry = flex.dry_run(models.random(4, 6))
+    assert dry == [] and str(dry) == "no hooks are registered"
+    assert dry.forward.is_nothing and dry.backward.is_nothing
+
+
 # ---- verify --------------------------------------------------------------------------------------
 
 
