@@ -44,14 +44,16 @@ PyObject* slot_value(PyObject* object, const ContainerType& type, PyObject* name
 // The order of an OrderedDict is its own, not that of the dict below.
 py::object ordered_items(PyObject* dict, py::object* keys) {
   const py::object iterator = checked(PyODict_Type.tp_iter(dict));
-  *keys = checked(PySequence_Tuple(iterator.ptr()));
-  py::list values;
-  for (const py::handle key : *keys) {
+  py::list key_list, values;
+  while (const py::object key = steal(PyIter_Next(iterator.ptr()))) {
     PyObject* value = PyDict_GetItemWithError(dict, key.ptr());
     if (value == nullptr && !PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, key.ptr());
     throw_if(value == nullptr);
     values.append(py::handle(value));
+    key_list.append(key);
   }
+  throw_if(PyErr_Occurred());
+  *keys = checked(PyList_AsTuple(key_list.ptr()));
   return std::move(values);
 }
 
