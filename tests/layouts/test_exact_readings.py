@@ -213,8 +213,9 @@ def test_any_view_with_stated_sizes_is_read_exactly(case):
     )
     assert found is not None
     plan = ShardLayout(tp=found).plan([tuple(s.shape) for s in shards], 1, 2, 8)
-    data = plan.assemble([shard.contiguous().numpy() for shard in shards])
-    joined = torch.frombuffer(bytearray(data), dtype=torch.int64).view(plan.full_sizes)
+    data = torch.cat([shard.contiguous().view(-1).view(torch.uint8) for shard in shards])
+    offsets = [0, data.numel() // 2]
+    joined = torch.ops.flex_model.assemble(data, offsets, plan.code, plan.full_sizes, torch.int64)
     assert torch.equal(joined, full.view(shape(after, factors)))
 
 

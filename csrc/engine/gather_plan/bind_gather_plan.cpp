@@ -8,22 +8,6 @@ namespace py = pybind11;
 namespace flex_model {
 namespace {
 
-struct Bytes {
-  char* data;
-  int64_t size;
-};
-
-Bytes bytes_of(const py::buffer_info& info) {
-  return {static_cast<char*>(info.ptr), info.size * info.itemsize};
-}
-
-void check_bytes(const char* what, int64_t got, int64_t expected) {
-  if (got != expected) {
-    throw py::value_error(std::string("GatherPlan: ") + what + " must have " +
-                          std::to_string(expected) + " bytes, got " + std::to_string(got));
-  }
-}
-
 GatherPlan make_plan(Sizes full_sizes, std::vector<Sizes> shard_sizes,
                      std::vector<std::tuple<int64_t, Sizes, Sizes, Sizes>> boxes,
                      int64_t element_bytes) {
@@ -32,33 +16,6 @@ GatherPlan make_plan(Sizes full_sizes, std::vector<Sizes> shard_sizes,
     list.push_back({rank, std::move(full_start), std::move(shard_start), std::move(sizes)});
   }
   return GatherPlan(std::move(full_sizes), std::move(shard_sizes), std::move(list), element_bytes);
-}
-
-py::bytes assemble(const GatherPlan& plan, const std::vector<py::buffer>& shards) {
-  const BoxPlan& box_plan = plan.box_plan();
-  check_bytes("the list of shards (as many as ranks)", shards.size(), box_plan.shard_bytes.size());
-  std::vector<py::buffer_info> infos;
-  for (size_t rank = 0; rank < shards.size(); ++rank) {
-    infos.push_back(shards[rank].request());
-    check_bytes("a shard", bytes_of(infos.back()).size, box_plan.shard_bytes[rank]);
-  }
-  std::string full(box_plan.full_bytes, '\0');
-  for (const Box& box : box_plan.boxes)
-    assemble_box(box, bytes_of(infos[box.rank]).data, full.data());
-  return py::bytes(full);
-}
-
-py::bytes split(const GatherPlan& plan, const py::buffer& full, int64_t rank) {
-  const BoxPlan& box_plan = plan.box_plan();
-  const py::buffer_info info = full.request();
-  check_bytes("the full tensor", bytes_of(info).size, box_plan.full_bytes);
-  if (rank < 0 || rank >= static_cast<int64_t>(box_plan.shard_bytes.size()))
-    throw py::index_error("GatherPlan: the plan has no such rank");
-  std::string shard(box_plan.shard_bytes[rank], '\0');
-  for (const Box& box : box_plan.boxes) {
-    if (box.rank == rank) split_box(box, bytes_of(info).data, shard.data());
-  }
-  return py::bytes(shard);
 }
 
 }  // namespace
@@ -80,16 +37,8 @@ void bind_gather_plan(py::module_& m) {
           "shard_bytes", [](const GatherPlan& plan) { return plan.box_plan().shard_bytes; },
           "Bytes of each rank's shard.")
       .def_property_readonly(
-          "num_boxes", [](const GatherPlan& plan) { return plan.box_plan().boxes.size(); },
-          "The number of strided copies.")
-      .def_property_readonly(
           "code", [](const GatherPlan& plan) { return plan.box_plan().encode(); },
-          "The encoded plan, an argument of the ops (int[]).")
-      .def("assemble", &assemble,
-           "Assemble the bytes of the full tensor from buffers of all shards.", py::arg("shards"))
-      .def("split", &split,
-           "Extract the bytes of one rank's shard from a buffer of the full tensor.",
-           py::arg("full"), py::arg("rank"));
+          "The encoded plan, an argument of the ops (int[]).");
 }
 
 }  // namespace flex_model

@@ -1,7 +1,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -19,21 +18,13 @@ namespace {
 constexpr char kSiteCapsule[] = "flex_model.Site";
 
 PyObject* call_site(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2) {
-    PyErr_SetString(PyExc_TypeError, "a site is called with (module, tree)");
-    return nullptr;
-  }
-  auto* site = static_cast<std::shared_ptr<Site>*>(PyCapsule_GetPointer(capsule, kSiteCapsule));
-  if (site == nullptr) return nullptr;
-  try {
+  return guarded([&] {
+    if (count != 2) throw_error(PyExc_TypeError, "a site is called with (module, tree)");
+    auto* site = static_cast<std::shared_ptr<Site>*>(PyCapsule_GetPointer(capsule, kSiteCapsule));
+    throw_if(site == nullptr);
     const std::shared_ptr<Site> alive = *site;
     return alive->run(arguments[0], arguments[1]);
-  } catch (py::error_already_set& error) {
-    error.restore();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-  }
-  return nullptr;
+  });
 }
 
 PyMethodDef call_site_definition = {
@@ -44,9 +35,7 @@ py::object make_call(const std::shared_ptr<Site>& site) {
   const py::capsule capsule(new std::shared_ptr<Site>(site), kSiteCapsule, [](PyObject* self) {
     delete static_cast<std::shared_ptr<Site>*>(PyCapsule_GetPointer(self, kSiteCapsule));
   });
-  PyObject* function = PyCFunction_New(&call_site_definition, capsule.ptr());
-  if (function == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(function);
+  return checked(PyCFunction_New(&call_site_definition, capsule.ptr()));
 }
 
 py::list registrations(const HookList& hooks) {
@@ -60,20 +49,9 @@ py::list registrations(const HookList& hooks) {
 void bind_hooks(py::module_& m) {
   py::class_<Hook, std::shared_ptr<Hook>>(
       m, "Hook", "The part of a registered hook that the dispatcher needs.")
-      .def(
-          py::init([](py::object registration, Py_ssize_t unpack_idx, py::object record_name,
-                      std::optional<py::tuple> expected_shape, bool records_here, bool edits_here) {
-            auto hook = std::make_shared<Hook>();
-            hook->registration = std::move(registration);
-            hook->unpack_idx = unpack_idx;
-            hook->record_name = std::move(record_name);
-            hook->expected_shape = py::cast(expected_shape);
-            hook->records_here = records_here;
-            hook->edits_here = edits_here;
-            return hook;
-          }),
-          py::arg("registration"), py::arg("unpack_idx"), py::arg("record_name"),
-          py::arg("expected_shape"), py::arg("records_here"), py::arg("edits_here"))
+      .def(py::init<py::object, Py_ssize_t, py::object, std::optional<py::tuple>, bool, bool>(),
+           py::arg("registration"), py::arg("unpack_idx"), py::arg("record_name"),
+           py::arg("expected_shape"), py::arg("records_here"), py::arg("edits_here"))
       .def(
           "settle",
           [](Hook& hook, py::object function, py::object save_ctx, py::object modules) {
@@ -89,7 +67,7 @@ void bind_hooks(py::module_& m) {
           "untag", [](Hook& hook, size_t group) { hook.groups.erase(group); },
           "Remove it from a group.", py::arg("group"))
       .def(
-          "has", [](const Hook& hook, size_t group) { return hook.groups.contains(group); },
+          "has", [](const Hook& hook, size_t group) { return hook.groups.count(group) > 0; },
           "Whether it is in a group.", py::arg("group"))
       .def_readonly(
           "replays", &Hook::replays,
@@ -130,12 +108,7 @@ void bind_hooks(py::module_& m) {
       py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
 
   m.def(
-      "walk_modules",
-      [](const py::handle& root, const py::list& before, const py::type& tensor_type,
-         const py::type& module_type) {
-        ModuleWalk walk = walk_modules(root, before, tensor_type, module_type);
-        return py::make_tuple(walk.objects, walk.training, walk.state);
-      },
+      "walk_modules", &walk_modules,
       "All modules under `root`, their code and the hooks of others on them, as objects to compare "
       "by identity: `before` itself where nothing has changed; digests of the training flags and "
       "of the other attributes.",

@@ -10,7 +10,7 @@ namespace flex_model {
 namespace {
 
 // Whether a tensor has these sizes, of which None is any.
-bool has_shape(const py::object& tensor, const py::object& sizes) {
+bool has_shape(const py::object& tensor, const py::tuple& sizes) {
   const py::object shape = names().shape.of(tensor);
   const Py_ssize_t num_dims = PyTuple_GET_SIZE(sizes.ptr());
   if (PyTuple_GET_SIZE(shape.ptr()) != num_dims) return false;
@@ -24,15 +24,6 @@ bool has_shape(const py::object& tensor, const py::object& sizes) {
 }
 
 }  // namespace
-
-Handlers::Handlers(const py::object& handlers)
-    : forward(handlers.attr("forward")),
-      edit_whole(handlers.attr("edit_whole")),
-      finish_edit(handlers.attr("finish_edit")),
-      hook_failed(handlers.attr("hook_failed")),
-      edit_drew(handlers.attr("edit_drew")),
-      gather(handlers.attr("gather_settled")),
-      communicator(handlers.attr("communicator")) {}
 
 void Site::add(std::shared_ptr<Hook> hook) { hooks_.push_back(std::move(hook)); }
 
@@ -58,9 +49,7 @@ bool Site::refresh() {
 py::object Site::plain_leaf(const Hook& hook, const py::object& tree) const {
   const TorchAccess& torch = dispatcher_->torch;
   Py_ssize_t num_leaves = 0;
-  py::object leaf =
-      py::reinterpret_steal<py::object>(leaf_at(tree.ptr(), hook.unpack_idx, &num_leaves));
-  if (!leaf && PyErr_Occurred()) throw py::error_already_set();
+  py::object leaf = leaf_at(tree.ptr(), hook.unpack_idx, &num_leaves);
   if (!leaf || !torch.is_tensor(leaf)) return {};
   const py::object task = checked(PyObject_CallNoArgs(torch.current_graph_task.ptr()));
   return PyLong_AsLong(task.ptr()) == -1 ? leaf : py::object();
@@ -72,14 +61,13 @@ bool Site::run_gathered(const Hook& hook, PyObject* module, py::object& tree) {
   const auto handlers = dispatcher_->handlers;  // a call may close the dispatcher
   // (full, like, scatter): the full tensor, one of its shape, dtype and device, and a function from
   // the edited full tensor to the model's. Empty: the hook has failed.
-  py::object found = handlers->gather(hook.registration, leaf);
+  py::object found = handlers->gather_settled(hook.registration, leaf);
   if (found.is_none()) return false;
   if (PyTuple_GET_SIZE(found.ptr()) == 0) return true;
   auto [full, like, scatter] = found.cast<std::tuple<py::object, py::object, py::object>>();
   found = {};  // which would count as a reference of the function's
   const py::object edited = run_settled(*dispatcher_, hook, module, like, true, full);
-  if (!edited.is_none())
-    tree = checked(replace_leaf(tree.ptr(), hook.unpack_idx, scatter(edited).ptr()));
+  if (!edited.is_none()) tree = replace_leaf(tree.ptr(), hook.unpack_idx, scatter(edited).ptr());
   return true;
 }
 
@@ -95,7 +83,7 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
     if (!is_settled || hook.records_here || !is_true(of.is_cuda.of(leaf))) return false;
     if (is_true(checked(PyObject_CallNoArgs(torch.is_capturing.ptr())))) return false;
   }
-  if (!hook.expected_shape.is_none() && !has_shape(leaf, hook.expected_shape)) return false;
+  if (hook.expected_shape && !has_shape(leaf, *hook.expected_shape)) return false;
   if (hook.edits_here && !(of.layout.of(leaf).is(torch.strided) &&
                            !is_true(of.is_quantized.of(leaf)) && !is_true(of.is_nested.of(leaf)))) {
     return false;
@@ -104,7 +92,7 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
   const py::object list = hook.records_here ? record_list(hook) : py::none();
   if (hook.records_here && !PyList_CheckExact(list.ptr())) return false;
   const auto record = [&](const py::object& tensor) {
-    if (PyList_Append(list.ptr(), tensor.ptr()) < 0) throw py::error_already_set();
+    throw_if(PyList_Append(list.ptr(), tensor.ptr()) < 0);
   };
   const bool is_inference = is_true(checked(PyObject_CallNoArgs(torch.is_inference_mode.ptr())));
   const bool has_graph = is_true(of.requires_grad.of(leaf));
@@ -131,26 +119,24 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
     const auto handlers = dispatcher_->handlers;  // the call may close the dispatcher
     after = checked(PyObject_Vectorcall(handlers->edit_whole.ptr(), arguments, 4, nullptr));
   }
-  if (!after.is_none()) tree = checked(replace_leaf(tree.ptr(), hook.unpack_idx, after.ptr()));
+  if (!after.is_none()) tree = replace_leaf(tree.ptr(), hook.unpack_idx, after.ptr());
   return true;
 }
 
 py::object Site::record_list(const Hook& hook) const {
   PyObject* records = dispatcher_->records.ptr();
   PyObject* found = PyDict_GetItemWithError(records, hook.record_name.ptr());
-  if (found != nullptr) return py::reinterpret_borrow<py::object>(found);
-  if (PyErr_Occurred()) throw py::error_already_set();
+  if (found != nullptr) return borrow(found);
+  throw_if(PyErr_Occurred());
   py::object list = checked(PyList_New(0));
-  if (PyDict_SetItem(records, hook.record_name.ptr(), list.ptr()) < 0)
-    throw py::error_already_set();
+  throw_if(PyDict_SetItem(records, hook.record_name.ptr(), list.ptr()) < 0);
   return list;
 }
 
-PyObject* Site::run(PyObject* module, PyObject* tree) {
+py::object Site::run(PyObject* module, PyObject* tree) {
   const std::shared_ptr<const HookList> hooks = active_;
-  py::object current = py::reinterpret_borrow<py::object>(tree);
-  if (!module_.is_none() && PyWeakref_GetObject(module_.ptr()) != module)
-    return current.release().ptr();
+  py::object current = borrow(tree);
+  if (!module_.is_none() && PyWeakref_GetObject(module_.ptr()) != module) return current;
   for (const auto& hook : *hooks) {
     if (dispatcher_ == nullptr) break;  // an editing function restored the model
     if (dispatcher_->in_run() && !hook->replays) {
@@ -163,7 +149,7 @@ PyObject* Site::run(PyObject* module, PyObject* tree) {
     const auto handlers = dispatcher_->handlers;  // the call may close the dispatcher
     current = checked(PyObject_Vectorcall(handlers->forward.ptr(), arguments, 3, nullptr));
   }
-  return current.release().ptr();
+  return current;
 }
 
 void Dispatcher::close() {
@@ -184,8 +170,7 @@ void Dispatcher::remove_site(const std::shared_ptr<Site>& site) {
 
 std::vector<std::shared_ptr<Site>> Dispatcher::activate(const std::vector<size_t>& groups,
                                                         bool complement) {
-  active_ = GroupSet();
-  for (size_t group : groups) active_.insert(group);
+  active_ = std::set(groups.begin(), groups.end());
   complement_ = complement;
   std::vector<std::shared_ptr<Site>> changed;
   for (const auto& site : sites_) {
@@ -222,8 +207,7 @@ void Dispatcher::clear_records() {
     for (const auto& hook : *site->active()) {
       PyObject* name = hook->record_name.ptr();
       const int present = PyDict_Contains(records.ptr(), name);
-      if (present < 0 || (present && PyDict_DelItem(records.ptr(), name) < 0))
-        throw py::error_already_set();
+      throw_if(present < 0 || (present && PyDict_DelItem(records.ptr(), name) < 0));
     }
   }
 }

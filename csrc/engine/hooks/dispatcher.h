@@ -9,12 +9,12 @@
 // are passed to the handlers' `forward`, which gathers, edits and scatters.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
+#include <algorithm>
 #include <memory>
+#include <optional>
+#include <set>
 #include <vector>
 
-#include "group_set.h"
 #include "torch_access.h"
 
 namespace flex_model {
@@ -28,12 +28,12 @@ struct Hook {
   py::object registration;  // flex_model.hooks.registration.Registration
   Py_ssize_t unpack_idx;
   py::object record_name;
-  py::object expected_shape;  // a tuple of sizes and None, or None
-  bool records_here;          // its tensor is whole on this process: it is recorded here,
-  bool edits_here;            // and edited from here
-  GroupSet groups;
+  std::optional<py::tuple> expected_shape;  // sizes and None
+  bool records_here;  // its tensor is whole on this process: it is recorded here,
+  bool edits_here;    // and edited from here
+  std::set<size_t> groups{};
   bool replays = false;  // runs in a backward of a graph that was made with it, whatever its groups
-  SettledEdit settled;
+  SettledEdit settled{};
 };
 
 using HookList = std::vector<std::shared_ptr<Hook>>;
@@ -56,10 +56,10 @@ class Site {
   // Detaches the site from its dispatcher: its hooks no longer run, even if others refer to it.
   void detach();
 
-  // Runs the active hooks on one tree of tensors (an output, or `(args, kwargs)`). Returns a new
-  // reference to the tree that the model continues with (the same object if no hook edited it);
-  // throws py::error_already_set.
-  PyObject* run(PyObject* module, PyObject* tree);
+  // Runs the active hooks on one tree of tensors (an output, or `(args, kwargs)`). Returns the tree
+  // that the model continues with (the same object if no hook edited it); throws
+  // py::error_already_set.
+  py::object run(PyObject* module, PyObject* tree);
 
  private:
   // Records the hook's tensor of the tree, and has it edited. Returns false where that is not
@@ -81,15 +81,20 @@ class Site {
 
 // The Python half: flex_model.hooks.handlers.HookHandlers.
 struct Handlers {
-  explicit Handlers(const py::object& handlers);
-
-  py::object forward;       // (registration, module, tree) -> tree
-  py::object edit_whole;    // (registration, module, tensor, copy) -> replacement or None
-  py::object finish_edit;   // (registration, tensor, copy, before, result, is_kept) -> likewise
-  py::object hook_failed;   // (registration, error): raises
-  py::object edit_drew;     // (registration): raises, or fails on all ranks
-  py::object gather;        // (registration, leaf) -> None, or see Site::run_gathered
-  py::object communicator;  // its `edit_of`: the hook whose editing function runs
+  py::object handlers;
+  // (registration, module, tree) -> tree
+  py::object forward = handlers.attr("forward");
+  // (registration, module, tensor, copy) -> replacement or None
+  py::object edit_whole = handlers.attr("edit_whole");
+  // (registration, tensor, copy, before, result, is_kept) -> likewise
+  py::object finish_edit = handlers.attr("finish_edit");
+  py::object hook_failed = handlers.attr("hook_failed");  // (registration, error): raises
+  // (registration): raises, or fails on all ranks
+  py::object edit_drew = handlers.attr("edit_drew");
+  // (registration, leaf) -> None, or see Site::run_gathered
+  py::object gather_settled = handlers.attr("gather_settled");
+  // its `edit_of`: the hook whose editing function runs
+  py::object communicator = handlers.attr("communicator");
 
   // As `communicator.set_edit`, which would be a call of Python twice an edit: transfers, and the
   // model itself, are refused from now on; with an empty text, no longer.
@@ -99,7 +104,7 @@ struct Handlers {
 class Dispatcher {
  public:
   Dispatcher(py::dict records, const py::object& handlers, const py::object& torch)
-      : records(std::move(records)), handlers(new Handlers(handlers)), torch(torch) {}
+      : records(std::move(records)), handlers(new Handlers{handlers}), torch{torch} {}
 
   ~Dispatcher() { close(); }
   Dispatcher(const Dispatcher&) = delete;
@@ -113,7 +118,9 @@ class Dispatcher {
   // sites that changed between having active hooks and having none.
   std::vector<std::shared_ptr<Site>> activate(const std::vector<size_t>& groups, bool complement);
   bool is_active(const Hook& hook) const {
-    return hook.replays || hook.groups.overlaps(active_) != complement_;
+    const bool is_in_one = std::any_of(hook.groups.begin(), hook.groups.end(),
+                                       [this](size_t group) { return active_.count(group) > 0; });
+    return hook.replays || is_in_one != complement_;
   }
   // Deletes the record lists of the active hooks, at the start of an outermost run.
   void clear_records();
@@ -132,7 +139,7 @@ class Dispatcher {
 
  private:
   std::vector<std::shared_ptr<Site>> sites_;
-  GroupSet active_;
+  std::set<size_t> active_;
   bool complement_ = false;
   bool in_run_ = false;
   unsigned long settled_thread_ = 0;  // that of the run; 0: not settled

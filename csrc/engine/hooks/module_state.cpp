@@ -1,44 +1,22 @@
 #include "module_state.h"
 
-#include <array>
 #include <string>
 #include <string_view>
 
 namespace flex_model {
 namespace {
 
-namespace py = pybind11;
-
 constexpr int kMaxDepth = 3;          // of containers and objects, such as a nested configuration
 constexpr Py_ssize_t kMaxItems = 64;  // longer containers are data: only their lengths count
 
-constexpr std::array<std::string_view, 18> kOfTorch = {
-    "forward",  // it is compared by identity
-    "training",
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_is_full_backward_hook",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-};
-
-// Interned, as names of attributes are, so that they are found by identity.
-bool is_made_by_torch(PyObject* name) {
-  static const std::unordered_set<PyObject*> kNames = [] {
-    std::unordered_set<PyObject*> names;
-    for (const std::string_view one : kOfTorch) {
-      names.insert(PyUnicode_InternFromString(std::string(one).c_str()));
+// What `nn.Module` itself makes, and `forward`, which is compared by identity. Interned, as names
+// of attributes are, so that they are found by identity.
+bool is_made_by_torch(PyObject* name, PyTypeObject* module_type) {
+  static const std::unordered_set<PyObject*> kNames = [module_type] {
+    std::unordered_set<PyObject*> names{PyUnicode_InternFromString("forward")};
+    const py::object module = py::handle(reinterpret_cast<PyObject*>(module_type))();
+    for (const auto& item : py::dict(module.attr("__dict__"))) {
+      names.insert(borrow(item.first.ptr()).release().ptr());
     }
     return names;
   }();
@@ -48,8 +26,7 @@ bool is_made_by_torch(PyObject* name) {
 // The name of the Python module that defines a class; empty where it has none.
 std::string module_of(PyTypeObject* type) {
   static PyObject* const kName = PyUnicode_InternFromString("__module__");
-  const auto name =
-      py::reinterpret_steal<py::object>(PyObject_GetAttr(reinterpret_cast<PyObject*>(type), kName));
+  const py::object name = steal(PyObject_GetAttr(reinterpret_cast<PyObject*>(type), kName));
   const char* text = name && PyUnicode_Check(name.ptr()) ? PyUnicode_AsUTF8(name.ptr()) : nullptr;
   PyErr_Clear();
   return text == nullptr ? "" : text;
@@ -90,7 +67,7 @@ void StateHash::add(PyObject* value, int depth) {
   mix(static_cast<const void*>(Py_TYPE(value)));
   if (is_number_or_text(value)) {  // as most are
     const Py_hash_t hash = PyObject_Hash(value);
-    if (hash == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    throw_if(hash == -1 && PyErr_Occurred());
     mix(static_cast<uint64_t>(hash));
     return;
   }
@@ -136,7 +113,7 @@ bool StateHash::add_container(PyObject* value, int depth) {
     mix(static_cast<uint64_t>(PySet_GET_SIZE(value)));
     if (PySet_GET_SIZE(value) > kMaxItems) return true;
     uint64_t sum = 0;  // equal sets may have other orders
-    for (const py::handle item : py::reinterpret_borrow<py::object>(value)) {
+    for (const py::handle item : borrow(value)) {
       const uint64_t before = hash_;
       hash_ = 0;
       add(item.ptr(), depth + 1);
@@ -153,7 +130,7 @@ bool StateHash::add_container(PyObject* value, int depth) {
 // devices and streams.)
 void StateHash::add_object(PyObject* value, int depth) {
   if (!has_dict(Py_TYPE(value)) || starts_with(module_of(Py_TYPE(value)), "torch.")) return;
-  const auto dict = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(value, nullptr));
+  const py::object dict = steal(PyObject_GenericGetDict(value, nullptr));
   if (!dict) {
     PyErr_Clear();
     return;
@@ -164,7 +141,7 @@ void StateHash::add_object(PyObject* value, int depth) {
 void StateHash::add_dict(PyObject* dict, int depth) {
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value);) {
-    if (depth == 0 && is_made_by_torch(key)) continue;
+    if (depth == 0 && is_made_by_torch(key, module_type_)) continue;
     add(key, depth);
     add(value, depth);
   }

@@ -2,11 +2,11 @@
 // which a forward may branch.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <cstdint>
 #include <unordered_map>
 #include <unordered_set>
+
+#include "python_objects.h"
 
 namespace flex_model {
 

@@ -9,8 +9,6 @@
 namespace flex_model {
 namespace {
 
-namespace py = pybind11;
-
 constexpr char kOwnModules[] = "flex_model.";
 
 // Interned, so that dicts and types find them by identity; they live as long as the process.
@@ -88,7 +86,7 @@ class Walk {
   void add_hooks(PyObject* hooks) {
     if (hooks == nullptr || !PyDict_Check(hooks) || PyDict_GET_SIZE(hooks) == 0) return;
     // A copy: reading a hook's __module__ may run its own code, which may change the dict.
-    const auto copy = py::reinterpret_steal<py::object>(PyDict_Copy(hooks));
+    const py::object copy = checked(PyDict_Copy(hooks));
     PyObject *key = nullptr, *hook = nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(copy.ptr(), &at, &key, &hook);) {
       if (is_own(hook)) continue;
@@ -107,7 +105,7 @@ class Walk {
   // Borrowed; null where there is none.
   static PyObject* item(const py::object& dict, PyObject* name) {
     PyObject* value = PyDict_GetItemWithError(dict.ptr(), name);
-    if (value == nullptr && PyErr_Occurred()) throw py::error_already_set();
+    throw_if(value == nullptr && PyErr_Occurred());
     return value;
   }
 
@@ -115,20 +113,18 @@ class Walk {
   static py::object attribute(PyObject* owner, PyObject* name) {
     PyObject* value = PyObject_GetAttr(owner, name);
     if (value == nullptr) {
-      if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
+      throw_if(!PyErr_ExceptionMatches(PyExc_AttributeError));
       PyErr_Clear();
     }
-    return py::reinterpret_steal<py::object>(value);
+    return steal(value);
   }
 
-  void add(PyObject* value) {
-    found_.push_back(py::reinterpret_borrow<py::object>(value == nullptr ? Py_None : value));
-  }
+  void add(PyObject* value) { found_.push_back(borrow(value == nullptr ? Py_None : value)); }
 
   // FNV-1a, a byte for each module.
   void note_training(PyObject* flag) {
     const int is_training = flag == nullptr ? 0 : PyObject_IsTrue(flag);
-    if (is_training < 0) throw py::error_already_set();
+    throw_if(is_training < 0);
     training_ = (training_ ^ static_cast<uint64_t>(is_training)) * 0x100000001b3ULL;
   }
 
@@ -141,8 +137,10 @@ class Walk {
 
 }  // namespace
 
-ModuleWalk walk_modules(py::handle root, const py::list& before, py::handle tensor_type,
-                        py::handle module_type) {
+std::tuple<py::list, uint64_t, uint64_t> walk_modules(const py::object& root,
+                                                      const py::list& before,
+                                                      const py::type& tensor_type,
+                                                      const py::type& module_type) {
   Walk walk(tensor_type.ptr(), module_type.ptr());
   walk.visit(root.ptr());
   return {walk.is(before) ? before : walk.objects(), walk.training(), walk.state()};

@@ -39,8 +39,7 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
 
   handlers->set_edit(settled.description);
   PyObject* arguments[] = {module, copy.ptr(), settled.save_ctx.ptr(), settled.modules.ptr()};
-  py::object result = py::reinterpret_steal<py::object>(
-      PyObject_Vectorcall(settled.function.ptr(), arguments, 4, nullptr));
+  py::object result = steal(PyObject_Vectorcall(settled.function.ptr(), arguments, 4, nullptr));
   if (!result) {
     const bool is_exception = PyErr_ExceptionMatches(PyExc_Exception);
     py::error_already_set error;

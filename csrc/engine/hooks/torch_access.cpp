@@ -9,20 +9,6 @@ const Names& names() {
   return *kNames;
 }
 
-TorchAccess::TorchAccess(const py::object& torch)
-    : tensor_type(torch.attr("Tensor")),
-      strided(torch.attr("strided")),
-      current_graph_task(torch.attr("current_graph_task")),
-      is_inference_mode(torch.attr("is_inference_mode")),
-      is_grad_enabled(torch.attr("is_grad_enabled")),
-      inference_mode(torch.attr("inference_mode")),
-      num_dispatch_modes(torch.attr("num_dispatch_modes")),
-      saved_hooks(torch.attr("saved_hooks")),
-      random_state(torch.attr("random_state")),
-      position_on_gpu(torch.attr("position_on_gpu")),
-      is_capturing(torch.attr("is_capturing")),
-      storage_uses(torch.attr("storage_uses")) {}
-
 bool is_alone(const TorchAccess& torch, const py::object& tensor) {
   if (Py_REFCNT(tensor.ptr()) != 1) return false;
   py::object storage;

@@ -2,17 +2,9 @@
 // torch, so that one build serves all its versions.
 #pragma once
 
-#include <pybind11/pybind11.h>
+#include "python_objects.h"
 
 namespace flex_model {
-
-namespace py = pybind11;
-
-// Returns the object, or throws the Python error that is set.
-inline py::object checked(PyObject* object) {
-  if (object == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(object);
-}
 
 inline bool is_true(const py::object& value) { return value.ptr() == Py_True; }
 
@@ -24,7 +16,7 @@ class Name {
     return checked(PyObject_GetAttr(object.ptr(), name_));
   }
   void set(const py::object& object, const py::object& value) const {
-    if (PyObject_SetAttr(object.ptr(), name_, value.ptr()) < 0) throw py::error_already_set();
+    throw_if(PyObject_SetAttr(object.ptr(), name_, value.ptr()) < 0);
   }
 
  private:
@@ -48,7 +40,7 @@ class OfTensor {
   mutable PyObject* found_ = nullptr;  // never released, either
 };
 
-// An attribute of tensors of that exact type.
+// An attribute of tensors of that exact type, or of parameters, which have it from there.
 struct Attribute : OfTensor {
   using OfTensor::OfTensor;
   py::object of(const py::object& tensor) const {
@@ -69,6 +61,7 @@ struct Method : OfTensor {
 struct Names {
   Method detach{"detach"}, clone{"clone"}, contiguous{"contiguous"}, data_ptr{"data_ptr"};
   Method is_contiguous{"is_contiguous"}, untyped_storage{"untyped_storage"};
+  Method is_conj{"is_conj"}, is_neg{"is_neg"};
   Attribute is_cpu{"is_cpu"}, is_cuda{"is_cuda"}, device{"device"}, dtype{"dtype"};
   Attribute layout{"layout"}, is_quantized{"is_quantized"}, is_nested{"is_nested"};
   Attribute shape{"shape"}, nbytes{"nbytes"}, version{"_version"};
@@ -78,21 +71,24 @@ struct Names {
 
 const Names& names();
 
-// The functions of torch that are called, found once.
+// The functions of torch that are called, found once; by their names in `torch`.
 struct TorchAccess {
-  explicit TorchAccess(const py::object& torch);
-
-  py::object tensor_type;         // torch.Tensor: only this exact type is served
-  py::object strided;             // torch.strided: only tensors of this layout are edited
-  py::object current_graph_task;  // -1 outside of backward; inside, a forward is a recomputation
-  py::object is_inference_mode, is_grad_enabled;
-  py::object inference_mode;      // inference_mode(is_on): in force as long as this object lives
-  py::object num_dispatch_modes;  // with one, something follows what runs
-  py::object saved_hooks;         // of tensors saved for backward; not None in a checkpoint
-  py::object random_state;        // of the CPU's generator: a tensor of bytes
-  py::object position_on_gpu;     // of the generator of a device
-  py::object is_capturing;        // whether a CUDA graph is captured
-  py::object storage_uses;        // how many owners a storage has
+  py::object torch;
+  py::object tensor_type = torch.attr("Tensor");  // only this exact type is served
+  py::object strided = torch.attr("strided");     // only tensors of this layout are edited
+  // -1 outside of backward; inside, a forward is a recomputation.
+  py::object current_graph_task = torch.attr("current_graph_task");
+  py::object is_inference_mode = torch.attr("is_inference_mode");
+  py::object is_grad_enabled = torch.attr("is_grad_enabled");
+  py::object inference_mode = torch.attr("inference_mode");  // in force as long as its result lives
+  // With one, something follows what runs.
+  py::object num_dispatch_modes = torch.attr("num_dispatch_modes");
+  // Of tensors saved for backward; not None in a checkpoint.
+  py::object saved_hooks = torch.attr("saved_hooks");
+  py::object random_state = torch.attr("random_state");  // the CPU's generator's: a tensor of bytes
+  py::object position_on_gpu = torch.attr("position_on_gpu");  // of the generator of a device
+  py::object is_capturing = torch.attr("is_capturing");        // whether a CUDA graph is captured
+  py::object storage_uses = torch.attr("storage_uses");        // how many owners a storage has
 
   bool is_tensor(const py::object& object) const {
     return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == tensor_type.ptr();

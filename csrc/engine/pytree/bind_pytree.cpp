@@ -1,5 +1,3 @@
-#include <new>
-
 #include "pytree/tree.h"
 #include "pytree/tree_spec.h"
 
@@ -7,26 +5,17 @@ namespace flex_model {
 namespace {
 
 // Plain C functions, since calls take half as long as pybind11's, and dominate the time here.
-template <typename Function>
-PyObject* guarded(Function function) {
-  try {
-    return function();
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+
+void check_count(const char* call, Py_ssize_t expected, Py_ssize_t got) {
+  if (expected == got) return;
+  throw_error(PyExc_TypeError, "expected %zd positional arguments, got %zd; call %s", expected, got,
+              call);
 }
 
-bool check_count(const char* call, Py_ssize_t expected, Py_ssize_t got) {
-  if (expected == got) return true;
-  PyErr_Format(PyExc_TypeError, "expected %zd positional arguments, got %zd; call %s", expected,
-               got, call);
-  return false;
-}
-
-// False with a Python error.
-bool as_index(PyObject* object, Py_ssize_t* index) {
-  *index = PyNumber_AsSsize_t(object, PyExc_IndexError);
-  return *index != -1 || !PyErr_Occurred();
+Py_ssize_t as_index(PyObject* object) {
+  const Py_ssize_t index = PyNumber_AsSsize_t(object, PyExc_IndexError);
+  throw_if(index == -1 && PyErr_Occurred());
+  return index;
 }
 
 PyObject* call_flatten(PyObject*, PyObject* tree) {
@@ -34,37 +23,32 @@ PyObject* call_flatten(PyObject*, PyObject* tree) {
 }
 
 PyObject* call_unflatten(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (!check_count("unflatten(leaves, spec)", 2, count)) return nullptr;
-  return guarded([&] { return unflatten(arguments[0], arguments[1]); });
+  return guarded([&] {
+    check_count("unflatten(leaves, spec)", 2, count);
+    return unflatten(arguments[0], arguments[1]);
+  });
 }
 
 PyObject* call_leaf_at(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  Py_ssize_t index = 0;
-  if (!check_count("leaf_at(tree, index)", 2, count) || !as_index(arguments[1], &index)) {
-    return nullptr;
-  }
-  return guarded([&]() -> PyObject* {
+  return guarded([&] {
+    check_count("leaf_at(tree, index)", 2, count);
+    const Py_ssize_t index = as_index(arguments[1]);
     Py_ssize_t size = 0;
-    PyObject* leaf = leaf_at(arguments[0], index, &size);
-    if (leaf == nullptr && !PyErr_Occurred()) set_index_error("leaf_at", size, index);
+    py::object leaf = leaf_at(arguments[0], index, &size);
+    if (!leaf) throw_index_error("leaf_at", size, index);
     return leaf;
   });
 }
 
 PyObject* call_replace_leaf(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  Py_ssize_t index = 0;
-  if (!check_count("replace_leaf(tree, index, leaf)", 3, count) ||
-      !as_index(arguments[1], &index)) {
-    return nullptr;
-  }
-  return guarded([&] { return replace_leaf(arguments[0], index, arguments[2]); });
+  return guarded([&] {
+    check_count("replace_leaf(tree, index, leaf)", 3, count);
+    return replace_leaf(arguments[0], as_index(arguments[1]), arguments[2]);
+  });
 }
 
 PyObject* call_num_leaves(PyObject*, PyObject* tree) {
-  return guarded([&]() -> PyObject* {
-    const Py_ssize_t size = num_leaves(tree);
-    return size < 0 ? nullptr : PyLong_FromSsize_t(size);
-  });
+  return guarded([&] { return py::int_(num_leaves(tree)); });
 }
 
 template <typename Function>
@@ -168,11 +152,9 @@ PyMethodDef functions[] = {
 void bind_pytree(py::module_& m) {
   const py::str public_module("flex_model.pytree");
   for (PyMethodDef& function : functions) {
-    PyObject* object = PyCFunction_NewEx(&function, nullptr, public_module.ptr());
-    if (object == nullptr) throw py::error_already_set();
-    m.add_object(function.ml_name, steal(object));
+    m.add_object(function.ml_name,
+                 checked(PyCFunction_NewEx(&function, nullptr, public_module.ptr())));
   }
-  if (tree_spec_type() == nullptr) throw py::error_already_set();
   m.add_object("TreeSpec", tree_spec_type());
 
   m.def("set_leaf_type", &set_leaf_type,

@@ -3,62 +3,56 @@
 namespace flex_model {
 namespace {
 
-bool check_children(PyObject* object, PyObject* children, const char* source) {
+void check_children(PyObject* object, PyObject* children, const char* source) {
   const bool iterable = Py_TYPE(children)->tp_iter != nullptr || PySequence_Check(children);
   const bool mistaken = PyType_IsSubtype(Py_TYPE(children), leaf_type) ||
                         PyUnicode_Check(children) || PyBytes_Check(children) ||
                         PyDict_Check(children);
-  if (iterable && !mistaken) return true;
-  PyErr_Format(PyExc_TypeError,
-               "flatten: the function registered with %s for %.200s must return its children as a "
-               "tuple or list, got %.200s; return (children, context)",
-               source, Py_TYPE(object)->tp_name, Py_TYPE(children)->tp_name);
-  return false;
+  if (iterable && !mistaken) return;
+  throw_error(PyExc_TypeError,
+              "flatten: the function registered with %s for %.200s must return its children as a "
+              "tuple or list, got %.200s; return (children, context)",
+              source, Py_TYPE(object)->tp_name, Py_TYPE(children)->tp_name);
 }
 
-bool open_registered(PyObject* object, const Classified& found, Opened* opened) {
+void open_registered(PyObject* object, const Classified& found, Opened* opened) {
   const char* source = found.is_torch ? "torch.utils._pytree" : "flex_model.pytree.register";
-  const py::object result = steal(PyObject_CallOneArg(found.flatten.ptr(), object));
-  if (!result) return false;
-  if (!PyTuple_Check(result.ptr()) || PyTuple_GET_SIZE(result.ptr()) != 2) {
-    const bool is_tuple = PyTuple_Check(result.ptr());
-    PyErr_Format(PyExc_TypeError,
-                 "flatten: the function registered with %s for %.200s must return (children, "
-                 "context), got %s%.200s; return a tuple of these two",
-                 source, Py_TYPE(object)->tp_name, is_tuple ? "another number of items in a " : "",
-                 Py_TYPE(result.ptr())->tp_name);
-    return false;
+  const py::object result = checked(PyObject_CallOneArg(found.flatten.ptr(), object));
+  const bool is_tuple = PyTuple_Check(result.ptr());
+  if (!is_tuple || PyTuple_GET_SIZE(result.ptr()) != 2) {
+    throw_error(PyExc_TypeError,
+                "flatten: the function registered with %s for %.200s must return (children, "
+                "context), got %s%.200s; return a tuple of these two",
+                source, Py_TYPE(object)->tp_name, is_tuple ? "another number of items in a " : "",
+                Py_TYPE(result.ptr())->tp_name);
   }
   PyObject* children = PyTuple_GET_ITEM(result.ptr(), 0);
-  if (!check_children(object, children, source)) return false;
-  opened->children = steal(PySequence_Tuple(children));
+  check_children(object, children, source);
+  opened->children = checked(PySequence_Tuple(children));
   opened->structure = borrow(PyTuple_GET_ITEM(result.ptr(), 1));
   opened->state = found.unflatten;
-  return static_cast<bool>(opened->children);
 }
 
-PyObject* build_dict(PyObject* keys, PyObject* const* children, Py_ssize_t size) {
-  py::object dict = steal(PyDict_New());
-  if (!dict) return nullptr;
+py::object build_dict(PyObject* keys, PyObject* const* children, Py_ssize_t size) {
+  py::object dict = checked(PyDict_New());
   for (Py_ssize_t i = 0; i < size; ++i) {
-    if (PyDict_SetItem(dict.ptr(), PyTuple_GET_ITEM(keys, i), children[i]) < 0) return nullptr;
+    throw_if(PyDict_SetItem(dict.ptr(), PyTuple_GET_ITEM(keys, i), children[i]) < 0);
   }
-  return dict.release().ptr();
+  return dict;
 }
 
-PyObject* build_registered(PyObject* context, PyObject* unflatten, PyObject* const* children,
-                           Py_ssize_t size) {
+py::object build_registered(PyObject* context, PyObject* unflatten, PyObject* const* children,
+                            Py_ssize_t size) {
   const py::object list = make_list(children, size);
-  if (!list) return nullptr;
   PyObject* arguments[] = {list.ptr(), context};
-  return PyObject_Vectorcall(unflatten, arguments, 2, nullptr);
+  return checked(PyObject_Vectorcall(unflatten, arguments, 2, nullptr));
 }
 
 }  // namespace
 
 py::object make_tuple(PyObject* const* items, Py_ssize_t size) {
-  py::object tuple = steal(PyTuple_New(size));
-  for (Py_ssize_t i = 0; tuple && i < size; ++i) {
+  py::object tuple = checked(PyTuple_New(size));
+  for (Py_ssize_t i = 0; i < size; ++i) {
     Py_INCREF(items[i]);
     PyTuple_SET_ITEM(tuple.ptr(), i, items[i]);
   }
@@ -66,80 +60,79 @@ py::object make_tuple(PyObject* const* items, Py_ssize_t size) {
 }
 
 py::object make_list(PyObject* const* items, Py_ssize_t size) {
-  py::object list = steal(PyList_New(size));
-  for (Py_ssize_t i = 0; list && i < size; ++i) {
+  py::object list = checked(PyList_New(size));
+  for (Py_ssize_t i = 0; i < size; ++i) {
     Py_INCREF(items[i]);
     PyList_SET_ITEM(list.ptr(), i, items[i]);
   }
   return list;
 }
 
-bool dict_items(PyObject* dict, py::object* keys, py::object* values) {
+py::object dict_items(PyObject* dict, py::object* keys) {
+  py::object values;
   Py_ssize_t size;
   do {  // an allocation may run the collector, whose finalizers may change the dict
     size = PyDict_GET_SIZE(dict);
-    *values = steal(PyTuple_New(size));
-    if (!*values) return false;
-    if (keys != nullptr && !(*keys = steal(PyTuple_New(size)))) return false;
+    values = checked(PyTuple_New(size));
+    if (keys != nullptr) *keys = checked(PyTuple_New(size));
   } while (size != PyDict_GET_SIZE(dict));
   PyObject *key, *value;
   Py_ssize_t i = 0;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value); ++i) {
     Py_INCREF(value);
-    PyTuple_SET_ITEM(values->ptr(), i, value);
+    PyTuple_SET_ITEM(values.ptr(), i, value);
     if (keys == nullptr) continue;
     Py_INCREF(key);
     PyTuple_SET_ITEM(keys->ptr(), i, key);
   }
-  return true;
+  return values;
 }
 
-bool open(PyObject* object, bool to_rebuild, Opened* opened) {
-  if (classify_builtin(object, &opened->kind)) {
-    switch (opened->kind) {
-      case Kind::kTuple: opened->children = borrow(object); return true;
-      case Kind::kList:
-        opened->children = steal(PyList_AsTuple(object));
-        return static_cast<bool>(opened->children);
+Opened open(PyObject* object, bool to_rebuild) {
+  Opened opened;
+  if (classify_builtin(object, &opened.kind)) {
+    switch (opened.kind) {
+      case Kind::kTuple: opened.children = borrow(object); break;
+      case Kind::kList: opened.children = checked(PyList_AsTuple(object)); break;
       case Kind::kDict:
-        return dict_items(object, to_rebuild ? &opened->structure : nullptr, &opened->children);
-      default: return true;
+        opened.children = dict_items(object, to_rebuild ? &opened.structure : nullptr);
+        break;
+      default: break;
     }
+    return opened;
   }
-  Classified found;
-  if (!classify(object, &found)) return false;
-  opened->kind = found.kind;
-  if (found.kind == Kind::kRegistered) return open_registered(object, found, opened);
-  if (found.kind != Kind::kStructural) return true;
-  return open_structural(object, *found.type, to_rebuild, opened);
+  const Classified found = classify(object);
+  opened.kind = found.kind;
+  if (found.kind == Kind::kRegistered) open_registered(object, found, &opened);
+  if (found.kind == Kind::kStructural) open_structural(object, *found.type, to_rebuild, &opened);
+  return opened;
 }
 
-PyObject* build(Kind kind, PyTypeObject* type, PyObject* structure, PyObject* state,
-                PyObject* const* children, Py_ssize_t size) {
+py::object build(Kind kind, PyTypeObject* type, PyObject* structure, PyObject* state,
+                 PyObject* const* children, Py_ssize_t size) {
   switch (kind) {
-    case Kind::kTuple: return make_tuple(children, size).release().ptr();
-    case Kind::kList: return make_list(children, size).release().ptr();
+    case Kind::kTuple: return make_tuple(children, size);
+    case Kind::kList: return make_list(children, size);
     case Kind::kDict: return build_dict(structure, children, size);
     case Kind::kRegistered: return build_registered(structure, state, children, size);
     default: return build_structural(type, structure, state, children, size);
   }
 }
 
-bool Path::check(const char* operation) const {
+Path::Path(PyObject* container, const Path* parent, const char* operation)
+    : container(container), parent(parent), depth(parent == nullptr ? 1 : parent->depth + 1) {
   for (const Path* outer = parent; outer != nullptr; outer = outer->parent) {
     if (outer->container != container) continue;
-    PyErr_Format(PyExc_ValueError,
-                 "%s: a %.200s contains itself; expected a tree without cycles, return a copy of "
-                 "what is shared",
-                 operation, Py_TYPE(container)->tp_name);
-    return false;
+    throw_error(PyExc_ValueError,
+                "%s: a %.200s contains itself; expected a tree without cycles, return a copy of "
+                "what is shared",
+                operation, Py_TYPE(container)->tp_name);
   }
-  if (depth <= kMaxDepth) return true;
-  PyErr_Format(PyExc_RecursionError,
-               "%s: containers are nested deeper than %d, the innermost is a %.200s; return a "
-               "flatter structure",
-               operation, kMaxDepth, Py_TYPE(container)->tp_name);
-  return false;
+  if (depth <= kMaxDepth) return;
+  throw_error(PyExc_RecursionError,
+              "%s: containers are nested deeper than %d, the innermost is a %.200s; return a "
+              "flatter structure",
+              operation, kMaxDepth, Py_TYPE(container)->tp_name);
 }
 
 }  // namespace flex_model

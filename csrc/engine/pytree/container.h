@@ -21,21 +21,20 @@ struct Opened {
 };
 
 // Classifies `object` and flattens it by one level if it is a container; for a leaf or a constant
-// only `kind` is set. `structure` and `state` are filled for `to_rebuild`. False with a Python
-// error.
-bool open(PyObject* object, bool to_rebuild, Opened* opened);
+// only `kind` is set. `structure` and `state` are filled for `to_rebuild`.
+Opened open(PyObject* object, bool to_rebuild);
 
-// A new container of `type` with these children; nullptr with a Python error.
-PyObject* build(Kind kind, PyTypeObject* type, PyObject* structure, PyObject* state,
-                PyObject* const* children, Py_ssize_t size);
+// A new container of `type` with these children.
+py::object build(Kind kind, PyTypeObject* type, PyObject* structure, PyObject* state,
+                 PyObject* const* children, Py_ssize_t size);
 
 // For structural types (structural.cpp).
-bool open_structural(PyObject* object, const ContainerType& type, bool to_rebuild, Opened* opened);
-PyObject* build_structural(PyTypeObject* type, PyObject* structure, PyObject* state,
-                           PyObject* const* children, Py_ssize_t size);
+void open_structural(PyObject* object, const ContainerType& type, bool to_rebuild, Opened* opened);
+py::object build_structural(PyTypeObject* type, PyObject* structure, PyObject* state,
+                            PyObject* const* children, Py_ssize_t size);
 
-// Snapshots of the keys (if `keys` is given) and the values, in insertion order.
-bool dict_items(PyObject* dict, py::object* keys, py::object* values);
+// A snapshot of the values, and of the keys if `keys` is given, in insertion order.
+py::object dict_items(PyObject* dict, py::object* keys);
 
 py::object make_tuple(PyObject* const* items, Py_ssize_t size);
 py::object make_list(PyObject* const* items, Py_ssize_t size);
@@ -48,11 +47,8 @@ struct Path {
   const Path* parent;
   int depth;
 
-  Path(PyObject* container, const Path* parent)
-      : container(container), parent(parent), depth(parent == nullptr ? 1 : parent->depth + 1) {}
-
-  // False with a ValueError if the container is inside itself, a RecursionError if it is too deep.
-  bool check(const char* operation) const;
+  // ValueError if the container is inside itself, RecursionError if it is too deep.
+  Path(PyObject* container, const Path* parent, const char* operation);
 };
 
 }  // namespace flex_model

@@ -7,25 +7,21 @@ namespace flex_model {
 namespace {
 
 struct Flattening {
-  std::vector<Node> nodes;
-  PyObject* leaves;
+  std::vector<Node> nodes{};
+  py::list leaves{};
 
-  bool visit(PyObject* object, const Path* parent) {
-    Opened opened;
-    if (!open(object, /*to_rebuild=*/true, &opened)) return false;
+  void visit(PyObject* object, const Path* parent) {
+    Opened opened = open(object, /*to_rebuild=*/true);
     if (opened.kind == Kind::kLeaf) {
       nodes.emplace_back().kind = Kind::kLeaf;
-      return PyList_Append(leaves, object) == 0;
+      return throw_if(PyList_Append(leaves.ptr(), object) < 0);
     }
     if (opened.kind == Kind::kConstant) {
       nodes.emplace_back().structure = borrow(object);
-      return true;
+      return;
     }
-    const Path path(object, parent);
-    if (!path.check("flatten")) return false;
-    for (Py_ssize_t i = 0; i < opened.size(); ++i) {
-      if (!visit(opened.begin()[i], &path)) return false;
-    }
+    const Path path(object, parent, "flatten");
+    for (Py_ssize_t i = 0; i < opened.size(); ++i) visit(opened.begin()[i], &path);
     Node& node = nodes.emplace_back();
     node.kind = opened.kind;
     node.size = opened.size();
@@ -34,7 +30,6 @@ struct Flattening {
     }
     node.structure = std::move(opened.structure);
     node.state = std::move(opened.state);
-    return true;
   }
 };
 
@@ -47,86 +42,75 @@ struct Search {
   Py_ssize_t count = 0;
   py::object found{};
 
-  bool visit(PyObject* object, const Path* parent) {
-    Opened opened;
-    if (!open(object, /*to_rebuild=*/replacement != nullptr, &opened)) return false;
-    if (opened.kind == Kind::kConstant) return true;
+  void visit(PyObject* object, const Path* parent) {
+    const Opened opened = open(object, /*to_rebuild=*/replacement != nullptr);
+    if (opened.kind == Kind::kConstant) return;
     if (opened.kind == Kind::kLeaf) {
       if (count++ == index) found = borrow(replacement != nullptr ? replacement : object);
-      return true;
+      return;
     }
-    const Path path(object, parent);
-    if (!path.check(operation)) return false;
+    const Path path(object, parent, operation);
     for (Py_ssize_t i = 0; i < opened.size(); ++i) {
-      if (!visit(opened.begin()[i], &path)) return false;
+      visit(opened.begin()[i], &path);
       if (!found) continue;
-      return replacement == nullptr || rebuild(object, opened, i);
+      if (replacement != nullptr) rebuild(object, opened, i);
+      return;
     }
-    return true;
   }
 
-  bool rebuild(PyObject* object, const Opened& opened, Py_ssize_t at) {
+  void rebuild(PyObject* object, const Opened& opened, Py_ssize_t at) {
     std::vector<PyObject*> children(opened.begin(), opened.begin() + opened.size());
     children[at] = found.ptr();
-    found = steal(build(opened.kind, Py_TYPE(object), opened.structure.ptr(), opened.state.ptr(),
-                        children.data(), opened.size()));
-    return static_cast<bool>(found);
+    found = build(opened.kind, Py_TYPE(object), opened.structure.ptr(), opened.state.ptr(),
+                  children.data(), opened.size());
   }
 };
 
 }  // namespace
 
-PyObject* flatten(PyObject* tree) {
-  if (!is_ready()) return nullptr;
-  py::object leaves = steal(PyList_New(0));
-  if (!leaves) return nullptr;
-  Flattening flattening{{}, leaves.ptr()};
+py::object flatten(PyObject* tree) {
+  require_leaf_type();
+  Flattening flattening;
   flattening.nodes.reserve(16);
-  if (!flattening.visit(tree, nullptr)) return nullptr;
-  const Py_ssize_t size = PyList_GET_SIZE(leaves.ptr());
-  const py::object spec = steal(make_tree_spec(std::move(flattening.nodes), size));
-  if (!spec) return nullptr;
-  PyObject* pair[] = {leaves.ptr(), spec.ptr()};
-  return make_tuple(pair, 2).release().ptr();
+  flattening.visit(tree, nullptr);
+  const Py_ssize_t size = PyList_GET_SIZE(flattening.leaves.ptr());
+  const py::object spec = make_tree_spec(std::move(flattening.nodes), size);
+  PyObject* pair[] = {flattening.leaves.ptr(), spec.ptr()};
+  return make_tuple(pair, 2);
 }
 
-PyObject* leaf_at(PyObject* tree, Py_ssize_t index, Py_ssize_t* num_leaves) {
-  if (!is_ready()) return nullptr;
-  if (Py_TYPE(tree) == leaf_type && index == 0) {
-    Py_INCREF(tree);
-    return tree;
-  }
+py::object leaf_at(PyObject* tree, Py_ssize_t index, Py_ssize_t* num_leaves) {
+  require_leaf_type();
+  if (Py_TYPE(tree) == leaf_type && index == 0) return borrow(tree);
   Search search{"leaf_at", index, nullptr};
-  if (!search.visit(tree, nullptr)) return nullptr;
+  search.visit(tree, nullptr);
   *num_leaves = search.count;
-  return search.found.release().ptr();
+  return std::move(search.found);
 }
 
-PyObject* replace_leaf(PyObject* tree, Py_ssize_t index, PyObject* leaf) {
-  if (!is_ready()) return nullptr;
+py::object replace_leaf(PyObject* tree, Py_ssize_t index, PyObject* leaf) {
+  require_leaf_type();
   Search search{"replace_leaf", index, leaf};
-  if (!search.visit(tree, nullptr)) return nullptr;
-  if (search.found) return search.found.release().ptr();
-  set_index_error("replace_leaf", search.count, index);
-  return nullptr;
+  search.visit(tree, nullptr);
+  if (!search.found) throw_index_error("replace_leaf", search.count, index);
+  return std::move(search.found);
 }
 
 Py_ssize_t num_leaves(PyObject* tree) {
-  if (!is_ready()) return -1;
+  require_leaf_type();
   Search search{"num_leaves", -1, nullptr};
-  return search.visit(tree, nullptr) ? search.count : -1;
+  search.visit(tree, nullptr);
+  return search.count;
 }
 
-void set_index_error(const char* operation, Py_ssize_t num_leaves, Py_ssize_t index) {
+void throw_index_error(const char* operation, Py_ssize_t num_leaves, Py_ssize_t index) {
   if (num_leaves == 0) {
-    PyErr_Format(
-        PyExc_IndexError,
-        "%s: the tree has 0 tensors; unpack_idx %zd is out of range; register the type that "
-        "holds them with flex_model.pytree.register",
-        operation, index);
-    return;
+    throw_error(PyExc_IndexError,
+                "%s: the tree has 0 tensors; unpack_idx %zd is out of range; register the type "
+                "that holds them with flex_model.pytree.register",
+                operation, index);
   }
-  PyErr_Format(
+  throw_error(
       PyExc_IndexError,
       "%s: the tree has %zd tensor%s; unpack_idx %zd is out of range; pass an index in [0, %zd]",
       operation, num_leaves, num_leaves == 1 ? "" : "s", index, num_leaves - 1);

@@ -35,17 +35,12 @@ Registry& registry() {
   return *registry;
 }
 
-// `address` is the dead type's, as an int, so that nothing here keeps a type alive.
-PyObject* forget_type(PyObject* address, PyObject*) {
-  const auto found = registry().types.find(static_cast<PyTypeObject*>(PyLong_AsVoidPtr(address)));
-  if (found != registry().types.end()) {
-    const auto entry = std::move(found->second);
-    registry().types.erase(found);  // before the entry dies: that may run any code
-  }
-  Py_RETURN_NONE;
+void forget(PyTypeObject* dead) {
+  const auto found = registry().types.find(dead);
+  if (found == registry().types.end()) return;
+  const auto entry = std::move(found->second);
+  registry().types.erase(found);  // before the entry dies: that may run any code
 }
-
-PyMethodDef forget_type_definition = {"forget_type", forget_type, METH_O, nullptr};
 
 void add_slot(PyObject* descriptor, std::vector<Slot>* slots) {
   const PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
@@ -80,10 +75,9 @@ bool find_storage(PyTypeObject* type, ContainerType* entry) {
   return entry->storage != Storage::kNone || type == &PyBaseObject_Type;
 }
 
-bool describe(PyTypeObject* type, ContainerType* entry) {
+void describe(PyTypeObject* type, ContainerType* entry) {
   const py::object described =
-      steal(PyObject_CallOneArg(registry().describe.ptr(), reinterpret_cast<PyObject*>(type)));
-  if (!described) return false;
+      checked(PyObject_CallOneArg(registry().describe.ptr(), reinterpret_cast<PyObject*>(type)));
   if (!described.is_none()) {
     PyObject* attributes = PyTuple_GET_ITEM(described.ptr(), 0);
     if (attributes != Py_None) entry->attributes = borrow(attributes);
@@ -92,60 +86,56 @@ bool describe(PyTypeObject* type, ContainerType* entry) {
   entry->has_dict = type->tp_dictoffset != 0;
   entry->is_structural =
       find_storage(type, entry) && (entry->storage != Storage::kNone || entry->attributes);
-  return true;
+}
+
+ContainerType& entry_of(const py::type& type) {
+  require_leaf_type();
+  return container_type(reinterpret_cast<PyTypeObject*>(type.ptr()));
+}
+
+std::string name_of(const py::type& type) {
+  return reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name;
+}
+
+void check_unregistered(const py::type& type, bool is_registered) {
+  if (!is_registered) return;
+  throw py::value_error("register: " + name_of(type) +
+                        " is already registered; call flex_model.pytree.unregister first");
 }
 
 }  // namespace
 
-ContainerType* container_type(PyTypeObject* type) {
+ContainerType& container_type(PyTypeObject* type) {
   auto& types = registry().types;
   const auto found = types.find(type);
-  if (found != types.end()) return found->second.get();
+  if (found != types.end()) return *found->second;
 
   auto entry = std::make_unique<ContainerType>();
-  if (!describe(type, entry.get())) return nullptr;
-  const py::object address = steal(PyLong_FromVoidPtr(type));
-  if (!address) return nullptr;
-  const py::object forget = steal(PyCFunction_New(&forget_type_definition, address.ptr()));
-  if (!forget) return nullptr;
-  entry->weakref = steal(PyWeakref_NewRef(reinterpret_cast<PyObject*>(type), forget.ptr()));
-  if (!entry->weakref) return nullptr;
-  return types.try_emplace(type, std::move(entry)).first->second.get();
+  describe(type, entry.get());
+  const py::handle object(reinterpret_cast<PyObject*>(type));
+  entry->weakref = py::weakref(object, py::cpp_function([type](const py::handle&) {
+                                 forget(type);
+                               }));  // keeps no type alive
+  return *types.try_emplace(type, std::move(entry)).first->second;
 }
 
-bool classify(PyObject* object, Classified* result) {
+Classified classify(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
-  if (PyType_IsSubtype(type, leaf_type)) return result->kind = Kind::kLeaf, true;
-  const ContainerType* entry = container_type(type);
-  if (entry == nullptr) return false;
-  result->type = entry;
-  if (entry->is_leaf) return result->kind = Kind::kLeaf, true;
-  if (entry->flatten) {
-    result->kind = Kind::kRegistered;
-    result->flatten = entry->flatten;
-    result->unflatten = entry->unflatten;
-    return true;
-  }
-  if (!entry->is_before_torch) {
-    PyObject* node = PyDict_GetItemWithError(registry().torch_registry.ptr(),
-                                             reinterpret_cast<PyObject*>(type));  // borrowed
-    if (node == nullptr && PyErr_Occurred()) return false;
+  if (PyType_IsSubtype(type, leaf_type)) return {Kind::kLeaf};
+  const ContainerType& entry = container_type(type);
+  if (entry.is_leaf) return {Kind::kLeaf};
+  if (entry.flatten) return {Kind::kRegistered, &entry, entry.flatten, entry.unflatten};
+  if (!entry.is_before_torch) {
+    PyObject* node =
+        PyDict_GetItemWithError(registry().torch_registry.ptr(), reinterpret_cast<PyObject*>(type));
+    throw_if(node == nullptr && PyErr_Occurred());
     if (node != nullptr) {
       const py::object alive = borrow(node);
-      result->kind = Kind::kRegistered;
-      result->is_torch = true;
-      result->flatten = steal(PyObject_GetAttr(node, registry().flatten_fn));
-      result->unflatten = steal(PyObject_GetAttr(node, registry().unflatten_fn));
-      return result->flatten && result->unflatten;
+      return {Kind::kRegistered, &entry, checked(PyObject_GetAttr(node, registry().flatten_fn)),
+              checked(PyObject_GetAttr(node, registry().unflatten_fn)), /*is_torch=*/true};
     }
   }
-  result->kind = entry->is_structural ? Kind::kStructural : Kind::kConstant;
-  return true;
-}
-
-bool is_ready() {
-  if (leaf_type != nullptr) return true;
-  return static_cast<bool>(steal(PyImport_ImportModule("flex_model.pytree")));  // sets it
+  return {entry.is_structural ? Kind::kStructural : Kind::kConstant, &entry};
 }
 
 void set_leaf_type(py::type type) {  // never freed, so leaf_type cannot dangle
@@ -157,27 +147,9 @@ void set_type_sources(py::function describe, py::dict torch_registry) {
   registry().torch_registry = std::move(torch_registry);
 }
 
-namespace {
-
-ContainerType& entry_of(const py::type& type) {
-  if (!is_ready()) throw py::error_already_set();
-  ContainerType* entry = container_type(reinterpret_cast<PyTypeObject*>(type.ptr()));
-  if (entry == nullptr) throw py::error_already_set();
-  return *entry;
-}
-
-std::string name_of(const py::type& type) {
-  return reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name;
-}
-
-}  // namespace
-
 void register_container(py::type type, py::function flatten, py::function unflatten) {
   ContainerType& entry = entry_of(type);
-  if (entry.flatten || entry.is_leaf) {
-    throw py::value_error("register: " + name_of(type) +
-                          " is already registered; call flex_model.pytree.unregister first");
-  }
+  check_unregistered(type, entry.flatten || entry.is_leaf);
   entry.flatten = std::move(flatten);
   entry.unflatten = std::move(unflatten);
 }
@@ -195,10 +167,7 @@ void unregister_container(py::type type) {
 
 void register_leaf(py::type type) {
   ContainerType& entry = entry_of(type);
-  if (entry.flatten) {
-    throw py::value_error("register: " + name_of(type) +
-                          " is already registered; call flex_model.pytree.unregister first");
-  }
+  check_unregistered(type, static_cast<bool>(entry.flatten));
   entry.is_leaf = true;
 }
 

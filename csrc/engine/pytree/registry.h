@@ -11,17 +11,12 @@
 // 4, 6 and 7 are looked up once per type and cached until the type dies.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <cstdint>
 #include <vector>
 
+#include "python_objects.h"
+
 namespace flex_model {
-
-namespace py = pybind11;
-
-inline py::object steal(PyObject* object) { return py::reinterpret_steal<py::object>(object); }
-inline py::object borrow(PyObject* object) { return py::reinterpret_borrow<py::object>(object); }
 
 enum class Kind : uint8_t { kConstant, kLeaf, kTuple, kList, kDict, kStructural, kRegistered };
 
@@ -51,14 +46,16 @@ struct ContainerType {
 struct Classified {
   Kind kind = Kind::kConstant;
   const ContainerType* type = nullptr;  // of kStructural
-  py::object flatten, unflatten;        // of kRegistered
+  py::object flatten{}, unflatten{};    // of kRegistered
   bool is_torch = false;                // registered with torch, for error messages
 };
 
 extern PyTypeObject* leaf_type;  // null until flex_model.pytree is imported
 
-// Imports flex_model.pytree if need be; every traversal begins here. False with a Python error.
-bool is_ready();
+// Imports flex_model.pytree if need be, which sets the leaf type; every traversal begins here.
+inline void require_leaf_type() {
+  if (leaf_type == nullptr) py::module_::import("flex_model.pytree");
+}
 
 // Classifies the common types without a table; if it returns false, call `classify`.
 inline bool classify_builtin(PyObject* object, Kind* kind) {
@@ -72,11 +69,10 @@ inline bool classify_builtin(PyObject* object, Kind* kind) {
          type == &PyBool_Type || type == &PyUnicode_Type;
 }
 
-// False with a Python error.
-bool classify(PyObject* object, Classified* result);
+Classified classify(PyObject* object);
 
-// Returns the entry of a type, made if need be; nullptr with a Python error.
-ContainerType* container_type(PyTypeObject* type);
+// Returns the entry of a type, made if need be.
+ContainerType& container_type(PyTypeObject* type);
 
 // flex_model.pytree calls these two, the leaf type last. `describe(type)` is None or (attributes or
 // None, whether it precedes torch's registry); `torch_registry` maps a type to an object with

@@ -7,6 +7,8 @@
 //
 // If a dict has an attribute with the name of a string key and the same object (ModelOutput,
 // attribute dicts), the two stay synchronized: replacing the item replaces the attribute.
+#include <algorithm>
+
 #include "pytree/container.h"
 
 namespace flex_model {
@@ -40,44 +42,33 @@ PyObject* slot_value(PyObject* object, const ContainerType& type, PyObject* name
 }
 
 // The order of an OrderedDict is its own, not that of the dict below.
-bool ordered_items(PyObject* dict, py::object* keys, py::object* values) {
-  const py::object iterator = steal(PyODict_Type.tp_iter(dict));
-  py::object key_list = steal(PyList_New(0)), value_list = steal(PyList_New(0));
-  if (!iterator || !key_list || !value_list) return false;
+py::object ordered_items(PyObject* dict, py::object* keys) {
+  const py::object iterator = checked(PyODict_Type.tp_iter(dict));
+  py::list key_list, values;
   while (const py::object key = steal(PyIter_Next(iterator.ptr()))) {
-    const py::object value = borrow(PyDict_GetItemWithError(dict, key.ptr()));
-    if (!value) {
-      if (!PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, key.ptr());
-      return false;
-    }
-    if (PyList_Append(key_list.ptr(), key.ptr()) < 0) return false;
-    if (PyList_Append(value_list.ptr(), value.ptr()) < 0) return false;
+    PyObject* value = PyDict_GetItemWithError(dict, key.ptr());
+    if (value == nullptr && !PyErr_Occurred()) PyErr_SetObject(PyExc_KeyError, key.ptr());
+    throw_if(value == nullptr);
+    values.append(py::handle(value));
+    key_list.append(key);
   }
-  if (PyErr_Occurred()) return false;
-  *keys = steal(PyList_AsTuple(key_list.ptr()));
-  *values = std::move(value_list);
-  return static_cast<bool>(*keys);
+  throw_if(PyErr_Occurred());
+  *keys = checked(PyList_AsTuple(key_list.ptr()));
+  return std::move(values);
 }
 
-bool open_storage(PyObject* object, Storage storage, py::object* keys, py::object* items) {
+py::object open_storage(PyObject* object, Storage storage, py::object* keys) {
   switch (storage) {
-    case Storage::kTuple:
-      *items = steal(PyTuple_GetSlice(object, 0, PyTuple_GET_SIZE(object)));
-      return static_cast<bool>(*items);
-    case Storage::kList: *items = steal(PyList_AsTuple(object)); return static_cast<bool>(*items);
-    case Storage::kDict: return dict_items(object, keys, items);
-    case Storage::kOrderedDict: return ordered_items(object, keys, items);
+    case Storage::kTuple: return checked(PyTuple_GetSlice(object, 0, PyTuple_GET_SIZE(object)));
+    case Storage::kList: return checked(PyList_AsTuple(object));
+    case Storage::kDict: return dict_items(object, keys);
+    case Storage::kOrderedDict: return ordered_items(object, keys);
     case Storage::kStructSequence: {  // with the fields that are not shown as items
-      const py::object count =
-          steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "n_fields"));
-      const Py_ssize_t size = count ? PyLong_AsSsize_t(count.ptr()) : -1;
-      if (size < 0) return false;
-      *items = make_tuple(reinterpret_cast<PyTupleObject*>(object)->ob_item, size);
-      return static_cast<bool>(*items);
+      const auto size = py::type::handle_of(object).attr("n_fields").cast<Py_ssize_t>();
+      return make_tuple(reinterpret_cast<PyTupleObject*>(object)->ob_item, size);
     }
-    case Storage::kNone: *items = borrow(marks().no_arguments); return true;
+    default: return borrow(marks().no_arguments);
   }
-  return false;
 }
 
 // Whether the attribute of the key's name holds the same object as the item.
@@ -86,18 +77,17 @@ bool in_step(PyObject* attributes, PyObject* key, PyObject* item) {
 }
 
 // Appends the values of the named attributes to `children`, and the names that are set to `names`.
-bool open_attributes(PyObject* object, const ContainerType& type, PyObject* attributes,
-                     const py::object& keys, const py::object& items, PyObject* names,
-                     PyObject* children) {
+void open_attributes(PyObject* object, const ContainerType& type, PyObject* attributes,
+                     const py::object& keys, const py::object& items, py::list* names,
+                     py::list* children) {
   py::object requested = type.attributes;
   if (!PyTuple_Check(requested.ptr())) {
-    requested = steal(PyObject_CallOneArg(requested.ptr(), object));
-    if (!requested) return false;
+    requested = checked(PyObject_CallOneArg(requested.ptr(), object));
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(requested.ptr()); ++i) {
     PyObject* name = PyTuple_GET_ITEM(requested.ptr(), i);
     PyObject* value = attributes == nullptr ? nullptr : PyDict_GetItemWithError(attributes, name);
-    if (value == nullptr && PyErr_Occurred()) return false;
+    throw_if(value == nullptr && PyErr_Occurred());
     if (value == nullptr) value = slot_value(object, type, name);
     if (value == nullptr) continue;
     bool is_item = false;  // whether its item is a child already
@@ -108,9 +98,9 @@ bool open_attributes(PyObject* object, const ContainerType& type, PyObject* attr
     }
     if (is_item) continue;
     const py::object alive = borrow(value);
-    if (PyList_Append(names, name) < 0 || PyList_Append(children, value) < 0) return false;
+    names->append(py::handle(name));
+    children->append(alive);
   }
-  return true;
 }
 
 // Returns the attributes of the object with a hole in place of each child; None without attributes.
@@ -118,40 +108,37 @@ py::object template_of(PyObject* object, PyObject* attributes, const py::object&
                        const py::object& items, const py::object& names) {
   if (attributes == object) return borrow(marks().hole);  // self.__dict__ = self
   if (attributes == nullptr || PyDict_GET_SIZE(attributes) == 0) return py::none();
-  py::object copy = steal(PyDict_Copy(attributes));
-  if (!copy) return copy;
+  py::object copy = checked(PyDict_Copy(attributes));
   for (Py_ssize_t i = 0; keys && i < PyTuple_GET_SIZE(keys.ptr()); ++i) {
     PyObject* key = PyTuple_GET_ITEM(keys.ptr(), i);
     if (!in_step(copy.ptr(), key, PySequence_Fast_ITEMS(items.ptr())[i])) continue;
-    if (PyDict_SetItem(copy.ptr(), key, marks().hole) < 0) return py::object();
+    throw_if(PyDict_SetItem(copy.ptr(), key, marks().hole) < 0);
   }
   for (Py_ssize_t i = 0; names && i < PyTuple_GET_SIZE(names.ptr()); ++i) {
     PyObject* name = PyTuple_GET_ITEM(names.ptr(), i);
     const int has = PyDict_Contains(copy.ptr(), name);
-    if (has < 0 || (has && PyDict_SetItem(copy.ptr(), name, marks().hole) < 0)) return py::object();
+    throw_if(has < 0 || (has && PyDict_SetItem(copy.ptr(), name, marks().hole) < 0));
   }
   return copy;
 }
 
-bool fill_state(PyObject* object, const ContainerType& type, PyObject* attributes,
-                const py::object& keys, const py::object& items, const py::object& names,
-                Opened* opened) {
+// Null if there is nothing to keep.
+py::object state_of(PyObject* object, const ContainerType& type, PyObject* attributes,
+                    const py::object& keys, const py::object& items, const py::object& names) {
   py::object kept = template_of(object, attributes, keys, items, names);
-  if (!kept) return false;
-  if (kept.is_none() && type.slots.empty()) return true;
-  opened->state = steal(PyTuple_New(1 + static_cast<Py_ssize_t>(type.slots.size())));
-  if (!opened->state) return false;
-  PyTuple_SET_ITEM(opened->state.ptr(), 0, kept.release().ptr());
+  if (kept.is_none() && type.slots.empty()) return {};
+  py::object state = checked(PyTuple_New(1 + static_cast<Py_ssize_t>(type.slots.size())));
+  PyTuple_SET_ITEM(state.ptr(), 0, kept.release().ptr());
   for (size_t i = 0; i < type.slots.size(); ++i) {
     PyObject* value = *slot_address(object, type.slots[i]);
     if (value == nullptr) value = marks().unset;
     const int is_child = names ? PySequence_Contains(names.ptr(), type.slots[i].name.ptr()) : 0;
-    if (is_child < 0) return false;
+    throw_if(is_child < 0);
     if (is_child) value = marks().hole;
     Py_INCREF(value);
-    PyTuple_SET_ITEM(opened->state.ptr(), i + 1, value);
+    PyTuple_SET_ITEM(state.ptr(), i + 1, value);
   }
-  return true;
+  return state;
 }
 
 py::object new_with_items(PyTypeObject* type, Storage storage, PyObject* keys,
@@ -159,131 +146,116 @@ py::object new_with_items(PyTypeObject* type, Storage storage, PyObject* keys,
   PyObject* none = marks().no_arguments;
   switch (storage) {
     case Storage::kTuple: {
-      const py::object tuple = make_tuple(items, size);
-      if (!tuple) return tuple;
-      PyObject* argument = tuple.ptr();
-      const py::object arguments = make_tuple(&argument, 1);
-      return arguments ? steal(PyTuple_Type.tp_new(type, arguments.ptr(), nullptr)) : arguments;
+      const py::object arguments = py::make_tuple(make_tuple(items, size));
+      return checked(PyTuple_Type.tp_new(type, arguments.ptr(), nullptr));
     }
     case Storage::kList: {
       const py::object list = make_list(items, size);
-      py::object made = list ? steal(PyList_Type.tp_new(type, none, nullptr)) : py::object();
-      if (made && PyList_SetSlice(made.ptr(), 0, 0, list.ptr()) < 0) return py::object();
+      py::object made = checked(PyList_Type.tp_new(type, none, nullptr));
+      throw_if(PyList_SetSlice(made.ptr(), 0, 0, list.ptr()) < 0);
       return made;
     }
     case Storage::kDict:
     case Storage::kOrderedDict: {
       const bool ordered = storage == Storage::kOrderedDict;
-      py::object made = steal((ordered ? PyODict_Type : PyDict_Type).tp_new(type, none, nullptr));
-      for (Py_ssize_t i = 0; made && i < size; ++i) {
+      py::object made = checked((ordered ? PyODict_Type : PyDict_Type).tp_new(type, none, nullptr));
+      for (Py_ssize_t i = 0; i < size; ++i) {
         PyObject* key = PyTuple_GET_ITEM(keys, i);
-        const int failed = ordered ? PyODict_SetItem(made.ptr(), key, items[i])
-                                   : PyDict_SetItem(made.ptr(), key, items[i]);
-        if (failed) return py::object();
+        throw_if((ordered ? PyODict_SetItem(made.ptr(), key, items[i])
+                          : PyDict_SetItem(made.ptr(), key, items[i])) < 0);
       }
       return made;
     }
     case Storage::kStructSequence: {
-      py::object made = steal(PyStructSequence_New(type));
-      for (Py_ssize_t i = 0; made && i < size; ++i) {
+      py::object made = checked(PyStructSequence_New(type));
+      for (Py_ssize_t i = 0; i < size; ++i) {
         Py_INCREF(items[i]);
         PyStructSequence_SetItem(made.ptr(), i, items[i]);
       }
       return made;
     }
-    case Storage::kNone: return steal(PyBaseObject_Type.tp_new(type, none, nullptr));
+    default: return checked(PyBaseObject_Type.tp_new(type, none, nullptr));
   }
-  return py::object();
 }
 
-// Puts `value` where `name` has a hole in `attributes`: 1 if there was one, 0, or -1 with an error.
-int fill_hole(PyObject* attributes, PyObject* name, PyObject* value) {
-  if (!PyUnicode_Check(name) || PyDict_GetItem(attributes, name) != marks().hole) return 0;
-  return PyDict_SetItem(attributes, name, value) < 0 ? -1 : 1;
+// Puts `value` where `name` has a hole in `attributes`; false if there is none.
+bool fill_hole(PyObject* attributes, PyObject* name, PyObject* value) {
+  if (!PyUnicode_Check(name) || PyDict_GetItem(attributes, name) != marks().hole) return false;
+  throw_if(PyDict_SetItem(attributes, name, value) < 0);
+  return true;
 }
 
-bool restore_state(PyObject* made, const ContainerType& type, PyObject* keys, PyObject* names,
+void set_slot(PyObject* object, const Slot& slot, PyObject* value) {
+  Py_INCREF(value);
+  Py_XSETREF(*slot_address(object, slot), value);
+}
+
+void restore_state(PyObject* made, const ContainerType& type, PyObject* keys, PyObject* names,
                    PyObject* state, PyObject* const* children, Py_ssize_t num_items) {
   py::object attributes = borrow(PyTuple_GET_ITEM(state, 0));
   if (attributes.ptr() == marks().hole) {
-    if (PyObject_GenericSetDict(made, made, nullptr) < 0) return false;
+    throw_if(PyObject_GenericSetDict(made, made, nullptr) < 0);
     attributes = py::none();
   }
   const bool has_attributes = !attributes.is_none();
   if (has_attributes) {
-    attributes = steal(PyDict_Copy(attributes.ptr()));
-    if (!attributes) return false;
+    attributes = checked(PyDict_Copy(attributes.ptr()));
     for (Py_ssize_t i = 0; keys != nullptr && i < num_items; ++i) {
-      if (fill_hole(attributes.ptr(), PyTuple_GET_ITEM(keys, i), children[i]) < 0) return false;
+      fill_hole(attributes.ptr(), PyTuple_GET_ITEM(keys, i), children[i]);
     }
   }
   for (size_t i = 0; i < type.slots.size(); ++i) {
     PyObject* value = PyTuple_GET_ITEM(state, i + 1);
-    if (value == marks().unset || value == marks().hole) continue;
-    Py_INCREF(value);
-    Py_XSETREF(*slot_address(made, type.slots[i]), value);
+    if (value != marks().unset && value != marks().hole) set_slot(made, type.slots[i], value);
   }
   for (Py_ssize_t i = 0; names != nullptr && i < PyTuple_GET_SIZE(names); ++i) {
     PyObject *name = PyTuple_GET_ITEM(names, i), *child = children[num_items + i];
-    const int filled = has_attributes ? fill_hole(attributes.ptr(), name, child) : 0;
-    if (filled < 0) return false;
-    for (size_t s = 0; !filled && s < type.slots.size(); ++s) {
-      if (PyUnicode_Compare(type.slots[s].name.ptr(), name) != 0) continue;
-      Py_INCREF(child);
-      Py_XSETREF(*slot_address(made, type.slots[s]), child);
-      break;
-    }
+    if (has_attributes && fill_hole(attributes.ptr(), name, child)) continue;
+    const auto slot = std::find_if(type.slots.begin(), type.slots.end(), [&](const Slot& one) {
+      return PyUnicode_Compare(one.name.ptr(), name) == 0;
+    });
+    if (slot != type.slots.end()) set_slot(made, *slot, child);
   }
-  return !has_attributes || PyObject_GenericSetDict(made, attributes.ptr(), nullptr) == 0;
+  throw_if(has_attributes && PyObject_GenericSetDict(made, attributes.ptr(), nullptr) < 0);
 }
 
 }  // namespace
 
-bool open_structural(PyObject* object, const ContainerType& type, bool to_rebuild, Opened* opened) {
+void open_structural(PyObject* object, const ContainerType& type, bool to_rebuild, Opened* opened) {
   py::object keys, names, attributes;
-  if (!open_storage(object, type.storage, &keys, &opened->children)) return false;
+  const py::object items = open_storage(object, type.storage, &keys);
   if (type.has_dict && (to_rebuild || type.attributes)) {
-    attributes = steal(PyObject_GenericGetDict(object, nullptr));
-    if (!attributes) return false;
+    attributes = checked(PyObject_GenericGetDict(object, nullptr));
   }
-  const py::object items = opened->children;
+  opened->children = items;
   if (type.attributes) {
-    py::object name_list = steal(PyList_New(0)), children = steal(PySequence_List(items.ptr()));
-    if (!name_list || !children ||
-        !open_attributes(object, type, attributes.ptr(), keys, items, name_list.ptr(),
-                         children.ptr())) {
-      return false;
-    }
-    names = steal(PyList_AsTuple(name_list.ptr()));
-    if (!names) return false;
+    py::list name_list, children(items);
+    open_attributes(object, type, attributes.ptr(), keys, items, &name_list, &children);
+    names = checked(PyList_AsTuple(name_list.ptr()));
     opened->children = std::move(children);
   }
-  if (!to_rebuild) return true;
+  if (!to_rebuild) return;
   if (keys || names) {
     PyObject* parts[] = {keys ? keys.ptr() : Py_None, names ? names.ptr() : Py_None};
     opened->structure = make_tuple(parts, 2);
-    if (!opened->structure) return false;
   }
-  return fill_state(object, type, attributes.ptr(), keys, items, names, opened);
+  opened->state = state_of(object, type, attributes.ptr(), keys, items, names);
 }
 
-PyObject* build_structural(PyTypeObject* type, PyObject* structure, PyObject* state,
-                           PyObject* const* children, Py_ssize_t size) {
-  const ContainerType* known = container_type(type);
-  if (known == nullptr) return nullptr;
+py::object build_structural(PyTypeObject* type, PyObject* structure, PyObject* state,
+                            PyObject* const* children, Py_ssize_t size) {
+  const ContainerType& known = container_type(type);
   PyObject *keys = nullptr, *names = nullptr;
   if (structure != nullptr) {
     if (PyTuple_GET_ITEM(structure, 0) != Py_None) keys = PyTuple_GET_ITEM(structure, 0);
     if (PyTuple_GET_ITEM(structure, 1) != Py_None) names = PyTuple_GET_ITEM(structure, 1);
   }
   const Py_ssize_t num_items = size - (names == nullptr ? 0 : PyTuple_GET_SIZE(names));
-  py::object made = new_with_items(type, known->storage, keys, children, num_items);
-  if (!made) return nullptr;
-  if (state != nullptr &&
-      !restore_state(made.ptr(), *known, keys, names, state, children, num_items)) {
-    return nullptr;
+  py::object made = new_with_items(type, known.storage, keys, children, num_items);
+  if (state != nullptr) {
+    restore_state(made.ptr(), known, keys, names, state, children, num_items);
   }
-  return made.release().ptr();
+  return made;
 }
 
 }  // namespace flex_model

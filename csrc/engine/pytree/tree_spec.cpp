@@ -2,8 +2,9 @@
 
 #include <structmember.h>
 
+#include <algorithm>
 #include <new>
-#include <string>
+#include <string_view>
 
 namespace flex_model {
 namespace {
@@ -45,89 +46,64 @@ void dealloc(PyObject* self) {
   Py_DECREF(type);
 }
 
-// Whether two constants are equal: 1, 0, or -1 with a Python error. Compares identity first, since
-// constants may be any objects (arrays, NaN), and types, so that 1, 1.0 and True differ.
-int equal(PyObject* left, PyObject* right) {
-  if (left == right) return 1;
-  if (left == nullptr || right == nullptr || Py_TYPE(left) != Py_TYPE(right)) return 0;
-  return PyObject_RichCompareBool(left, right, Py_EQ);
+// Compares identity first, since constants may be any objects (arrays, NaN), and types, so that 1,
+// 1.0 and True differ.
+bool are_equal(PyObject* left, PyObject* right) {
+  if (left == right) return true;
+  if (left == nullptr || right == nullptr || Py_TYPE(left) != Py_TYPE(right)) return false;
+  const int equal = PyObject_RichCompareBool(left, right, Py_EQ);
+  throw_if(equal < 0);
+  return equal != 0;
 }
 
 PyObject* compare(PyObject* left, PyObject* right, int operation) {
   const TreeSpec *a = as_tree_spec(left), *b = as_tree_spec(right);
   if (b == nullptr || (operation != Py_EQ && operation != Py_NE)) Py_RETURN_NOTIMPLEMENTED;
-  bool same = a->num_leaves == b->num_leaves && a->nodes.size() == b->nodes.size();
-  for (size_t i = 0; same && i < a->nodes.size(); ++i) {
-    const Node &x = a->nodes[i], &y = b->nodes[i];
-    same = x.kind == y.kind && x.size == y.size && x.type.ptr() == y.type.ptr();
-    if (!same) break;
-    const int structure = equal(x.structure.ptr(), y.structure.ptr());
-    if (structure < 0) return nullptr;
-    same = structure != 0;
-  }
-  return PyBool_FromLong(same == (operation == Py_EQ));
+  const auto is_like = [](const Node& x, const Node& y) {
+    return x.kind == y.kind && x.size == y.size && x.type.ptr() == y.type.ptr() &&
+           are_equal(x.structure.ptr(), y.structure.ptr());
+  };
+  return guarded([&] {
+    const bool same =
+        a->num_leaves == b->num_leaves &&
+        std::equal(a->nodes.begin(), a->nodes.end(), b->nodes.begin(), b->nodes.end(), is_like);
+    return py::bool_(same == (operation == Py_EQ));
+  });
 }
 
-// Appends repr(object); false with a Python error.
-bool append_repr(PyObject* object, std::string* text) {
-  const py::object repr = steal(PyObject_Repr(object));
-  const char* utf8 = repr ? PyUnicode_AsUTF8(repr.ptr()) : nullptr;
-  if (utf8 == nullptr) return false;
-  *text += utf8;
-  return true;
-}
-
-// Appends the children's texts with their keys or names in front, separated by commas.
-bool append_children(const Node& node, const std::string* children, std::string* text) {
-  PyObject *keys = nullptr, *names = nullptr;
+// `children` are the texts of the node's children.
+py::object text_of(const Node& node, const py::object* children) {
+  if (node.kind == Kind::kLeaf) return py::str("*");
+  if (node.kind == Kind::kConstant) return py::repr(node.structure);
+  PyObject *keys = Py_None, *names = Py_None;
   if (node.kind == Kind::kDict) keys = node.structure.ptr();
   if (node.kind == Kind::kStructural && node.structure) {
     keys = PyTuple_GET_ITEM(node.structure.ptr(), 0);
     names = PyTuple_GET_ITEM(node.structure.ptr(), 1);
   }
-  const bool has_keys = keys != nullptr && keys != Py_None;
-  const Py_ssize_t num_names = names != nullptr && names != Py_None ? PyTuple_GET_SIZE(names) : 0;
+  const Py_ssize_t num_items = node.size - (names == Py_None ? 0 : PyTuple_GET_SIZE(names));
+  py::list parts;
   for (Py_ssize_t i = 0; i < node.size; ++i) {
-    if (i > 0) *text += ", ";
-    const Py_ssize_t name = i - (node.size - num_names);
-    if (name >= 0) {
-      const char* utf8 = PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, name));
-      if (utf8 == nullptr) return false;
-      *text += std::string(utf8) + "=";
-    } else if (has_keys) {
-      if (!append_repr(PyTuple_GET_ITEM(keys, i), text)) return false;
-      *text += ": ";
+    PyObject* child = children[i].ptr();
+    if (i >= num_items) {
+      PyObject* name = PyTuple_GET_ITEM(names, i - num_items);
+      parts.append(checked(PyUnicode_FromFormat("%U=%U", name, child)));
+    } else if (keys != Py_None) {
+      parts.append(checked(PyUnicode_FromFormat("%R: %U", PyTuple_GET_ITEM(keys, i), child)));
+    } else {
+      parts.append(children[i]);
     }
-    *text += children[i];
   }
-  return true;
-}
-
-bool append_node(const Node& node, const std::string* children, std::string* text) {
+  const py::object joined = checked(PyUnicode_Join(py::str(", ").ptr(), parts.ptr()));
   switch (node.kind) {
-    case Kind::kLeaf: *text += "*"; return true;
-    case Kind::kConstant: return append_repr(node.structure.ptr(), text);
     case Kind::kTuple:
-      *text += "(";
-      append_children(node, children, text);
-      *text += node.size == 1 ? ",)" : ")";
-      return true;
-    case Kind::kList:
-      *text += "[";
-      append_children(node, children, text);
-      *text += "]";
-      return true;
-    case Kind::kDict:
-      *text += "{";
-      if (!append_children(node, children, text)) return false;
-      *text += "}";
-      return true;
+      return checked(PyUnicode_FromFormat(node.size == 1 ? "(%U,)" : "(%U)", joined.ptr()));
+    case Kind::kList: return checked(PyUnicode_FromFormat("[%U]", joined.ptr()));
+    case Kind::kDict: return checked(PyUnicode_FromFormat("{%U}", joined.ptr()));
     default: {
-      const std::string name = reinterpret_cast<PyTypeObject*>(node.type.ptr())->tp_name;
-      *text += name.substr(name.rfind('.') + 1) + "(";
-      if (!append_children(node, children, text)) return false;
-      *text += ")";
-      return true;
+      const std::string_view name = reinterpret_cast<PyTypeObject*>(node.type.ptr())->tp_name;
+      const char* without_module = name.data() + name.rfind('.') + 1;
+      return checked(PyUnicode_FromFormat("%s(%U)", without_module, joined.ptr()));
     }
   }
 }
@@ -135,20 +111,20 @@ bool append_node(const Node& node, const std::string* children, std::string* tex
 PyObject* repr(PyObject* self) {
   const int entered = Py_ReprEnter(self);  // a constant may hold the spec
   if (entered != 0) return entered > 0 ? PyUnicode_FromString("TreeSpec(...)") : nullptr;
-  std::vector<std::string> stack;
-  bool failed = false;
-  for (const Node& node : cast(self)->nodes) {
-    const size_t first = stack.size() - static_cast<size_t>(node.size);
-    std::string text;
-    failed = !append_node(node, stack.data() + first, &text);
-    if (failed) break;
-    stack.resize(first);
-    stack.push_back(std::move(text));
-  }
+  PyObject* text = guarded([&] {
+    std::vector<py::object> stack;
+    for (const Node& node : cast(self)->nodes) {
+      const size_t first = stack.size() - static_cast<size_t>(node.size);
+      py::object text = text_of(node, stack.data() + first);
+      stack.resize(first);
+      stack.push_back(std::move(text));
+    }
+    // A spec that the garbage collector has cleared has no nodes.
+    const py::object root = stack.empty() ? py::str() : stack.back();
+    return checked(PyUnicode_FromFormat("TreeSpec(%U)", root.ptr()));
+  });
   Py_ReprLeave(self);
-  if (failed) return nullptr;
-  const std::string text = "TreeSpec(" + (stack.empty() ? std::string() : stack.back()) + ")";
-  return PyUnicode_FromStringAndSize(text.data(), static_cast<Py_ssize_t>(text.size()));
+  return text;
 }
 
 PyObject* get_num_leaves(PyObject* self, void*) {
@@ -182,24 +158,25 @@ PyTypeObject* type_object = nullptr;
 
 }  // namespace
 
-PyObject* tree_spec_type() {
+py::object tree_spec_type() {
   if (type_object == nullptr) {
-    type_object = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&type_spec));
+    type_object =
+        reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(&type_spec)).release().ptr());
   }
-  return reinterpret_cast<PyObject*>(type_object);
+  return borrow(reinterpret_cast<PyObject*>(type_object));
 }
 
 const TreeSpec* as_tree_spec(PyObject* object) {
   return Py_TYPE(object) == type_object ? cast(object) : nullptr;
 }
 
-PyObject* make_tree_spec(std::vector<Node> nodes, Py_ssize_t num_leaves) {
+py::object make_tree_spec(std::vector<Node> nodes, Py_ssize_t num_leaves) {
   TreeSpec* spec = PyObject_GC_New(TreeSpec, type_object);
-  if (spec == nullptr) return nullptr;
+  throw_if(spec == nullptr);
   spec->num_leaves = num_leaves;
   new (&spec->nodes) std::vector<Node>(std::move(nodes));
   PyObject_GC_Track(reinterpret_cast<PyObject*>(spec));
-  return reinterpret_cast<PyObject*>(spec);
+  return steal(reinterpret_cast<PyObject*>(spec));
 }
 
 }  // namespace flex_model

@@ -23,13 +23,12 @@ struct TreeSpec {
   std::vector<Node> nodes;  // the last one is the root
 };
 
-// Returns a new reference, or nullptr with a Python error.
-PyObject* make_tree_spec(std::vector<Node> nodes, Py_ssize_t num_leaves);
+py::object make_tree_spec(std::vector<Node> nodes, Py_ssize_t num_leaves);
 
 // Returns a borrowed pointer; nullptr if the object is not a TreeSpec.
 const TreeSpec* as_tree_spec(PyObject* object);
 
-// Returns the Python type, borrowed, made at the first call; nullptr with a Python error.
-PyObject* tree_spec_type();
+// Returns the Python type, made at the first call.
+py::object tree_spec_type();
 
 }  // namespace flex_model

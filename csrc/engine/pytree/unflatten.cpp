@@ -22,30 +22,23 @@ struct Stack {
   }
 };
 
-void set_count_error(Py_ssize_t expected, Py_ssize_t got) {
-  PyErr_Format(PyExc_ValueError,
-               "unflatten: the spec has %zd leaves, got %zd; pass as many as flatten returned",
-               expected, got);
-}
-
 }  // namespace
 
-PyObject* unflatten(PyObject* leaves, PyObject* spec_object) {
+py::object unflatten(PyObject* leaves, PyObject* spec_object) {
   const TreeSpec* spec = as_tree_spec(spec_object);
   if (spec == nullptr) {
-    PyErr_Format(
+    throw_error(
         PyExc_TypeError,
         "unflatten: expected a TreeSpec, got %.200s; call unflatten(leaves, spec) with what "
         "flatten returned",
         Py_TYPE(spec_object)->tp_name);
-    return nullptr;
   }
   // A tuple, which user code that runs meanwhile can't change.
-  const py::object given = steal(PySequence_Tuple(leaves));
-  if (!given) return nullptr;
+  const py::object given = checked(PySequence_Tuple(leaves));
   if (PyTuple_GET_SIZE(given.ptr()) != spec->num_leaves) {
-    set_count_error(spec->num_leaves, PyTuple_GET_SIZE(given.ptr()));
-    return nullptr;
+    throw_error(PyExc_ValueError,
+                "unflatten: the spec has %zd leaves, got %zd; pass as many as flatten returned",
+                spec->num_leaves, PyTuple_GET_SIZE(given.ptr()));
   }
   const py::object alive = borrow(spec_object);
   Stack stack;
@@ -60,16 +53,15 @@ PyObject* unflatten(PyObject* leaves, PyObject* spec_object) {
       continue;
     }
     const size_t size = static_cast<size_t>(node.size);
-    PyObject* made =
+    py::object made =
         build(node.kind, reinterpret_cast<PyTypeObject*>(node.type.ptr()), node.structure.ptr(),
               node.state.ptr(), stack.items.data() + stack.items.size() - size, node.size);
-    if (made == nullptr) return nullptr;
     stack.pop(size);
-    stack.push(made);
+    stack.push(made.release().ptr());
   }
   PyObject* root = stack.items.back();
   stack.items.pop_back();
-  return root;
+  return steal(root);
 }
 
 }  // namespace flex_model

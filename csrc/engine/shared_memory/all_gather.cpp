@@ -18,12 +18,11 @@ constexpr int64_t kInlineBytes = 16 << 10;
 constexpr int64_t kHome = 0;
 
 // A view of the first rank's lease, counted by `reader`; a copy where no mapping can be made.
-Owned view_of(Group& group, const Place& home, int64_t bytes,
-              std::unique_ptr<Group::Reader> reader) {
+Owned view_of(Group& group, const Place& home, int64_t bytes, Group::Reader reader) {
   struct View {
     std::shared_ptr<CowMapping> views;
     char* data;
-    std::unique_ptr<Group::Reader> reader;  // released after the view
+    Group::Reader reader;  // released after the view
     ~View() { views->give_back(data); }
   };
   try {
@@ -81,7 +80,7 @@ class LargeAllGather {
   std::vector<char*> targets_;                  // of all ranks, as this one writes to them
   Targets home_{};                              // the first rank's
   int64_t num_streamed_ = 0, num_readers_ = 0;  // of all ranks
-  std::unique_ptr<Group::Reader> writer_;       // of the first rank's lease: keeps it alive
+  Group::Reader writer_;                        // of the first rank's lease: keeps it alive
   std::unique_ptr<InFlightTargets> in_flight_;
   std::vector<Owned> own_views_;  // where there is no home
 };
@@ -195,8 +194,7 @@ void LargeAllGather::end() {
 
 std::vector<Owned> LargeAllGather::views() {
   if (!has_home()) return std::move(own_views_);
-  std::vector<std::unique_ptr<Group::Reader>>
-      readers;  // all of them first: what is thrown below releases them all
+  std::vector<Group::Reader> readers;  // all of them first: what is thrown below releases them all
   for (int64_t i = 0; i < num_views_; ++i) readers.push_back(group_.reader(kHome, home_.shared));
   std::vector<Owned> views;
   for (auto& reader : readers) {

@@ -224,15 +224,12 @@ ArenaTable& Group::table_of(int64_t rank) const {
   return *reinterpret_cast<ArenaTable*>(table->data());
 }
 
-Group::Reader::Reader(ArenaTable* table, std::shared_ptr<Segment> memory, int64_t number)
-    : table_(table), memory_(std::move(memory)), number_(number), pid_(getpid()) {}
-
-Group::Reader::~Reader() {
-  if (getpid() == pid_) table_->release_reader(number_);
-}
-
-std::unique_ptr<Group::Reader> Group::reader(int64_t rank, int64_t number) {
-  return std::make_unique<Reader>(&table_of(rank), peers_[rank].table, number);
+Group::Reader Group::reader(int64_t rank, int64_t number) {
+  // The table's memory is kept as long.
+  const auto release = [memory = peers_[rank].table, number, pid = getpid()](ArenaTable* table) {
+    if (getpid() == pid) table->release_reader(number);
+  };
+  return {&table_of(rank), release};
 }
 
 std::shared_ptr<CowMapping> Group::views(int64_t rank, const Place& place) {

@@ -96,22 +96,10 @@ class Group {
   // The address here of memory in another rank's arena; `range` receives the segment it is in.
   char* peer(int64_t rank, const Place& place, int64_t bytes, MemoryRange* range = nullptr);
 
-  // A reader of a rank's shared lease, released by the destructor; not in a forked child, where the
-  // reader is the parent's.
-  class Reader {
-   public:
-    Reader(ArenaTable* table, std::shared_ptr<Segment> memory, int64_t number);
-    Reader(const Reader&) = delete;
-    Reader& operator=(const Reader&) = delete;
-    ~Reader();
-
-   private:
-    ArenaTable* table_;
-    std::shared_ptr<Segment> memory_;
-    int64_t number_;
-    int32_t pid_;
-  };
-  std::unique_ptr<Reader> reader(int64_t rank, int64_t number);
+  // A reader of a rank's shared lease, released when it is destroyed; not in a forked child, where
+  // the reader is the parent's.
+  using Reader = std::shared_ptr<void>;
+  Reader reader(int64_t rank, int64_t number);
 
   // The views of the segment of a rank's arena. std::runtime_error if it can't be opened.
   std::shared_ptr<CowMapping> views(int64_t rank, const Place& place);

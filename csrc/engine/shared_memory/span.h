@@ -15,11 +15,11 @@ struct Span {
 
   // Reads a tensor's memory; None gives an empty span, on a rank without that tensor.
   // py::type_error for any other object.
-  static Span of(pybind11::handle tensor);
+  static Span of(const pybind11::object& tensor);
 
-  // py::value_error if there are fewer than `needed` bytes.
-  void check(int64_t needed, const char* what) const {
-    if (needed <= 0 || (data != nullptr && bytes >= needed)) return;
+  // The memory; py::value_error if there are fewer than `needed` bytes.
+  char* of_at_least(int64_t needed, const char* what) const {
+    if (needed <= 0 || (data != nullptr && bytes >= needed)) return data;
     const std::string got =
         data == nullptr ? "no memory" : "a tensor of " + std::to_string(bytes) + " bytes";
     throw pybind11::value_error(std::string(what) + " must have " + std::to_string(needed) +
@@ -36,7 +36,7 @@ struct type_caster<flex_model::Span> {
   PYBIND11_TYPE_CASTER(flex_model::Span, const_name("Tensor | None"));
 
   bool load(handle source, bool) {
-    value = flex_model::Span::of(source);
+    value = flex_model::Span::of(reinterpret_borrow<object>(source));
     return true;
   }
 };
