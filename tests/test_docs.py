@@ -74,8 +74,8 @@ NOT_RUN = {
     "cluster.md": ["it makes the world, which tests/integrations/test_slurm.py does"],
     "notebooks.md": ["a script of its own, run by notebook/test_notebook_page"],
     "start.md": ["a script of its own, run by test_the_first_script"],
-    "from_nnsight.md": ["nnsight's"] * 6,
-    "from_transformerlens.md": ["TransformerLens's"] * 5,
+    "from_nnsight.md": ["nnsight's"] * 4,
+    "from_transformerlens.md": ["TransformerLens's"] * 3,
 }
 
 
