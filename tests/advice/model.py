@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import frameworks
 import models
-from advice.triggers import BATCH, double, run, wrapped
+from advice.triggers import BATCH, run, wrapped
 from flex_model import FlexModel, HookFunction, Select, pytree
 from flex_model.distributed.placement import Shard
+from shared_edits import double
 
 
 class Tuples(nn.Module):

@@ -16,9 +16,10 @@ from torch import nn
 import models
 import quantized_folders
 import quantized_layers
-from advice.triggers import double, in_a_folder
+from advice.triggers import in_a_folder
 from flex_model import ActivationStore, FlexModel, HookFunction, sequential
 from flex_model.sequential.harvest import harvest
+from shared_edits import double
 
 BATCHES = [models.random(rows, 6, seed=rows, dtype=torch.float32) for rows in (2, 3, 1)]
 

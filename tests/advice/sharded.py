@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import models
-from advice.triggers import BATCH, double
+from advice.triggers import BATCH
 from flex_model import ActivationStore, FlexModel, HookFunction
 from flex_model import distributed as fm_dist
 from pipelines import alone_group
+from shared_edits import double
 
 
 def mesh(*names, shape=None):

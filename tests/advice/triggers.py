@@ -35,7 +35,3 @@ def run(*functions, batch=BATCH, **settings):
     flex = wrapped(*functions, **settings)
     flex(batch)
     return flex
-
-
-def double(module, full, save_ctx, modules):
-    return full * 2

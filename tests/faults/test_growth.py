@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 import models
 from flex_model import _C, FlexModel, HookFunction
+from shared_edits import double
 from tiers import grid_but
 
 pytestmark = pytest.mark.slow
@@ -22,10 +23,6 @@ HOOKS = 20
 WARM_UP_CALLS = {"shared_memory": 2_000, "gloo": 6_000}  # whose threads take some memory once
 MIB = 1 << 20
 BATCH = models.random(256, 128, dtype=torch.float32)
-
-
-def double(module, full, save_ctx, modules):
-    return full * 2
 
 
 def resident_bytes():
