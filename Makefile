@@ -82,7 +82,7 @@ fuzz: build  ## random programs on 2 ranks (RANKS=1|2|4) for SECONDS, against th
 
 cuda-emulated: build  ## the CUDA code on the CPU: the tests of a GPU, and the lines of csrc/cuda they ran
 	find build/emulated -name '*.gcda' -delete 2>/dev/null || true
-	pytest -q -m "" tests/test_cuda_emulated.py
+	pytest -q -m "" tests/test_cuda_emulated.py tests/test_cuda_emulated_processes.py
 	PYTHONPATH=. $(PYTHON) -m tests.cuda.emulated.coverage
 
 hosts: build  ## several hosts on this machine: network namespaces, as root

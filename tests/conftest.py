@@ -32,6 +32,7 @@ LONGEST = [
     "test_frameworks.py",
     "test_simulation.py",
     "test_cuda_emulated.py",
+    "test_cuda_emulated_processes.py",
     "test_transformers_5_17.py",
     "test_memory.py",
     "test_examples.py",

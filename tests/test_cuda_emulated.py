@@ -1,44 +1,18 @@
 """The CUDA code without a GPU: compiled for the CPU, it runs on emulated devices."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 
+from emulated_gpus import run, run_tests
 from tests.cuda.emulated import build
 
-ROOT = Path(__file__).parents[1]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(build.compiler() is None, reason="no g++"),
 ]
 
 
-def run(*command, timeout=60):
-    command = list(map(str, command))
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout
-    )
-
-
-def run_gpu_tests(*arguments, timeout):
-    if torch.version.cuda is None:
-        pytest.skip("torch has no CUDA")
-    plugin = ["-p", "tests.cuda.emulated.plugin", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", *plugin, "tests/cuda", *arguments]
-    done = run(*command, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2000:]
-    print(done.stdout)
-
-
 def test_gpu_tests_in_one_process():
-    run_gpu_tests("-k", "not processes", timeout=600)
-
-
-def test_gpu_tests_in_several_processes():
-    run_gpu_tests("-k", "processes", timeout=1800)
+    run_tests("-k", "not processes", timeout=600)
 
 
 def test_copies_of_random_boxes():

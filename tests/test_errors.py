@@ -14,6 +14,7 @@ import flex_model.distributed as fm_dist
 import models
 from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError, HookMismatchError, TraceError
+from shared_edits import double
 
 BATCH = models.random(4, 6)
 
@@ -445,8 +446,6 @@ def test_gradients_that_fsdp2_accumulates_are_refused_at_the_end_of_the_backward
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("edits", [False, True])
 def test_hooks_that_run_in_another_order_are_an_error(edits):
-    double = lambda module, full, save_ctx, modules: full * 2  # noqa: E731
-
     class Crossed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -468,7 +467,6 @@ def test_hooks_that_run_in_another_order_are_an_error(edits):
 @pytest.mark.parametrize("edits", [False, True])
 def test_two_wraps_that_run_in_another_order_are_an_error(edits):
     """Alike in all but their tensors, before and after a run that all make."""
-    double = lambda module, full, save_ctx, modules: full * 2  # noqa: E731
     wraps = []
     for _ in range(2):
         wraps.append(models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5)))
@@ -488,7 +486,6 @@ def test_two_wraps_that_run_in_another_order_are_an_error(edits):
 @pytest.mark.parametrize("edits", [False, True])
 def test_a_late_rank_is_named_and_the_users_groups_go_on(edits):
     """After that the wrapper raises on every rank alike, and restore() does not wait."""
-    double = lambda module, full, save_ctx, modules: full * 2  # noqa: E731
     hook = HookFunction("0", editing_function=double if edits else None)
     flex = FlexModel(nn.Sequential(nn.Identity()), tensor_parallel_size=2, timeout=1)
     flex.register_forward_hook(hook)

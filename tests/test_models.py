@@ -4,35 +4,26 @@ import pytest
 from torch.testing import assert_close
 
 import models
+from tiers import FOUR_RANKS, ways
 
 
-def check(parallelism, model, batch):
-    sharded = parallelism.shard(model)
-    output = sharded(parallelism.my_rows(batch))
-    output.sin().mean().backward()
-    expected = model(batch)
-    expected.sin().mean().backward()
+@pytest.mark.parametrize("way", ways(*models.TWO_RANKS, grid=FOUR_RANKS))
+def test_models_agree(way):
+    for model, batch in (
+        (models.mlp(), models.random(4, 6)),
+        (models.block(), models.random(4, 3, 8)),
+    ):
+        sharded = way.shard(model)
+        output = sharded(way.my_rows(batch))
+        output.sin().mean().backward()
+        expected = model(batch)
+        expected.sin().mean().backward()
 
-    assert_close(output, parallelism.my_rows(expected))
-    gradients = parallelism.full_gradients(model, sharded)
-    assert gradients.keys() == dict(model.named_parameters()).keys()
-    for name, gradient in gradients.items():
-        assert_close(gradient, model.get_parameter(name).grad)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", models.TWO_RANKS)
-def test_models_agree_on_two_ranks(name):
-    check(models.TWO_RANKS[name], models.mlp(), models.random(4, 6))
-    check(models.TWO_RANKS[name], models.block(), models.random(4, 3, 8))
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", models.FOUR_RANKS)
-def test_models_agree_on_four_ranks(name):
-    check(models.FOUR_RANKS[name], models.mlp(), models.random(4, 6))
-    check(models.FOUR_RANKS[name], models.block(), models.random(4, 3, 8))
+        assert_close(output, way.my_rows(expected))
+        gradients = way.full_gradients(model, sharded)
+        assert gradients.keys() == dict(model.named_parameters()).keys()
+        for name, gradient in gradients.items():
+            assert_close(gradient, model.get_parameter(name).grad)
 
 
 @pytest.mark.ranks(2)

@@ -21,7 +21,9 @@ from flex_model import FlexModel
 
 pytest.importorskip("transformers")
 
+TWO = pytest.mark.ranks(2, timeout=120)
 PAGES = sorted((doc_pages.ROOT / "docs" / "recipes").glob("*.md"))
+KINDS = ["one", *(pytest.param(k, marks=TWO) for k in ("tp", "ddp", "fsdp2"))]
 BATCH = torch.randint(64, (4, 6), generator=torch.Generator().manual_seed(5))
 
 
@@ -67,7 +69,8 @@ def test_each_page_is_tested_and_short():
 # ---- Muon ----------------------------------------------------------------------------------------
 
 
-def check_muon(kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_muon(kind):
     model, expected = models.llama(), models.llama()
     with recipe("muon", model=sharded(kind, model)) as page:
         matrices = {n: w for n, w in expected.named_parameters() if ".layers." in n and w.dim() > 1}
@@ -88,16 +91,6 @@ def check_muon(kind):
                 assert values.max() < 1.3, name
         for name, weight in matrices.items():
             assert_close(page["flex"].get_module_parameter(name), weight.detach(), msg=name)
-
-
-def test_muon_on_one_process():
-    check_muon("one")
-
-
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("kind", ["tp", "ddp", "fsdp2"])
-def test_muon(kind):
-    check_muon(kind)
 
 
 def test_newton_schulz_makes_singular_values_about_one():
@@ -137,7 +130,8 @@ def chosen_by_hand(model):
     return found
 
 
-def check_router_replay(kind, folder):
+@pytest.mark.parametrize("kind", KINDS)
+def test_router_replay(kind, tmp_path):
     """By the routes of other tokens: the experts are given them in place of the gates' indices,
     with the weights that the gates give to these.
     """
@@ -157,7 +151,7 @@ def check_router_replay(kind, folder):
     expected = model(others, labels=others)
     expected.loss.backward()
 
-    with recipe("router_replay", model=mixture(kind, folder)) as page:
+    with recipe("router_replay", model=mixture(kind, tmp_path)) as page:
         routes = page["routes_of"](rows_of(kind, BATCH % 48))
         for block in BLOCKS:
             assert torch.equal(routes[block], expected_routes[block])
@@ -175,20 +169,19 @@ def check_router_replay(kind, folder):
             )
 
 
-def test_router_replay_on_one_process(tmp_path):
-    check_router_replay("one", tmp_path)
-
-
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("kind", ["tp", "ddp", "fsdp2"])
-def test_router_replay(kind, tmp_path):
-    check_router_replay(kind, tmp_path)
-
-
 # ---- A teacher and a student ---------------------------------------------------------------------
 
 
-def check_distillation(teacher_kind, student_kind):
+@pytest.mark.parametrize(
+    ("teacher_kind", "student_kind"),
+    [
+        ("one", "one"),
+        pytest.param("tp", "ddp", marks=TWO),
+        pytest.param("tp", "fsdp2", marks=TWO),
+        pytest.param("fsdp2", "tp", marks=TWO),
+    ],
+)
+def test_distillation(teacher_kind, student_kind):
     teacher, student = models.llama(layers=4), models.seeded(models.llama, 2, seed=9)
     mapping = models.seeded(nn.Linear, 32, 32).double()
     wrapped, mapped = sharded(student_kind, student), copy.deepcopy(mapping)
@@ -230,23 +223,14 @@ def step_by_hand(teacher, student, mapping, tokens):
         parameter.data -= 0.5 * gradient
 
 
-def test_distillation_on_one_process():
-    check_distillation("one", "one")
-
-
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("kinds", [("tp", "ddp"), ("tp", "fsdp2"), ("fsdp2", "tp")])
-def test_distillation(kinds):
-    check_distillation(*kinds)
-
-
 # ---- Side data -----------------------------------------------------------------------------------
 
 
 LABELS = torch.tensor([1, 0, 0, 1])
 
 
-def check_side_data(kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_side_data(kind):
     model = models.llama()
     scope = {
         "model": copy.deepcopy(model),
@@ -270,23 +254,14 @@ def check_side_data(kind):
             assert_close(page["flex"].get_module_gradient(f"inner.{name}"), weight.grad, msg=name)
 
 
-def test_side_data_on_one_process():
-    check_side_data("one")
-
-
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("kind", ["tp", "ddp", "fsdp2"])
-def test_side_data(kind):
-    check_side_data(kind)
-
-
 # ---- Counting experts ----------------------------------------------------------------------------
 
 
-def check_counting(kind, folder):
+@pytest.mark.parametrize("kind", KINDS)
+def test_counting_experts(kind, tmp_path):
     expected = chosen_by_hand(mixtures.make("Qwen3Moe"))
     batches, printed = [rows_of(kind, BATCH % 48)], io.StringIO()
-    model = mixture(kind, folder)
+    model = mixture(kind, tmp_path)
     with (
         contextlib.redirect_stdout(printed),
         recipe("counting_experts", model=model, batches=batches) as page,
@@ -295,13 +270,3 @@ def check_counting(kind, folder):
             counts = routes.flatten().bincount(minlength=mixtures.NUM_EXPERTS)
             assert torch.equal(page["load"][block].counts, counts)
     assert printed.getvalue().count("entropy") == 2
-
-
-def test_counting_experts_on_one_process(tmp_path):
-    check_counting("one", tmp_path)
-
-
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("kind", ["tp", "ddp", "fsdp2"])
-def test_counting_experts(kind, tmp_path):
-    check_counting(kind, tmp_path)

@@ -1,9 +1,15 @@
-"""Which parameters of a test are in `make test`, and which in `make grid` alone."""
+"""Which parameters of a test are in `make test` or in `make grid` alone, and on how many ranks."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
+
+import models
+
+WAYS = {"one": models.ONE_RANK, **models.TWO_RANKS}
+FOUR_RANKS = {f"{name} of 4" if name in WAYS else name: w for name, w in models.FOUR_RANKS.items()}
+WAYS |= FOUR_RANKS
 
 
 def grid_but(values: Iterable[Any], *here: Any) -> list[Any]:
@@ -20,6 +26,25 @@ def grid_but(values: Iterable[Any], *here: Any) -> list[Any]:
         one if one in here else pytest.param(*_arguments(one), marks=pytest.mark.grid)
         for one in values
     ]
+
+
+def ways(*names: str, grid: Iterable[str] = (), **options: Any) -> list[Any]:
+    """Return the `models.Parallelism` of these names, each a parameter on as many ranks as it has.
+
+    Example::
+
+        @pytest.mark.parametrize("way", ways("one", "tp", grid=["tp of 4"], timeout=120))
+        def test_x(way):
+            check(way.shard(model), **way.sizes)
+    """
+    found = []
+    for name in (*names, *grid):
+        way = WAYS[name]
+        number = way.tp * way.dp
+        marks = [pytest.mark.ranks(number, **options)] if number > 1 else []
+        marks += [pytest.mark.grid] if name not in names else []
+        found.append(pytest.param(way, marks=marks, id=name))
+    return found
 
 
 def _arguments(value: Any) -> tuple[Any, ...]:

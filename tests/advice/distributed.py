@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 import models
-from advice.row import Row
 from flex_model import distributed as fm_dist
 from flex_model.distributed.header import OK, Header
 from flex_model.distributed.plain import plain
@@ -82,66 +81,54 @@ def ranks_of_slurm(**changed):
     assert variables["RANK"] == "1"
 
 
-ROWS = [
-    Row(
-        "set MASTER_ADDR to its name in the batch script",
+ROWS = {
+    "set MASTER_ADDR to its name in the batch script": (
         lambda: ranks_of_slurm(SLURM_DISTRIBUTION="arbitrary"),
         lambda: ranks_of_slurm(SLURM_DISTRIBUTION="arbitrary", MASTER_ADDR="a1"),
     ),
-    Row(
-        "leave {} to srun: unset it in the batch script",
+    "leave {} to srun: unset it in the batch script": (
         lambda: ranks_of_slurm(WORLD_SIZE="8"),
         ranks_of_slurm,
     ),
-    Row(
-        "only dense strided tensors with values can: hook",
+    "only dense strided tensors with values can: hook": (
         lambda: plain(X.to_sparse()),
         lambda: plain(X.to_sparse().to_dense()),
     ),
-    Row(
-        "keeps its values is not known; hook a module",
+    "keeps its values is not known; hook a module": (
         lambda: plain(Odd(X)),
         lambda: plain(Odd(X).elem),
     ),
-    Row(
-        "is out of range for a tensor of shape {}; pass a dim",
+    "is out of range for a tensor of shape {}; pass a dim": (
         lambda: concatenated(2),
         lambda: [concatenated(dim) for dim in (-2, -1, 0, 1)],
     ),
-    Row(
-        "from itself; name each of them in both lists",
+    "from itself; name each of them in both lists": (
         lambda: sent_to_itself([], [], [X], [0]),
         lambda: sent_to_itself([torch.empty_like(X)], [0], [X], [0]),
     ),
-    Row(
-        "ranks; give a rank for each",
+    "ranks; give a rank for each": (
         lambda: sent_to_itself([torch.empty_like(X)], [], [X], [0]),
         lambda: sent_to_itself([torch.empty_like(X)], [0], [X], [0]),
     ),
-    Row("not a header of flex_model", lambda: told(bytes(64)), of_this_version),
-    Row(
-        "do all ranks run the same version, of flex_model and of torch?",
+    "not a header of flex_model": (lambda: told(bytes(64)), of_this_version),
+    "do all ranks run the same version, of flex_model and of torch?": (
         of_another_version,
         of_this_version,
     ),
-    Row(
-        "does not say how to route; use one of",
+    "does not say how to route; use one of": (
         lambda: routed("Base"),
         lambda: routed("ActivationTensorAllToAll", "prologue", "epilogue"),
     ),
-    Row(
-        "and there was none; call execute_prologue first",
+    "and there was none; call execute_prologue first": (
         lambda: routed("ActivationTensorAllToAll", "epilogue"),
         lambda: routed("ActivationTensorAllToAll", "prologue", "epilogue"),
     ),
-    Row(
-        "does not say how to copy; use one of",
+    "does not say how to copy; use one of": (
         lambda: offloaded("Base"),
         lambda: [offloaded(f"{kind}Memory") for kind in ("CPUPinned", "CPUPaged", "GPU")],
     ),
-    Row(
-        "does not say how to run a function; use one of",
+    "does not say how to run a function; use one of": (
         lambda: edited("Base"),
         lambda: edited("NonValidated"),
     ),
-]
+}

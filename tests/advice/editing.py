@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import models
-from advice.row import Row, in_a_folder
+from advice.triggers import in_a_folder
 from flex_model import ActivationStore, FlexModel, HookFunction, editing
 
 X = models.random(3, 5, 8)  # rows, positions, units
@@ -159,141 +159,100 @@ def of_twice(site):
     attribution(FlexModel(Twice()), site=site)
 
 
-ROWS = [
-    Row("clamp: give min=, max= or both", editing.clamp, lambda: edited(editing.clamp(max=0.5))),
-    Row(
-        "a direction has a number for every unit; set it to zero in the units to",
+ROWS = {
+    "clamp: give min=, max= or both": (editing.clamp, lambda: edited(editing.clamp(max=0.5))),
+    "a direction has a number for every unit; set it to zero in the units to": (
         lambda: editing.project_out(VECTOR, units=slice(4)),
         lambda: edited(editing.project_out(VECTOR * (torch.arange(8) < 4))),
     ),
-    Row(
-        "give the dim of the units with dims=",
+    "give the dim of the units with dims=": (
         lambda: edited(editing.project_out(models.random(5))),
         lambda: edited(editing.project_out(models.random(5), dims={"units": 1, "positions": 2})),
     ),
-    Row(
-        "register it with edit.at(module_name)",
+    "register it with edit.at(module_name)": (
         lambda: at(lens, hook="plain"),
         lambda: at(lens, hook="at"),
     ),
-    Row("give it one HookFunction for each", lambda: sides((0, 1)), lambda: sides(0, 1)),
-    Row(
-        "chain: give at least one edit",
-        editing.chain,
-        lambda: edited(editing.chain(editing.zero())),
-    ),
-    Row(
-        "keep must be a function or None",
+    "give it one HookFunction for each": (lambda: sides((0, 1)), lambda: sides(0, 1)),
+    "chain: give at least one edit": (editing.chain, lambda: edited(editing.chain(editing.zero()))),
+    "keep must be a function or None": (
         lambda: editing.logit_lens("2.weight", keep=3),
         lambda: [editing.logit_lens("2.weight", keep=keep) for keep in (total, None)],
     ),
-    Row(
-        "has an activation of another module; make one per module",
+    "has an activation of another module; make one per module": (
         lambda: captures("one"),
         lambda: captures("each"),
     ),
-    Row(
-        "captured; register the capture and run the model first",
+    "captured; register the capture and run the model first": (
         lambda: patches(False),
         lambda: patches(True),
     ),
-    Row(
-        "give one value, one per unit, or more dims",
+    "give one value, one per unit, or more dims": (
         lambda: edited(editing.steer(models.random(7))),
         lambda: [edited(editing.steer(t)) for t in (models.random(1), VECTOR, X)],
     ),
-    Row(
-        "name must be the str passed to register_trainable_module",
+    "name must be the str passed to register_trainable_module": (
         lambda: at(editing.splice(nn.Linear(8, 8)).at),
         lambda: at(editing.splice("probe").at),
     ),
-    Row(
-        "add= is for adapters, error= and latents= for autoencoders",
+    "add= is for adapters, error= and latents= for autoencoders": (
         lambda: at(editing.splice("probe", add=True, error=True).at),
         lambda: [at(editing.splice("probe", **{name: True}).at) for name in ("add", "error")],
     ),
-    Row(
-        "leave out units= and heads=",
+    "leave out units= and heads=": (
         lambda: at(editing.splice("probe", units=3).at),
         lambda: at(editing.splice("probe").at),
     ),
     # Experiments.
-    Row(
-        "changes of the metric; use values",
+    "changes of the metric; use values": (
         lambda: attribution().recovered,
         lambda: attribution().values.sum(),
     ),
-    Row(
-        "attribution_patching: give metric=",
+    "attribution_patching: give metric=": (
         lambda: attribution(metric=None),
         lambda: attribution(metric=total),
     ),
-    Row(
-        "let parameters before it require one",
+    "let parameters before it require one": (
         without_gradients,
         lambda: (without_gradients("0.weight"), all_require_gradients()),
     ),
-    Row(
-        "wrap the model with edit_on='all'",
+    "wrap the model with edit_on='all'": (
         lambda: attribution(layers(edit_on="rank0")),
         lambda: attribution(layers(edit_on="all")),
     ),
-    Row(
-        "pad them, so that a position means the same in both",
+    "pad them, so that a position means the same in both": (
         lambda: shorter(False),
         lambda: shorter(True),
     ),
-    Row(
-        "the first input must have positions at dim 1, got the shape {}; give positions=",
+    "the first input must have positions at dim 1, got the shape {}; give positions=": (
         of_one_dim,
         lambda: of_one_dim(positions=["every"]),
     ),
-    Row(
-        "call it outside of active(), forward passes",
-        lambda: inside(True),
-        lambda: inside(False),
-    ),
-    Row(
-        "wrap the model with a dict as output_ptr",
+    "call it outside of active(), forward passes": (lambda: inside(True), lambda: inside(False)),
+    "wrap the model with a dict as output_ptr": (
         lambda: into(is_store=True),
         lambda: into(is_store=False),
     ),
-    Row(
-        "batch: the output {} should have {} rows at dim {}; name the output",
+    "batch: the output {} should have {} rows at dim {}; name the output": (
         transposed,
         lambda: transposed(output=editing.Site("", where={"dims": {"rows": 1, "positions": 0}})),
     ),
-    Row(
-        "pad the batch, or leave out batch=",
+    "pad the batch, or leave out batch=": (
         lambda: patching(X[:0], X[:0], batch=2),
         lambda: patching(batch=2),
     ),
-    Row(
-        "needs one FlexModel(batch_dim=) for all inputs; leave out batch=",
+    "needs one FlexModel(batch_dim=) for all inputs; leave out batch=": (
         lambda: patching(flex=layers(batch_dim={"input": 0}), batch=2),
         lambda: (
             patching(flex=layers(batch_dim=0), batch=2),
             patching(flex=layers(batch_dim={"input": 0})),
         ),
     ),
-    Row(
-        "give another file, or remove it",
-        lambda: resumed("map.json"),
-        lambda: resumed("other.json"),
-    ),
-    Row(
-        "positions is among {}; give positions=",
+    "give another file, or remove it": (lambda: resumed("map.json"), lambda: resumed("other.json")),
+    "positions is among {}; give positions=": (
         lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2"),
         lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2", positions=[1, 2]),
     ),
-    Row(
-        "choose sites of one stream",
-        lambda: edge("last"),
-        lambda: edge("norm"),
-    ),
-    Row(
-        "choose modules that are called once",
-        lambda: of_twice("layer"),
-        lambda: of_twice("after"),
-    ),
-]
+    "choose sites of one stream": (lambda: edge("last"), lambda: edge("norm")),
+    "choose modules that are called once": (lambda: of_twice("layer"), lambda: of_twice("after")),
+}

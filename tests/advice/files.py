@@ -9,7 +9,7 @@ import torch.distributed.checkpoint
 from torch import nn
 
 import models
-from advice.row import BATCH, Row, in_a_folder
+from advice.triggers import BATCH, in_a_folder
 from flex_model import ActivationStore, FlexModel, HookFunction
 from flex_model.records.store import files
 
@@ -100,11 +100,12 @@ def again(folder, action=None, **settings):
 
 def differing(says, **settings):
     """A row of a folder that holds something else: another folder, or a new one, will do."""
-    return Row(
-        says,
-        lambda: again(**settings),
-        lambda: [again(action, **settings) for action in ("another folder", "delete")],
-    )
+    return {
+        says: (
+            lambda: again(**settings),
+            lambda: [again(action, **settings) for action in ("another folder", "delete")],
+        )
+    }
 
 
 @in_a_folder
@@ -226,86 +227,68 @@ def one_store(folder, how):
         first.restore()
 
 
-ROWS = [
-    Row(
-        "give flex.trainable_modules.parameters() an optimizer of their own",
+ROWS = {
+    "give flex.trainable_modules.parameters() an optimizer of their own": (
         lambda: saved(optimizer=lambda flex: adam(flex, *flex.module.parameters())),
         saved_apart,
     ),
-    Row(
-        "has {}, which can't be saved; keep tensors",
+    "has {}, which can't be saved; keep tensors": (
         lambda: saved(extra=lambda flex: object()),
         lambda: saved(extra=lambda flex: {"a": [torch.ones(2), 3, "text"]}),
     ),
-    Row(
-        "load it without one, or save with",
+    "load it without one, or save with": (
         lambda: loaded(own=adam),
         lambda: (loaded(), loaded(adam, adam)),
     ),
-    Row(
-        "make it of the same ones, in the same order",
+    "make it of the same ones, in the same order": (
         lambda: loaded(in_groups("weight", "bias"), in_groups("bias", "weight")),
         lambda: loaded(in_groups("weight", "bias"), in_groups("weight", "bias")),
     ),
-    Row(
-        "register the modules that were saved, by the same names",
+    "register the modules that were saved, by the same names": (
         lambda: loaded(name="sae"),
         lambda: loaded(name="probe"),
     ),
-    Row("here; make it as it was saved", lambda: loaded(width=4), lambda: loaded(width=3)),
-    Row(
-        "is not a whole file of save_trainable_modules ({}: {}); take an older one",
+    "here; make it as it was saved": (lambda: loaded(width=4), lambda: loaded(width=3)),
+    "is not a whole file of save_trainable_modules ({}: {}); take an older one": (
         lambda: torn("newer"),
         lambda: torn("older"),
     ),
     # Stores.
-    differing("holds records with key", key={"data": 2}),
-    differing("holds records of a model with another", width=2),
-    differing("holds records of other hooks", names=["fc1", "act"]),
-    Row(
-        "holds other files ({}) and no",
-        lambda: of_others(False),
-        lambda: of_others(True),
-    ),
-    Row(
-        "is not what a store wrote ({}); delete",
+    **differing("holds records with key", key={"data": 2}),
+    **differing("holds records of a model with another", width=2),
+    **differing("holds records of other hooks", names=["fc1", "act"]),
+    "holds other files ({}) and no": (lambda: of_others(False), lambda: of_others(True)),
+    "is not what a store wrote ({}); delete": (
         lambda: spoilt("batches-*.json", is_deleted=False),
         lambda: spoilt("batches-*.json", is_deleted=True),
     ),
-    Row(
-        "is not the file that a store wrote with",
+    "is not the file that a store wrote with": (
         lambda: spoilt("*.safetensors", is_deleted=False),
         lambda: spoilt("*.safetensors", is_deleted=True),
     ),
-    Row(
-        "is gone; put it back, or delete the folder",
+    "is gone; put it back, or delete the folder": (
         lambda: without_manifest(None),
         lambda: (without_manifest("put back"), without_manifest("delete")),
     ),
-    Row(
-        "is being written by another FlexModel or process",
+    "is being written by another FlexModel or process": (
         lambda: two_writers(None),
         lambda: (two_writers("own folder"), two_writers("close")),
     ),
-    Row(
-        "restore() that first, or give each a store of its own",
+    "restore() that first, or give each a store of its own": (
         lambda: one_store(None),
         lambda: (one_store("restored"), one_store("own")),
     ),
-    Row("give a smaller shard_bytes", many_names, lambda: many_names(shard_bytes=1)),
-    Row(
-        "call backward before that, or run both inside one",
+    "give a smaller shard_bytes": (many_names, lambda: many_names(shard_bytes=1)),
+    "call backward before that, or run both inside one": (
         lambda: late("late"),
         lambda: (late("before"), late("in one run")),
     ),
-    Row(
-        "whose batch is not whole; call it after",
+    "whose batch is not whole; call it after": (
         lambda: flushed(is_inside=True),
         lambda: flushed(is_inside=False),
     ),
-    Row(
-        "was closed; wrap the model again to go on",
+    "was closed; wrap the model again to go on": (
         lambda: closed(wraps_again=False),
         lambda: closed(wraps_again=True),
     ),
-]
+}

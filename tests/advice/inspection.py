@@ -9,7 +9,7 @@ from torch import nn
 
 import flex_model
 import models
-from advice.row import BATCH, Row, in_a_folder, wrapped
+from advice.triggers import BATCH, in_a_folder, wrapped
 from flex_model import FlexModel, HookFunction
 from flex_model.inspection import offline
 from flex_model.inspection.offline import run_on_shapes
@@ -172,80 +172,63 @@ class Box:
     rows = BATCH
 
 
-ROWS = [
-    Row(
-        "has other files; give a folder of its own",
+ROWS = {
+    "has other files; give a folder of its own": (
         lambda: recorded(others=True),
         lambda: recorded(),
     ),
-    Row(
-        "interrupted; run flex.fingerprint({}, ...) again",
+    "interrupted; run flex.fingerprint({}, ...) again": (
         lambda: recorded(finishes=False),
         lambda: recorded(),
     ),
-    Row(
-        "fingerprint: a run of this FlexModel is under way; call it afterwards",
+    "fingerprint: a run of this FlexModel is under way; call it afterwards": (
         lambda: recorded(inside=True),
         lambda: recorded(),
     ),
-    Row(
-        "no site of A is in B; give names=",
+    "no site of A is in B; give names=": (
         lambda: renamed({"": "other"}),
         lambda: renamed({"": "0"}),
     ),
-    Row(
-        "own=True feeds A's inputs to B's modules; give B as a FlexModel",
+    "own=True feeds A's inputs to B's modules; give B as a FlexModel": (
         lambda: compared(own=True),
         lambda: compared(own=True, live=True),
     ),
-    Row(
-        "give them: flex.verify(folder, *inputs)",
+    "give them: flex.verify(folder, *inputs)": (
         lambda: compared(live=True, box=Box()),
         lambda: compared(inputs=[Box()], box=Box()),
     ),
-    Row(
-        "hook_function.parameters has no",
+    "hook_function.parameters has no": (
         lambda: findings(adds_bias),
         lambda: findings(adds_bias, parameters=["inp.bias"]),
     ),
-    Row(
-        "backward would raise: {}; write to a clone()",
+    "backward would raise: {}; write to a clone()": (
         lambda: findings(overwrites(copies=False)),
         lambda: findings(overwrites(copies=True)),
     ),
-    Row(
-        "delete what it keeps after a dry run, or keep it",
+    "delete what it keeps after a dry run, or keep it": (
         lambda: keeps([], empties=False),
         lambda: keeps([], empties=True),
     ),
-    Row("call it in a single process", of_one_rank, inspected),
-    Row("give --input, as 4,128", lambda: inspected(shape=None), inspected),
-    Row(
-        "give multiples of",
-        lambda: inspected(dp=3),
-        lambda: inspected(dp=3, shape=(6, 6)),
-    ),
-    Row(
-        "run without values ({}: {}); run it with values, and call",
+    "call it in a single process": (of_one_rank, inspected),
+    "give --input, as 4,128": (lambda: inspected(shape=None), inspected),
+    "give multiples of": (lambda: inspected(dp=3), lambda: inspected(dp=3, shape=(6, 6))),
+    "run without values ({}: {}); run it with values, and call": (
         lambda: inspected("advice.inspection:asks_for_values"),
         run_for_real,
     ),
-    Row("write a line as 'layers.*.mlp edit'", lambda: costs("# none"), costs),
-    Row(
-        "give a module's name, read or edit, and one of",
+    "write a line as 'layers.*.mlp edit'": (lambda: costs("# none"), costs),
+    "give a module's name, read or edit, and one of": (
         lambda: costs("act read\nfc1 look"),
         lambda: costs("act read\nfc1 read forward_pre"),
     ),
-    Row("leave out --hooks to see all", lambda: costs("fc7 edit"), lambda: costs("fc? edit")),
-    Row(
-        "pass replace=True to use this one",
+    "leave out --hooks to see all": (lambda: costs("fc7 edit"), lambda: costs("fc? edit")),
+    "pass replace=True to use this one": (
         lambda: rule(number=2),
         lambda: rule(number=2, replace=True),
     ),
-    Row('example: register_rule("mylib::scale", rule)', lambda: rule(op=3), rule),
-    Row(
-        "give finite numbers, or fill missing values with 0",
+    'example: register_rule("mylib::scale", rule)': (lambda: rule(op=3), rule),
+    "give finite numbers, or fill missing values with 0": (
         lambda: plot(HOLES),
         lambda: plot(HOLES.nan_to_num()),
     ),
-]
+}

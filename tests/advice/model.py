@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import frameworks
 import models
-from advice.row import BATCH, Row, double, run, wrapped
+from advice.triggers import BATCH, run, wrapped
 from flex_model import FlexModel, HookFunction, Select, pytree
 from flex_model.distributed.placement import Shard
+from shared_edits import double
 
 
 class Tuples(nn.Module):
@@ -314,120 +315,95 @@ def trainable(name):
     wrapped().register_trainable_module(name, nn.Linear(2, 2))
 
 
-ROWS = [
+ROWS = {
     # Wrapping.
-    Row(
-        "give sizes that multiply to",
+    "give sizes that multiply to": (
         lambda: FlexModel(models.mlp(), tensor_parallel_size=2),
         lambda: FlexModel(models.mlp(), tensor_parallel_size=1),
     ),
-    Row(
-        "FlexModel already; wrap its .module",
+    "FlexModel already; wrap its .module": (
         lambda: FlexModel(wrapped()),
         lambda: FlexModel(wrapped().module),
     ),
-    Row(
-        "copy flex.module and wrap the copy",
+    "copy flex.module and wrap the copy": (
         lambda: copy.deepcopy(wrapped()),
         lambda: FlexModel(copy.deepcopy(wrapped().module)),
     ),
-    Row(
-        "can't be pickled; save flex.state_dict()",
-        lambda: pickled("flex"),
-        lambda: pickled("state"),
-    ),
-    Row(
-        "with hooks of a FlexModel can't be pickled; save its ",
+    "can't be pickled; save flex.state_dict()": (lambda: pickled("flex"), lambda: pickled("state")),
+    "with hooks of a FlexModel can't be pickled; save its ": (
         lambda: pickled("module"),
         lambda: pickled("restored"),
     ),
-    Row(
-        "remove the hook, and register it again at the {} that is ",
+    "remove the hook, and register it again at the {} that is ": (
         lambda: replaced(again=False),
         lambda: replaced(again=True),
     ),
-    Row(
-        "this FlexModel was restored; wrap the model again",
+    "this FlexModel was restored; wrap the model again": (
         lambda: restored(False),
         lambda: restored(True),
     ),
-    Row(
-        "part_sizes must be the full size of each part",
+    "part_sizes must be the full size of each part": (
         lambda: Shard(0, part_sizes=()),
         lambda: Shard(0, part_sizes=(4096, 1024, 1024)),
     ),
-    Row(
-        "contradicts part_sizes",
+    "contradicts part_sizes": (
         lambda: Shard(0, 2, part_sizes=(4, 2, 2)),
         lambda: Shard(0, part_sizes=(4, 2, 2)),
     ),
     # Attention patterns, routing, units.
-    Row(
-        "name one such as 'model.layers.3.mlp.experts', of weights",
+    "name one such as 'model.layers.3.mlp.experts', of weights": (
         lambda: units_of("model.layers.1.mlp"),
         lambda: units_of("model.layers.1.mlp.experts"),
     ),
-    Row(
-        "name the module that has both, such as 'model.layers.3.mlp'",
+    "name the module that has both, such as 'model.layers.3.mlp'": (
         lambda: routed("model.layers.1"),
         lambda: routed("model.layers.1.mlp"),
     ),
-    Row(
-        "name the module that does, such as 'model.layers.3.self_attn'",
+    "name the module that does, such as 'model.layers.3.self_attn'": (
         lambda: patterns("model.layers.0"),
         lambda: patterns("model.layers.0.self_attn"),
     ),
-    Row(
-        "use the same for all hooks on a layer, the union",
+    "use the same for all hooks on a layer, the union": (
         lambda: patterns("model.layers.0.self_attn", [0], [1]),
         lambda: patterns("model.layers.0.self_attn", [0, 1], [0, 1]),
     ),
-    Row(
-        "call model.eval(), or set attention_dropout to 0",
+    "call model.eval(), or set attention_dropout to 0": (
         lambda: patterns("model.layers.0.self_attn", is_training=True),
         lambda: patterns("model.layers.0.self_attn"),
     ),
     # Hook functions.
-    Row(
-        "expected_shape must be a tuple of ints",
+    "expected_shape must be a tuple of ints": (
         lambda: run(HookFunction("fc1", 3)),
         lambda: run(HookFunction("fc1", (None, 8))),
     ),
-    Row(
-        "expected_shape must hold ints and None",
+    "expected_shape must hold ints and None": (
         lambda: run(HookFunction("fc1", (None, 8.0))),
         lambda: run(HookFunction("fc1", (None, 8))),
     ),
-    Row(
-        "write None for a size that is not known",
+    "write None for a size that is not known": (
         lambda: run(HookFunction("fc1", (-1, 8))),
         lambda: run(HookFunction("fc1", (None, 8))),
     ),
-    Row(
-        "has nothing to do; give an editing_function",
+    "has nothing to do; give an editing_function": (
         lambda: HookFunction("fc1", record=False),
         lambda: run(
             HookFunction("fc1", editing_function=double, record=False), HookFunction("fc2")
         ),
     ),
-    Row(
-        "names a tensor twice",
+    "names a tensor twice": (
         lambda: HookFunction("fc1", unpack_idx=(0, 0)),
         lambda: HookFunction("fc1", unpack_idx=(0, 1)),
     ),
-    Row(
-        "is an empty name; leave it out for tensor 0",
+    "is an empty name; leave it out for tensor 0": (
         lambda: HookFunction("fc1", unpack_idx=""),
         lambda: run(HookFunction("fc1")),
     ),
-    Row(
-        "parameters must be names of parameters",
+    "parameters must be names of parameters": (
         lambda: HookFunction("fc1", parameters=3),
         lambda: run(HookFunction("fc1", editing_function=double, parameters=("out.weight",))),
     ),
     # Registering.
-    Row(
-        "is registered already; make another HookFunction",
+    "is registered already; make another HookFunction": (
         lambda: twice(
             HookFunction("fc1"), lambda flex, h: flex.register_forward_hook(h.hook_function)
         ),
@@ -436,29 +412,24 @@ ROWS = [
             wrapped(HookFunction("fc1"), HookFunction("fc1")),
         ),
     ),
-    Row(
-        "can't be set while the hook is registered",
+    "can't be set while the hook is registered": (
         lambda: twice(HookFunction("fc1"), lambda flex, handle: edit_with(handle.hook_function)),
         lambda: twice(HookFunction("fc1"), remove_edit_and_register),
     ),
-    Row(
-        "is not registered with this FlexModel; register it first",
+    "is not registered with this FlexModel; register it first": (
         lambda: groups_of(False),
         lambda: groups_of(True),
     ),
-    Row(
-        'every registered hook is in "all"',
+    'every registered hook is in "all"': (
         lambda: leave_all(lambda flex, function: flex.remove_hook_groups(function, "all")),
         lambda: (leave_all(run_without), twice(HookFunction("fc1"), remove_and_register)),
     ),
-    Row("give one of them an output_name", two_kinds, lambda: two_kinds(output_name="input")),
-    Row(
-        "does not require a gradient; call requires_grad_(True) first",
+    "give one of them an output_name": (two_kinds, lambda: two_kinds(output_name="input")),
+    "does not require a gradient; call requires_grad_(True) first": (
         lambda: no_gradient(False),
         lambda: no_gradient(True),
     ),
-    Row(
-        "can't edit several tensors in one call",
+    "can't edit several tensors in one call": (
         lambda: wrapped().register_full_backward_hook(
             HookFunction("fc1", editing_function=lambda *args: None, unpack_idx=(0, 1))
         ),
@@ -469,149 +440,119 @@ ROWS = [
             for i in (0, 1)
         ],
     ),
-    Row(
-        "can't be the name of a trainable module", lambda: trainable("a.b"), lambda: trainable("ab")
-    ),
-    Row(
-        "pass register(type, flatten, unflatten)", lambda: pytree.register(Box, 1, 2), register_box
-    ),
-    Row("pass the registered type", lambda: pytree.unregister(Box(1)), register_box),
-    Row("pass the container's type", lambda: pytree.register(Box(1), len, len), register_box),
+    "can't be the name of a trainable module": (lambda: trainable("a.b"), lambda: trainable("ab")),
+    "pass register(type, flatten, unflatten)": (lambda: pytree.register(Box, 1, 2), register_box),
+    "pass the registered type": (lambda: pytree.unregister(Box(1)), register_box),
+    "pass the container's type": (lambda: pytree.register(Box(1), len, len), register_box),
     # Running.
-    Row(
-        "give an unpack_idx from 0 to",
+    "give an unpack_idx from 0 to": (
         lambda: run(HookFunction("fc1", unpack_idx=1)),
         lambda: run(HookFunction("fc1", unpack_idx=0)),
     ),
-    Row(
-        "give one of these names, or the tensor's number",
+    "give one of these names, or the tensor's number": (
         lambda: run(HookFunction("fc1", unpack_idx="mask")),
         lambda: run(HookFunction("fc1", unpack_idx=0)),
     ),
-    Row(
-        "register the container's type with",
+    "register the container's type with": (
         lambda: run(HookFunction("box"), model=Boxing()),
         lambda: (register_box(), run(HookFunction("after"), model=Boxing())),
     ),
-    Row(
-        "hook a module whose tensor is dense",
+    "hook a module whose tensor is dense": (
         lambda: run(HookFunction("sparse", editing_function=double), model=Sparse()),
         lambda: run(HookFunction("dense", editing_function=double), model=Sparse()),
     ),
-    Row("compute there with plain tensors, with", calls_the_model, uses_weights_and_modules),
-    Row(
-        "run the model from one thread at a time",
+    "compute there with plain tensors, with": (calls_the_model, uses_weights_and_modules),
+    "run the model from one thread at a time": (
         lambda: second_thread(True),
         lambda: second_thread(False),
     ),
-    Row(
-        "not called in this run",
+    "not called in this run": (
         lambda: unused_hook(None),
         lambda: (unused_hook("other"), unused_hook("groups")),
     ),
-    Row(
-        "can't be drawn again; do without checkpointing there",
+    "can't be drawn again; do without checkpointing there": (
         lambda: checkpointed(True),
         lambda: checkpointed(False),
     ),
-    Row(
-        "so no module can be run to",
+    "so no module can be run to": (
         lambda: until(None),
         lambda: (until(None, HookFunction("fc1")), until("fc1")),
     ),
-    Row(
-        "give the name of a module that this forward calls",
+    "give the name of a module that this forward calls": (
         lambda: until("unused"),
         lambda: (until("fc1"), run()),
     ),
-    Row("forward can't run in part", lambda: until("fc1", compiled=True), lambda: run()),
-    Row(
-        "so it can't be skipped; call flex(...)",
+    "forward can't run in part": (lambda: until("fc1", compiled=True), lambda: run()),
+    "so it can't be skipped; call flex(...)": (
         lambda: run_from("layers.1", Layers("again")),
         lambda: run(HookFunction("layers.1"), model=Layers("again")),
     ),
-    Row(
-        "what the model returns depends on {}, not only on",
+    "what the model returns depends on {}, not only on": (
         lambda: run_from("layers.1", Layers("residual")),
         lambda: run(HookFunction("layers.1"), model=Layers("residual")),
     ),
-    Row(
-        "may need what that does otherwise; call flex(...)",
+    "may need what that does otherwise; call flex(...)": (
         lambda: run_from("layers.1", Layers("in place")),
         lambda: run(HookFunction("layers.1"), model=Layers("in place")),
     ),
-    Row(
-        "=False, and hook what is needed",
+    "=False, and hook what is needed": (
         lambda: run_from("layers.1", Reports(), output_attentions=True),
         lambda: run_from("layers.1", Reports(), output_attentions=False),
     ),
-    Row(
-        "before it are not computed; choose other hooks with groups=",
+    "before it are not computed; choose other hooks with groups=": (
         lambda: run_from("layers.1", hook="layers.0"),
         lambda: run_from("layers.1"),
     ),
-    Row(
-        "give the output of a module of the list itself, such as",
+    "give the output of a module of the list itself, such as": (
         lambda: run_from("model.layers.1.mlp", models.llama(), hook="lm_head"),
         lambda: run_from("layers.0"),
     ),
-    Row(
-        "which it may change (a cache: pass use_cache=False)",
+    "which it may change (a cache: pass use_cache=False)": (
         lambda: run_from("layers.1", PassesCache(), hook="layers.1", cache=[]),
         lambda: run_from("layers.1", PassesCache(), hook="layers.1"),
     ),
-    Row("is on the meta device", lambda: read_meta(False), lambda: read_meta(True)),
-    Row(
-        "read it with flex.module.get_buffer(...)",
+    "is on the meta device": (lambda: read_meta(False), lambda: read_meta(True)),
+    "read it with flex.module.get_buffer(...)": (
         lambda: buffer("get_module_parameter"),
         lambda: buffer("module.get_buffer"),
     ),
     # Selections.
-    Row("give rows, positions, heads or units", lambda: Select(), lambda: select(rows=[0])),
-    Row(
-        "no rectangular part",
+    "give rows, positions, heads or units": (lambda: Select(), lambda: select(rows=[0])),
+    "no rectangular part": (
         lambda: Select(positions=torch.ones(4, 3, dtype=torch.bool)),
         lambda: select(models.random(4, 3, 6), positions=[0, 1]),
     ),
-    Row(
-        "expected a tensor (rows, positions, units), got the shape {}",
+    "expected a tensor (rows, positions, units), got the shape {}": (
         lambda: select(positions=[0]),
         lambda: select(positions=[0], dims={"positions": 0}),
     ),
-    Row(
-        "which the tensor of shape {} does not have; give the dim with dims=",
+    "which the tensor of shape {} does not have; give the dim with dims=": (
         lambda: select(positions=[0], dims={"positions": 4}),
         lambda: select(positions=[0], dims={"positions": 0}),
     ),
-    Row(
-        "are both dim",
+    "are both dim": (
         lambda: select(rows=[0], positions=[0], dims={"positions": 0}),
         lambda: select(rows=[0], positions=[0], dims={"positions": 1}),
     ),
-    Row(
-        "hook the heads' output",
+    "hook the heads' output": (
         lambda: select(models.random(4, 3, 6), heads=[0], num_heads=3),
         lambda: select(models.random(4, 3, 6), heads=[0], num_heads=4),
     ),
     # Looking.
-    Row(
-        "verify: a run of this FlexModel is under way",
+    "verify: a run of this FlexModel is under way": (
         lambda: in_the_run("verify", models.mlp(), BATCH),
         lambda: wrapped().verify(models.mlp(), BATCH),
     ),
-    Row(
-        "{}: a run of this FlexModel is under way",
+    "{}: a run of this FlexModel is under way": (
         lambda: in_the_run("dry_run", BATCH),
         lambda: wrapped().dry_run(BATCH),
     ),
-    Row(
-        "only backward hooks are registered; give loss=",
+    "only backward hooks are registered; give loss=": (
         lambda: verify("other", backward=True),
         lambda: verify("other", lambda output: output.mean(), backward=True),
     ),
-    Row(
-        "the reference is the wrapped model itself",
+    "the reference is the wrapped model itself": (
         lambda: verify("itself"),
         lambda: verify("other"),
     ),
-]
+}

@@ -10,7 +10,6 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 import models
-from advice.row import Row
 from flex_model import FlexModel, HookFunction, editing, sequential
 from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
 from flex_model.selection import Select
@@ -63,39 +62,33 @@ class Skips(MLP):
         return self.head(x + again)
 
 
-ROWS = [
-    Row(
-        "give SplitPoint.BEGINNING or",
+ROWS = {
+    "give SplitPoint.BEGINNING or": (
         lambda: split(split_spec={"layers.4": "beginning"}),
         lambda: [split(split_spec={"layers.4": point}) for point in SplitPoint],
     ),
-    Row("got {}; write (x,)", lambda: split(X[:2]), lambda: split((X[:2],))),
-    Row(
-        "; choose from",
+    "got {}; write (x,)": (lambda: split(X[:2]), lambda: split((X[:2],))),
+    "; choose from": (
         lambda: split(method="fx"),
         lambda: [split(method=method) for method in ("auto", "trace", "modules")],
     ),
-    Row(
-        "two ways to say where to split; give one of them",
+    "two ways to say where to split; give one of them": (
         lambda: policy(split_spec=SPLIT),
         lambda: (split(), policy()),
     ),
-    Row(
-        "remove them before pipeline(), and hook the stages",
+    "remove them before pipeline(), and hook the stages": (
         lambda: with_hook("layers.1", "modules"),
         lambda: (with_hook("layers.1", "trace", is_removed=True), split()),
     ),
-    Row(
-        "call restore() on it, split, and wrap the schedule",
+    "call restore() on it, split, and wrap the schedule": (
         lambda: with_flex(is_restored=False),
         lambda: with_flex(is_restored=True),
     ),
-    Row(
-        "give it by keyword, so that every stage has it",
+    "give it by keyword, so that every stage has it": (
         lambda: split(model=Skips()),
         lambda: split(model=Skips(), kwargs={"again": X[:2]}),
     ),
-]
+}
 
 # ---- Schedules -----------------------------------------------------------------------------------
 
@@ -334,69 +327,50 @@ def of_a_module(**settings):
     FlexModel(make_mlp(), process_group=alone_group(), **settings).restore()
 
 
-TWO_RANKS = [
-    Row(
-        "FlexModel(schedule, ...), or leave it out",
+TWO_RANKS = {
+    "FlexModel(schedule, ...), or leave it out": (
         lambda: of_a_module(batch_mode="full"),
         lambda: (of_a_module(), step(batch_mode="full")),
     ),
-    Row(
-        "which has no stages; wrap the schedule of a pipeline",
+    "which has no stages; wrap the schedule of a pipeline": (
         lambda: FlexModel(make_mlp(), process_group=alone_group()).stages_of("layers.0"),
         lambda: step(call=lambda flex, *_, **__: flex.stages_of("layers.0")),
     ),
-    Row(
-        "but the schedule has no loss_fn; make it with one",
-        lambda: step(loss_fn=None),
-        step,
-    ),
-    Row(
-        "give target=, or run it under torch.no_grad()",
+    "but the schedule has no loss_fn; make it with one": (lambda: step(loss_fn=None), step),
+    "give target=, or run it under torch.no_grad()": (
         lambda: step(target=None),
         lambda: (step(), step(target=None, grad=False)),
     ),
-    Row(
-        "target is one number; give a row for each of",
+    "target is one number; give a row for each of": (
         lambda: step(target=torch.tensor(1.0)),
         lambda: step(target=torch.ones(8, 1).expand(8, 3)),
     ),
-    Row(
-        "with a row for each of the batch's or several",
+    "with a row for each of the batch's or several": (
         lambda: step(target=Y[:4], loss_fn=torch.nn.functional.l1_loss),
         lambda: (step(), step(target=torch.ones(16), loss_fn=lambda o, t: o.sum() * t.sum())),
     ),
-    Row(
-        "give the inputs of the whole batch",
-        lambda: step(x=torch.tensor(1.0)),
-        step,
-    ),
-    Row(
-        "give what the spec is for, or make the schedule with another",
+    "give the inputs of the whole batch": (lambda: step(x=torch.tensor(1.0)), step),
+    "give what the spec is for, or make the schedule with another": (
         lambda: step(args_chunk_spec=(ROWS_OF_BATCH, ROWS_OF_BATCH)),
         lambda: (step(args_chunk_spec=(ROWS_OF_BATCH,)), scaled(SCALE, spec=ROWS_OF_BATCH)),
     ),
-    Row(
-        "rows, or use batch_mode='full'",
+    "rows, or use batch_mode='full'": (
         lambda: step(x=X[:6], target=Y[:6]),
         lambda: (step(x=X[:4], target=Y[:4]), step(x=X[:6], target=Y[:6], batch_mode="full")),
     ),
-    Row(
-        "give it for the whole batch, or make the schedule with",
+    "give it for the whole batch, or make the schedule with": (
         lambda: scaled(SCALE[:2]),
         lambda: (scaled(SCALE), scaled(SCALE[:2], spec=_Replicate)),
     ),
-    Row(
-        "TensorChunkSpec(0) for each keyword argument that is split, if it is to",
+    "TensorChunkSpec(0) for each keyword argument that is split, if it is to": (
         lambda: scaled(torch.ones(16, 1), module=Patches),
         lambda: scaled(torch.ones(16, 1), ROWS_OF_BATCH, Patches),
     ),
-    Row(
-        "and microbatch_dim states that they have them",
+    "and microbatch_dim states that they have them": (
         lambda: turned(microbatch_dim={"layers.2.act.inner": 0}),
         lambda: (turned(), turned(microbatch_dim={"layers.2.act.inner": 1})),
     ),
-    Row(
-        "state the dim of the rows with microbatch_dim=",
+    "state the dim of the rows with microbatch_dim=": (
         lambda: shared_rows("two shared rows"),
         lambda: (
             shared_rows("two shared rows", microbatch_dim={SUMMARY: None}),
@@ -404,89 +378,69 @@ TWO_RANKS = [
             shared_rows("a sum over rows", batch_mode="full"),
         ),
     ),
-    Row(
-        "may select rows of the micro-batches: their dim is not known",
+    "may select rows of the micro-batches: their dim is not known": (
         edited_unit,
         lambda: (edited_unit(microbatch_dim={SUMMARY: 0}), edited_unit(batch_mode="full")),
     ),
-    Row(
-        "are neither the same for any rows nor rows of the batch one after the other",
+    "are neither the same for any rows nor rows of the batch one after the other": (
         lambda: shared_rows("all rows twice"),
         lambda: shared_rows("all rows twice", batch_mode="full"),
     ),
-    Row(
-        "give the dim of the rows with dims={'rows': ...}, or use",
+    "give the dim of the rows with dims={'rows': ...}, or use": (
         edited_rows,
         lambda: (edited_rows(dims={"rows": 1, "units": 0}), edited_rows("full")),
     ),
-    Row(
-        "hook a module that is called equally often in each, or use",
+    "hook a module that is called equally often in each, or use": (
         lambda: sometimes("rare"),
         lambda: (sometimes("often"), sometimes("rare", batch_mode="full")),
     ),
-    Row(
-        "give each hook an attribute of its own, and combine them",
+    "give each hook an attribute of its own, and combine them": (
         lambda: written_twice("found", "found"),
         lambda: written_twice("first", "second"),
     ),
-    Row(
-        "write it in one step and read it in the next, with",
+    "write it in one step and read it in the next, with": (
         lambda: read_on_another_stage(["write", "read"]),
         lambda: read_on_another_stage(["write"], ["read"]),
     ),
-    Row(
-        "has a part of its gradient only",
-        lambda: shared(hooks=True),
-        lambda: shared(hooks=False),
-    ),
-    Row(
-        "call {} on the unsplit model",
+    "has a part of its gradient only": (lambda: shared(hooks=True), lambda: shared(hooks=False)),
+    "call {} on the unsplit model": (
         lambda: verify("schedule"),
         lambda: (verify("unsplit"), verify("records")),
     ),
-    Row(
-        "give the sizes of the whole batch, or None",
+    "give the sizes of the whole batch, or None": (
         lambda: step(HookFunction("layers.6.fc1", (2, 16))),
         lambda: [step(HookFunction("layers.6.fc1", shape)) for shape in ((8, 16), (None, 16))],
     ),
-    Row(
-        "give it to the stages as a keyword argument (a mask",
+    "give it to the stages as a keyword argument (a mask": (
         lambda: masked(True),
         lambda: (masked(False), masked(True, target=None, grad=False), step()),
     ),
-    Row(
-        "stages are run by their schedule; call the FlexModel",
+    "stages are run by their schedule; call the FlexModel": (
         lambda: step(call=lambda flex, x, target: flex.module(x)),
         step,
     ),
-    Row(
-        "hook a module that one stage has",
+    "hook a module that one stage has": (
         lambda: step(HookFunction("layers")),
         lambda: step(HookFunction("layers.0")),
     ),
-    Row(
-        "give each stage to one rank of a pipeline",
+    "give each stage to one rank of a pipeline": (
         lambda: both_have_it(2),
         lambda: (step(), both_have_it(data_parallel_size=2)),
     ),
-    Row(
-        "that of a FlexModel already; restore() it first",
+    "that of a FlexModel already; restore() it first": (
         lambda: wrapped_twice(is_restored=False),
         lambda: wrapped_twice(is_restored=True),
     ),
-    Row(
-        "call requires_grad_(True) before the step",
+    "call requires_grad_(True) before the step": (
         lambda: frozen(requires_grad=False),
         lambda: frozen(requires_grad=True),
     ),
-    Row(
-        "make the schedule with loss_fn=, leave out metric=",
+    "make the schedule with loss_fn=, leave out metric=": (
         lambda: attribution(metric=torch.sum),
         attribution,
     ),
-    Row(
-        "which alone runs its stages; give the unsplit model",
+    "which alone runs its stages; give the unsplit model": (
         lambda: sequential_run(is_split=True),
         lambda: sequential_run(is_split=False),
     ),
-]
+}

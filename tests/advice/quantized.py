@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 import quantized_layers
-from advice.row import Row
 from flex_model import FlexModel
 
 PACKED = "blocks.0.up.weight"
@@ -25,11 +24,10 @@ def read_quantized(raw=False):
     assert flex.get_module_parameter(PACKED, raw=raw).dtype == torch.uint8
 
 
-ROWS = [
-    Row(
-        "replace its layer by one that is not",
+ROWS = {
+    "replace its layer by one that is not": (
         lambda: set_quantized("a tensor that unpacks itself"),
         lambda: set_quantized("a tensor that unpacks itself", replace=True),
     ),
-    Row("read the packed tensor with", read_quantized, lambda: read_quantized(raw=True)),
-]
+    "read the packed tensor with": (read_quantized, lambda: read_quantized(raw=True)),
+}

@@ -16,9 +16,10 @@ from torch import nn
 import models
 import quantized_folders
 import quantized_layers
-from advice.row import Row, double, in_a_folder
+from advice.triggers import in_a_folder
 from flex_model import ActivationStore, FlexModel, HookFunction, sequential
 from flex_model.sequential.harvest import harvest
+from shared_edits import double
 
 BATCHES = [models.random(rows, 6, seed=rows, dtype=torch.float32) for rows in (2, 3, 1)]
 
@@ -376,170 +377,135 @@ def of_meta(how):
         traced(model=model if how == "loaded" else on_meta(model))
 
 
-ROWS = [
-    Row(
-        "call it outside of forward, ",
-        lambda: in_a_run(True),
-        lambda: in_a_run(False),
-    ),
-    Row(
-        "register and remove hooks before or after the run",
+ROWS = {
+    "call it outside of forward, ": (lambda: in_a_run(True), lambda: in_a_run(False)),
+    "register and remove hooks before or after the run": (
         lambda: changing_hooks("in a batch"),
         lambda: changing_hooks("before"),
     ),
-    Row(
-        "give 'cpu' or a device that torch has here, or leave device= out",
+    "give 'cpu' or a device that torch has here, or leave device= out": (
         lambda: compare(Stack(), device="xx"),
         lambda: (compare(Stack(), device="cpu"), compare(Stack())),
     ),
-    Row(
-        "since a graph holds activations where they are; run it under",
+    "since a graph holds activations where they are; run it under": (
         lambda: offloading(grad=True),
         lambda: offloading(grad=False),
     ),
-    Row(
-        "and a plain module has none; give a FlexModel with hooks",
+    "and a plain module has none; give a FlexModel with hooks": (
         lambda: storing(Stack()),
         lambda: storing(hooked()),
     ),
-    Row(
-        "and store= is {}; give one of them",
+    "and store= is {}; give one of them": (
         lambda: two_stores(own=True, given=True),
         lambda: (two_stores(own=True, given=False), two_stores(own=False, given=True)),
     ),
-    Row(
-        "give the same batches in the same order, or another folder",
+    "give the same batches in the same order, or another folder": (
         lambda: other_inputs(BATCHES[:1] + BATCHES[2:]),
         lambda: (other_inputs(BATCHES), other_inputs(BATCHES[:1] + BATCHES[2:], "b")),
     ),
-    Row(
-        "run the module that was compiled (._orig_mod)",
+    "run the module that was compiled (._orig_mod)": (
         lambda: compiled("compiled"),
         lambda: compiled("original"),
     ),
-    Row(
-        "has hooks of a FlexModel that is not the one that is run",
+    "has hooks of a FlexModel that is not the one that is run": (
         lambda: hooked_by_another(None),
         lambda: [hooked_by_another(how) for how in ("that one", "restored", "window")],
     ),
     # Targets.
-    Row(
-        "targets='auto' found neither",
+    "targets='auto' found neither": (
         lambda: compare(nn.Sequential(nn.Linear(6, 6))),
         lambda: compare(nn.Sequential(nn.Linear(6, 6)), ["0"]),
     ),
-    Row(
-        "targets is empty; name some modules, or leave it at 'auto'",
+    "targets is empty; name some modules, or leave it at 'auto'": (
         lambda: compare(Stack(), []),
         lambda: (compare(Stack(), ["blocks.0"]), compare(Stack(), "auto")),
     ),
-    Row(
-        "choose targets=[...] without that target",
+    "choose targets=[...] without that target": (
         lambda: weights_taken("0.blocks.1", "0.blocks.2"),
         lambda: (weights_taken("0.blocks.0", "0.blocks.2"), weights_taken("0")),
     ),
-    Row(
-        "compute with HookFunction(parameters=[...]), whose",
+    "compute with HookFunction(parameters=[...]), whose": (
         lambda: edit_with("target"),
         lambda: (edit_with("parameters"), edit_with("module")),
     ),
-    Row(
-        "call it in the batch's own forward",
+    "call it in the batch's own forward": (
         lambda: elsewhere(is_in_thread=True),
         lambda: elsewhere(is_in_thread=False),
     ),
-    Row(
-        "all have sequential_targets; give them",
+    "all have sequential_targets; give them": (
         lambda: targets_of("Linear", "Linear"),
         lambda: targets_of("Linear", None),
     ),
     # Weights.
-    Row(
-        "can't compute it; make it persistent, add it",
+    "can't compute it; make it persistent, add it": (
         buffers,
         lambda: [buffers(how) for how in ("persistent", "in the weights", "on the CPU")],
     ),
-    Row(
-        "add it to weights, or leave weights= out",
+    "add it to weights, or leave weights= out": (
         without_a_parameter,
         lambda: [without_a_parameter(how) for how in ("added", "none")],
     ),
-    Row("build the model of quantised layers", lambda: run_quantized("plain"), run_quantized),
-    Row(
-        "save a dequantised copy once, as in",
+    "build the model of quantised layers": (lambda: run_quantized("plain"), run_quantized),
+    "save a dequantised copy once, as in": (
         lambda: of_a_quantised_folder("itself"),
         lambda: of_a_quantised_folder("copy"),
     ),
-    Row(
-        "is no JSON ({}); download the checkpoint again",
+    "is no JSON ({}); download the checkpoint again": (
         lambda: of_a_quantised_folder("no JSON"),
         lambda: of_a_quantised_folder("copy"),
     ),
-    Row(
-        "give the weights of this model, or build it",
+    "give the weights of this model, or build it": (
         other_shapes,
         lambda: (other_shapes("weights"), other_shapes("model")),
     ),
-    Row(
-        "CheckpointWeights: there is no",
+    "CheckpointWeights: there is no": (
         lambda: from_files("no path"),
         lambda: (from_files("file"), from_hugging_face()),
     ),
-    Row(
-        "has no .safetensors file; save the model with save_pretrained",
+    "has no .safetensors file; save the model with save_pretrained": (
         lambda: from_files("torch.save"),
         from_hugging_face,
     ),
-    Row(
-        "is not a safetensors file ({}); save",
+    "is not a safetensors file ({}); save": (
         lambda: from_files("no safetensors"),
         lambda: (from_hugging_face(), from_files("safetensors")),
     ),
-    Row(
-        "not an index of safetensors files beside it",
+    "not an index of safetensors files beside it": (
         lambda: from_shards({"weights": {}}),
         from_shards,
     ),
-    Row(
-        "which its index lists; download the checkpoint again",
+    "which its index lists; download the checkpoint again": (
         lambda: from_shards(has_files=False),
         from_shards,
     ),
-    Row(
-        "read() must return a torch.Tensor",
+    "read() must return a torch.Tensor": (
         lambda: of_kind(torch.Tensor.tolist),
         lambda: of_kind(torch.Tensor.clone),
     ),
-    Row(
-        "pip install tqdm, or use on_target_end",
+    "pip install tqdm, or use on_target_end": (
         lambda: bar(False, progress=True),
         lambda: (bar(True, progress=True), bar(False, on_target_end=lambda *args: None)),
     ),
     # Harvest and subgraphs.
-    Row(
-        "has no config.json; give a folder",
+    "has no config.json; give a folder": (
         lambda: harvested(tokenizer()),
         lambda: harvested(tokenizer(), hugging_face()),
     ),
-    Row(
-        "harvest: no tokenizer in",
+    "harvest: no tokenizer in": (
         lambda: harvested(hugging_face()),
         lambda: (harvested(tokenizer(), hugging_face()), from_hugging_face()),
     ),
-    Row(
-        "is on meta; load the model, or use sequential.run",
+    "is on meta; load the model, or use sequential.run": (
         lambda: of_meta(None),
         lambda: (of_meta("loaded"), of_meta("run")),
     ),
-    Row("and sample_input has only {}; add it", lambda: traced({}), traced),
-    Row(
-        "give a sample_input that has one, too",
+    "and sample_input has only {}; add it": (lambda: traced({}), traced),
+    "give a sample_input that has one, too": (
         lambda: subgraph_of([], mask=BATCHES[1]),
         lambda: subgraph_of(["mask"], mask=BATCHES[1]),
     ),
-    Row(
-        "reads it; call trace_subgraphs again",
+    "reads it; call trace_subgraphs again": (
         lambda: subgraphs_of_another_factor(is_traced_again=False),
         lambda: subgraphs_of_another_factor(is_traced_again=True),
     ),
-]
+}

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import models
-from advice.row import BATCH, Row, double
+from advice.triggers import BATCH
 from flex_model import ActivationStore, FlexModel, HookFunction
 from flex_model import distributed as fm_dist
 from pipelines import alone_group
+from shared_edits import double
 
 
 def mesh(*names, shape=None):
@@ -232,124 +233,89 @@ def second_derivative(name, **settings):
         torch.autograd.grad(gradient.sum(), weight)
 
 
-TWO_RANKS = [
-    Row(
-        "the function runs on rank 0 only; use FlexModel(edit_on='all')",
+TWO_RANKS = {
+    "the function runs on rank 0 only; use FlexModel(edit_on='all')": (
         lambda: second_derivative("tp", edit_on="rank0"),
         lambda: second_derivative("tp", edit_on="all"),
     ),
-    Row(
-        "; use DDP, or one process, for it",
+    "; use DDP, or one process, for it": (
         lambda: second_derivative("dtensor"),
         lambda: second_derivative("ddp"),
     ),
-    Row(
-        "; keep full.detach() for a loss of rank 0, or use",
+    "; keep full.detach() for a loss of rank 0, or use": (
         loss_of_what_is_kept,
         lambda: (loss_of_what_is_kept("all"), loss_of_what_is_kept(is_detached=True)),
     ),
-    Row(
-        "make it with torch.distributed.new_group(ranks)",
+    "make it with torch.distributed.new_group(ranks)": (
         lambda: FlexModel(models.mlp(), process_group=3),
         lambda: FlexModel(models.mlp(), data_parallel_size=2, process_group=dist.new_group([0, 1])),
     ),
-    Row(
-        "device_mesh must be a DeviceMesh",
+    "device_mesh must be a DeviceMesh": (
         lambda: FlexModel(models.mlp(), device_mesh=3),
         lambda: FlexModel(models.mlp(), device_mesh=mesh("dp", "tp", shape=(1, 2))),
     ),
-    Row(
-        "device_mesh must have named dims",
+    "device_mesh must have named dims": (
         lambda: FlexModel(models.mlp(), device_mesh=mesh()),
         lambda: FlexModel(models.mlp(), device_mesh=mesh("dp", "tp", shape=(1, 2))),
     ),
-    Row(
-        "is not a known axis; name the dims after",
+    "is not a known axis; name the dims after": (
         lambda: FlexModel(models.mlp(), device_mesh=mesh("rows")),
         lambda: FlexModel(models.mlp(), device_mesh=mesh("dp")),
     ),
-    Row(
-        "shard the model over a mesh without it, or of size 1",
+    "shard the model over a mesh without it, or of size 1": (
         lambda: FlexModel(models.mlp(), device_mesh=mesh("cp")),
         lambda: FlexModel(models.mlp(), device_mesh=mesh("dp", "cp", shape=(2, 1))),
     ),
-    Row(
-        "which are not known axes (tp, dp, pp); give device_mesh=",
+    "which are not known axes (tp, dp, pp); give device_mesh=": (
         expert_parallel,
         lambda: expert_parallel(device_mesh=lambda: mesh("dp", "tp", shape=(1, 2))),
     ),
-    Row(
-        "leave the sizes out, or give a device_mesh with the model's",
+    "leave the sizes out, or give a device_mesh with the model's": (
         lambda: tensor_parallel(device_mesh=mesh("dp")),
         lambda: (tensor_parallel(), tensor_parallel(device_mesh=mesh("tp"))),
     ),
-    Row(
-        "pipeline_parallel_size is",
+    "pipeline_parallel_size is": (
         lambda: FlexModel(models.mlp(), pipeline_parallel_size=2),
         tensor_parallel,
     ),
-    Row(
-        "pass the same full tensor on every rank",
+    "pass the same full tensor on every rank": (
         lambda: set_weight(dist.get_rank()),
         lambda: set_weight(1),
     ),
-    Row(
-        "each of which has a part of the gradient",
-        lambda: fsdp1_hook(num_forwards=2),
-        fsdp1_hook,
-    ),
-    Row(
-        "it was registered after the forward",
-        lambda: fsdp1_hook(is_late=True),
-        fsdp1_hook,
-    ),
-    Row(
-        "(FSDP1) module that keeps one flattened gradient",
+    "each of which has a part of the gradient": (lambda: fsdp1_hook(num_forwards=2), fsdp1_hook),
+    "it was registered after the forward": (lambda: fsdp1_hook(is_late=True), fsdp1_hook),
+    "(FSDP1) module that keeps one flattened gradient": (
         lambda: fsdp1_gradient(False),
         lambda: (fsdp1_gradient(True), fsdp1_gradient(None)),
     ),
-    Row(
-        "states to be split; state the layout of shards with annotate_layout",
+    "states to be split; state the layout of shards with annotate_layout": (
         lambda: of_a_parameter(is_stated=False),
         lambda: of_a_parameter(is_stated=True),
     ),
-    Row(
-        "; state it before the run with",
-        unknown_layout,
-        each_line,
-    ),
-    Row(
-        "name the weights that it needs in",
+    "; state it before the run with": (unknown_layout, each_line),
+    "name the weights that it needs in": (
         lambda: reads_a_weight("transfer"),
         lambda: reads_a_weight("parameters"),
     ),
-    Row(
-        "use torch.autograd and a loop, or one process",
+    "use torch.autograd and a loop, or one process": (
         lambda: transformed("transform"),
         lambda: (transformed("a loop"), transformed("one process")),
     ),
-    Row(
-        "FLEX_MODEL_TRANSPORT differs",
+    "FLEX_MODEL_TRANSPORT differs": (
         lambda: transports("gloo", "shared_memory"),
         lambda: (transports("gloo", "gloo"), transports("shared_memory", "shared_memory")),
     ),
-    Row("; pass its .to_local()", lambda: of_a_dtensor(False), lambda: of_a_dtensor(True)),
-    Row(
-        "bring them back before they are read",
+    "; pass its .to_local()": (lambda: of_a_dtensor(False), lambda: of_a_dtensor(True)),
+    "bring them back before they are read": (
         lambda: offloaded(is_back=False),
         lambda: offloaded(is_back=True),
     ),
-    Row(
-        "call flush(), or restore() on every rank",
+    "call flush(), or restore() on every rank": (
         lambda: dropped("nothing"),
         lambda: (dropped("flush"), dropped("restore")),
     ),
-]
+}
 
-FOUR_RANKS = [
-    Row(
-        "state the tensor before its dims are joined",
-        lambda: fused("joined"),
-        lambda: fused("fc"),
-    ),
-]
+FOUR_RANKS = {
+    "state the tensor before its dims are joined": (lambda: fused("joined"), lambda: fused("fc")),
+}

@@ -26,16 +26,13 @@ from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.inspection.offline import run_on_shapes
 from recorded_traffic import TrafficRecorder
+from shared_edits import double
 from tiers import grid_but
 
 PREAMBLE_BYTES = 48  # of each message of gloo's
 
 
 # ---- Real runs -----------------------------------------------------------------------------------
-
-
-def double(module, full, save_ctx, modules):
-    return full * 2
 
 
 def double_both(module, fulls, save_ctx, modules):

@@ -92,25 +92,6 @@ def registered():
 # ---- the walk ----------------------------------------------------------------------------------
 
 
-def test_leaves_are_tensors_depth_first():
-    a, b, c, d, e = tensors(5)
-    leaves, spec = pytree.flatten((a, {"z": b, "a": [c, d, 3]}, None, "text", e))
-    assert same(leaves, [a, b, c, d, e])
-    assert spec.num_leaves == 5
-    assert repr(spec) == "TreeSpec((*, {'z': *, 'a': [*, *, 3]}, None, 'text', *))"
-
-
-def test_unflatten_makes_new_containers_and_keeps_constants():
-    constant = object()
-    tree = ([tensors(1)[0], constant, None], {})
-    leaves, spec = pytree.flatten(tree)
-    built = pytree.unflatten(leaves, spec)
-    assert built[0] is not tree[0]
-    assert same(built[0], tree[0])
-    assert built[1] == {}
-    assert built[1] is not tree[1]
-
-
 @pytest.mark.parametrize("tree", [None, 3, "text", object(), torch.Size([2]), (), [], {}])
 def test_trees_without_tensors(tree):
     leaves, spec = pytree.flatten(tree)
@@ -143,66 +124,89 @@ def test_functions_say_how_they_are_called():
     assert pytree.replace_leaf.__text_signature__ == "($module, tree, index, leaf, /)"
 
 
-# ---- one leaf ----------------------------------------------------------------------------------
+# ---- wrong calls -------------------------------------------------------------------------------
 
 
-def test_leaf_at_and_num_leaves():
-    a, b, c = tensors(3)
-    tree = (1, [a, {"k": b}], c)
-    assert same([pytree.leaf_at(tree, i) for i in range(3)], [a, b, c])
-    assert pytree.num_leaves(tree) == 3
-    assert pytree.leaf_at(a, 0) is a
+def spec_of(tree):
+    return pytree.flatten(tree)[1]
 
 
-def test_replace_leaf_rebuilds_only_the_way():
-    a, b, c, d = tensors(4)
-    left, right, plain = [a], {"k": b, "deep": (c, [1])}, object()
-    tree = [left, right, plain]
-    built = pytree.replace_leaf(tree, 2, d)
-    assert built[0] is left
-    assert built[2] is plain
-    assert built[1]["k"] is b
-    assert built[1]["deep"][0] is d
-    assert built[1]["deep"][1] is right["deep"][1]
-    assert list(built[1]) == ["k", "deep"]
-    assert tree[1] is right
-    assert right["deep"][0] is c
-    assert pytree.replace_leaf(a, 0, d) is d
+WRONG_CALLS = [
+    (
+        lambda: pytree.leaf_at(tensors(2), 2),
+        IndexError,
+        r"leaf_at: the tree has 2 tensors; unpack_idx 2 is out of range; pass an index in \[",
+    ),
+    (
+        lambda: pytree.replace_leaf(tensors(1), -1, None),
+        IndexError,
+        "replace_leaf: the tree has 1 tensor; unpack_idx -1 is out",
+    ),
+    (
+        lambda: pytree.leaf_at(SimpleNamespace(x=1), 0),
+        IndexError,
+        ".* has 0 tensors; unpack_idx 0 is out of range; register the",
+    ),
+    (
+        lambda: pytree.leaf_at(1),
+        TypeError,
+        r".*expected 2 positional arguments, got 1; call leaf_at\(tree",
+    ),
+    (lambda: pytree.leaf_at(1, "0"), TypeError, ".*integer"),
+    (
+        lambda: pytree.unflatten(spec_of([]), []),
+        TypeError,
+        r"unflatten: expected a TreeSpec, got list; call unflatten\(",
+    ),
+    (
+        lambda: pytree.unflatten([1, 2, 3], spec_of(tensors(2))),
+        ValueError,
+        "unflatten: the spec has 2 leaves, got 3; pass as many as",
+    ),
+    (lambda: pytree.unflatten(3, spec_of(tensors(2))), TypeError, ".*not iterable"),
+    (pytree.TreeSpec, TypeError, ".*cannot create"),
+    (
+        lambda: pytree.register(3, list, list),
+        TypeError,
+        "register: expected a class, got 3; pass the container's type$",
+    ),
+    (
+        lambda: pytree.register(Box, list, None),
+        TypeError,
+        "register: unflatten must be a function, got None; pass reg",
+    ),
+    (
+        lambda: pytree.register(torch.nn.Parameter, list, list),
+        ValueError,
+        "register: Parameter is a leaf and cannot be registered; exp",
+    ),
+    (
+        lambda: pytree.register(list, list, list),
+        ValueError,
+        "register: list is built in and cannot be registered; expec",
+    ),
+    (
+        lambda: pytree.register(Box, list, list),
+        ValueError,
+        "register: Box is already registered; call flex_model.pytree",
+    ),
+    (
+        lambda: pytree.unregister(Stack),
+        ValueError,
+        "unregister: Stack is not registered; expected a type given",
+    ),
+    (
+        lambda: pytree.unregister(3),
+        TypeError,
+        "unregister: expected a class, got 3; pass the registered type$",
+    ),
+]
 
 
-def test_index_out_of_range():
-    message = r"^leaf_at: the tree has 2 tensors; unpack_idx 2 is out of range; pass an index in \["
-    with pytest.raises(IndexError, match=message):
-        pytree.leaf_at(tensors(2), 2)
-    with pytest.raises(
-        IndexError, match=r"^replace_leaf: the tree has 1 tensor; unpack_idx -1 is out"
-    ):
-        pytree.replace_leaf(tensors(1), -1, None)
-    with pytest.raises(
-        IndexError, match="has 0 tensors; unpack_idx 0 is out of range; register the"
-    ):
-        pytree.leaf_at(Box(tensors(1)), 0)
-
-
-def test_wrong_arguments():
-    with pytest.raises(
-        TypeError, match=r"expected 2 positional arguments, got 1; call leaf_at\(tree"
-    ):
-        pytree.leaf_at(1)
-    with pytest.raises(TypeError, match="integer"):
-        pytree.leaf_at(1, "0")
-    with pytest.raises(
-        TypeError, match=r"^unflatten: expected a TreeSpec, got list; call unflatten\("
-    ):
-        pytree.unflatten(*reversed(pytree.flatten([])))
-    with pytest.raises(
-        ValueError, match=r"^unflatten: the spec has 2 leaves, got 3; pass as many as"
-    ):
-        pytree.unflatten([1, 2, 3], pytree.flatten(tensors(2))[1])
-    with pytest.raises(TypeError, match="not iterable"):
-        pytree.unflatten(3, pytree.flatten(tensors(2))[1])
-    with pytest.raises(TypeError, match="cannot create"):
-        pytree.TreeSpec()
+@pytest.mark.parametrize(("call", "error", "message"), WRONG_CALLS)
+def test_wrong_calls(call, error, message, registered):
+    with pytest.raises(error, match=f"^{message}"):
+        call()
 
 
 # ---- containers by structure -------------------------------------------------------------------
@@ -432,37 +436,6 @@ def test_types_registered_with_torch(seen_before):
     assert same(pytree.replace_leaf(Theirs(a, b), 1, a).items, (a, a))
     torch_pytree._deregister_pytree_node(Theirs)
     assert pytree.num_leaves(Theirs(a)) == 0
-
-
-def test_wrong_registrations(registered):
-    with pytest.raises(
-        TypeError, match=r"^register: expected a class, got 3; pass the container's type$"
-    ):
-        pytree.register(3, list, list)
-    with pytest.raises(
-        TypeError, match=r"^register: unflatten must be a function, got None; pass reg"
-    ):
-        pytree.register(Box, list, None)
-    with pytest.raises(
-        ValueError, match=r"^register: Parameter is a leaf and cannot be registered; exp"
-    ):
-        pytree.register(torch.nn.Parameter, list, list)
-    with pytest.raises(
-        ValueError, match=r"^register: list is built in and cannot be registered; expec"
-    ):
-        pytree.register(list, list, list)
-    with pytest.raises(
-        ValueError, match=r"^register: Box is already registered; call flex_model.pytree"
-    ):
-        pytree.register(Box, list, list)
-    with pytest.raises(
-        ValueError, match=r"^unregister: Stack is not registered; expected a type given"
-    ):
-        pytree.unregister(Stack)
-    with pytest.raises(
-        TypeError, match=r"^unregister: expected a class, got 3; pass the registered type$"
-    ):
-        pytree.unregister(3)
 
 
 @pytest.mark.parametrize(
@@ -731,10 +704,8 @@ def test_cycles_through_a_spec_are_collected():
 
 
 def test_specs_compare_by_structure():
-    def spec(tree):
-        return pytree.flatten(tree)[1]
-
     a, b = tensors(2)
+    spec = spec_of
     assert spec((a, {"k": [b, 1]})) == spec((b, {"k": [a, 1]}))
     different = [
         a,
@@ -771,10 +742,10 @@ def test_specs_compare_by_keys_once_tensors_are_carried_over():
 
 def test_reprs():
     a = tensors(1)[0]
-    tree = (Point(a, 1), Pair(a), OrderedDict(k=a), UserDict(k=a), (a,), {})
-    assert repr(pytree.flatten(tree)[1]) == (
+    tree = (Point(a, 1), Pair(a), OrderedDict(k=a), UserDict(k=a), (a,), {"z": a, "a": [a, 3]}, "t")
+    assert repr(spec_of(tree)) == (
         "TreeSpec((Point(*, 1), Pair(first=*, second=None, total=0), OrderedDict('k': *), "
-        "UserDict(data={'k': *}), (*,), {}))"
+        "UserDict(data={'k': *}), (*,), {'z': *, 'a': [*, 3]}, 't'))"
     )
 
 
@@ -1035,21 +1006,6 @@ def test_batch_encoding():
     assert built.n_sequences == 1
     assert built.mask is a
     assert batch["mask"] is b
-
-
-def test_a_real_model():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=8, intermediate_size=8
-    )
-    output = transformers.LlamaForCausalLM(config)(
-        torch.tensor([[1, 2]]), output_hidden_states=True
-    )
-    leaves, spec = pytree.flatten(output)
-    built = pytree.unflatten(leaves, spec)
-    assert built.logits is output.logits
-    assert built.keys() == output.keys()
-    assert pytree.leaf_at(output, 0) is output.logits
 
 
 def test_torch_is_all_that_is_imported():

@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import _world
 
 import models
 from flex_model import FlexModel, HookFunction
-from tiers import grid_but
+from tiers import grid_but, ways
 
 pytestmark = pytest.mark.slow
 
@@ -57,9 +57,17 @@ def check_no_growth(module, step, warm_up, steps):
     assert resident_bytes_after - resident_bytes <= 4 * MIB
 
 
-def ten_thousand_calls(edit, **sizes):
-    model = chain()
-    flex = FlexModel(model, {}, **sizes)
+EDITS = {
+    "read": None,
+    "edit": lambda module, full, save_ctx, modules: full + 1,
+}
+
+
+@pytest.mark.parametrize("edit", grid_but(EDITS, "edit"))
+@pytest.mark.parametrize("way", ways("tp", grid=["one", "tp x dp"]))
+def test_ten_thousand_hook_calls(way, edit):
+    model, edit = chain(), EDITS[edit]
+    flex = FlexModel(model, {}, **way.sizes)
     for i in range(SITES):
         flex.register_forward_hook(HookFunction(str(i), editing_function=edit))
     x = torch.arange(1024.0).view(2, -1)  # 10,000 copies of it would be 40 MiB
@@ -70,30 +78,6 @@ def ten_thousand_calls(edit, **sizes):
 
     check_no_growth(model, step, 70, 10_000 // SITES)
     flex.restore()
-
-
-EDITS = {
-    "read": None,
-    "edit": lambda module, full, save_ctx, modules: full + 1,
-}
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("edit", EDITS)
-def test_ten_thousand_hook_calls(edit):
-    ten_thousand_calls(EDITS[edit])
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit", grid_but(["read", "edit"], "edit"))
-def test_ten_thousand_hook_calls_on_two_ranks(edit):
-    ten_thousand_calls(EDITS[edit], tensor_parallel_size=2)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-def test_ten_thousand_hook_calls_on_four_ranks():
-    ten_thousand_calls(None, tensor_parallel_size=2, data_parallel_size=2)
 
 
 def wrap_train_restore(model, parallelism, batch):
@@ -108,7 +92,8 @@ def wrap_train_restore(model, parallelism, batch):
     flex.restore()
 
 
-def fifty_wraps(parallelism):
+@pytest.mark.parametrize("parallelism", ways("tp", grid=["one", "tp of 4"], timeout=300))
+def test_fifty_wraps(parallelism):
     model = parallelism.shard(models.mlp())
     batch = parallelism.my_rows(models.random(4, 6))
 
@@ -116,19 +101,3 @@ def fifty_wraps(parallelism):
         wrap_train_restore(model, parallelism, batch)
 
     check_no_growth(model, step, 20, 50)
-
-
-@pytest.mark.grid
-def test_fifty_wraps():
-    fifty_wraps(models.ONE_RANK)
-
-
-@pytest.mark.ranks(2)
-def test_fifty_wraps_on_two_ranks():
-    fifty_wraps(models.TWO_RANKS["tp"])
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4, timeout=300)
-def test_fifty_wraps_on_four_ranks():
-    fifty_wraps(models.FOUR_RANKS["tp"])

@@ -11,12 +11,9 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
+from shared_edits import double
 
 BATCHES = [models.random(4, 6, seed=seed) for seed in range(4)]
-
-
-def double(module, full, save_ctx, modules):
-    return full * 2
 
 
 def use(transport, monkeypatch):

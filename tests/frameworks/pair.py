@@ -2,7 +2,6 @@
 
 import contextlib
 import warnings
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,21 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from oracle import apply
+
 EXACT, ROUNDED = 1e-9, 2e-5  # float64; float32, or models that compute parts in float32
 
 
 def call(model, inputs, keywords) -> torch.Tensor:
     return tensor_of(model(*inputs, **keywords))
-
-
-def apply(value: torch.Tensor, edit: Callable | None) -> tuple:
-    """What a hook of one process records of a tensor, and what it returns."""
-    record = value.detach().clone()
-    if edit is None:
-        return record, None
-    given = value.clone()
-    edited = edit(None, given, Namespace(), {})
-    return record, given if edited is None else edited
 
 
 def rank() -> int:

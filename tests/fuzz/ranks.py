@@ -107,8 +107,6 @@ def merged(ranks: list[list[dict]], failures: dict) -> Iterator[Outcome]:
             if answer.get("verdict") == INVALID and "cell" not in answer:
                 yield Outcome(None, INVALID, answer["text"])
                 return
-    if any("skipped" in answer for answers in ranks for answer in answers):
-        return
     begun = max((sum("started" in a for a in answers) for answers in ranks), default=0)
     if not begun:
         yield Outcome(

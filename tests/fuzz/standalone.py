@@ -13,6 +13,9 @@ from pathlib import Path
 from program import Program, write
 from ranks import Outcome
 
+import models
+import oracle
+
 HERE = Path(__file__).parent
 
 HEAD = '''\
@@ -88,7 +91,7 @@ def main():
     oracle, seen, expected = Model().train({train}), [[] for _ in HOOKS], []
     with ExitStack() as stack:
         for hook, into in zip(HOOKS, seen):
-            stack.enter_context(torch_hook(oracle, hook, into))
+            stack.enter_context(torch_hook(oracle, hook, seeing(hook, into)))
         for batch in BATCHES:
             [into.clear() for into in seen]
             output = run(oracle, inputs(batch), {dp})
@@ -136,8 +139,7 @@ def standalone(program: Program, outcome: Outcome) -> str:
         verdict=outcome.verdict,
         text=summary if len(summary) <= 300 else summary[:300] + "...",
     )
-    edits = [getattr(verdict, name) for name in ("elementwise", "mixing", "in_place")]
-    edits = [edit for edit in edits if any(verdict.EDITS[h.doing] is edit for h in hooks)]
+    edits = [e for e in oracle.EDITS.values() if any(verdict.EDITS[h.doing] is e for h in hooks)]
     names = {name: edit and edit.__name__ for name, edit in verdict.EDITS.items()}
     used = [f"{name!r}: {f}" for name, f in names.items() if name in {h.doing for h in hooks}]
     main = MAIN.format(
@@ -160,9 +162,9 @@ def standalone(program: Program, outcome: Outcome) -> str:
             if cell.get(name) is not None
         ),
     )
-    needed = [verdict.Hook, verdict.torch_hook, *edits]
-    if verdict.mixing in edits:
-        needed.insert(0, verdict.random)
+    needed = [verdict.Hook, oracle.apply, verdict.seeing, oracle.torch_hook, *edits]
+    if oracle.mixing in edits:
+        needed.insert(0, models.random)
     parts = [*used_parts(text)]
     sources = [inspect.getsource(part) + "\n" for part in needed]
     notes = [f"# kept as: {json.dumps(program.to_json())}"]

@@ -6,13 +6,11 @@ flex_model. Wrong: anything differs. Crash: an exception that is not flex_model'
 
 from __future__ import annotations
 
-import inspect
 import linecache
 import math
 import random as python_random
 import traceback
-from argparse import Namespace
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,18 +27,18 @@ from execution import (
     gradient_differences,
     invalid_text,
     place_of,
-    random,
     run_oracle,
     run_sharded,
 )
 from program import Program, Value, local_part, tuples, write
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 import flex_model
+import oracle
 from flex_model import FlexModel, HookError, HookFunction
+from oracle import KINDS, apply, register, torch_hook
 
-KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")
 RIGHT, REFUSED, WRONG, CRASH, HANG, INVALID = (
     "right",
     "refused",
@@ -53,28 +51,7 @@ TIMEOUT_S = 8.0
 LIBRARY = str(Path(flex_model.__file__).parent)
 
 
-# ---- What a hook does ----------------------------------------------------------------------------
-
-
-def elementwise(module, full, save_ctx, modules):
-    return full + 0.5 * full.abs()
-
-
-def mixing(module, full, save_ctx, modules):
-    """A dense product along every dim."""
-    for dim, size in enumerate(full.shape):
-        mix = random(size, size, seed=20 + dim) * (0.3 / size**0.5)
-        full = full + torch.tensordot(full, mix.to(full.dtype), ([dim], [0])).movedim(-1, dim)
-    return full
-
-
-def in_place(module, full, save_ctx, modules):
-    """The last index of every dim, which lives on the last rank."""
-    for dim in range(full.ndim):
-        full.select(dim, -1).mul_(1.5).add_(0.25)
-
-
-EDITS = {"read": None, "elementwise": elementwise, "mixing": mixing, "in place": in_place}
+EDITS = {"read": None, **oracle.EDITS}
 
 
 @dataclass(frozen=True)
@@ -108,53 +85,17 @@ class Cell:
 # ---- The oracle's hooks --------------------------------------------------------------------------
 
 
-@contextmanager
-def torch_hook(model: nn.Module, hook: Hook, seen: list[Tensor]):
-    """A hook as a user of one process writes it. Gradients are caught on copies of the tensor."""
-    edit = EDITS[hook.doing]
+def seeing(hook: Hook, seen: list[Tensor]):
+    """What a hook does at its tensor: it keeps what it sees, not what is recomputed, and edits."""
 
     def see(value):
+        record, edited = apply(value, EDITS[hook.doing])
         in_backward = torch._C._current_graph_task_id() != -1
-        if not (in_backward and hook.kind.startswith("forward")):  # not what is recomputed
-            seen.append(value.detach().clone())
-        if edit is None:
-            return None
-        given = value.clone()
-        edited = edit(None, given, Namespace(), {})
-        return given if edited is None else edited
+        if not (in_backward and hook.kind.startswith("forward")):
+            seen.append(record)
+        return edited
 
-    def at_leaf(tree):
-        leaves, spec = tree_flatten(tree)
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if hook.leaf >= len(tensors):
-            return tree
-        at = tensors[hook.leaf]
-        if hook.kind in ("forward", "forward_pre"):
-            edited = see(leaves[at])
-            if edited is None:
-                return tree
-            leaves[at] = edited
-        elif leaves[at].requires_grad:
-            leaves[at] = leaves[at].clone()
-            leaves[at].register_hook(see)
-        else:
-            return tree
-        return tree_unflatten(leaves, spec)
-
-    if hook.kind == "parameter":
-        handle = model.get_parameter(hook.site).register_hook(see)
-    elif hook.kind in ("forward", "full_backward_pre"):
-        module = model.get_submodule(hook.site)
-        handle = module.register_forward_hook(lambda module, args, output: at_leaf(output))
-    else:
-        module = model.get_submodule(hook.site)
-        handle = module.register_forward_pre_hook(
-            lambda module, args, kwargs: at_leaf((args, kwargs)), with_kwargs=True
-        )
-    try:
-        yield
-    finally:
-        handle.remove()
+    return see
 
 
 def oracle_runs(
@@ -165,7 +106,7 @@ def oracle_runs(
     seen: dict[str, list[Tensor]] = {hook.record: [] for hook in hooks}
     with ExitStack() as stack:
         for hook in hooks:
-            stack.enter_context(torch_hook(model, hook, seen[hook.record]))
+            stack.enter_context(torch_hook(model, hook, seeing(hook, seen[hook.record])))
         for one in data:
             for values in seen.values():
                 values.clear()
@@ -178,12 +119,7 @@ def oracle_runs(
 # ---- Under FlexModel -----------------------------------------------------------------------------
 
 
-def accepts(keyword: str) -> bool:
-    return keyword in inspect.signature(FlexModel.__init__).parameters
-
-
 def make_flex(bench: Bench, model: nn.Module, cell: Cell, records: dict) -> FlexModel:
-    """All that depends on what this version of FlexModel knows is here and in `state_layout`."""
     program, code = bench.program, bench.written.code
     settings: dict[str, Any] = {}
     if code.needs_follow:
@@ -192,7 +128,7 @@ def make_flex(bench: Bench, model: nn.Module, cell: Cell, records: dict) -> Flex
         argument.name: next((d for d, dim in enumerate(argument.dims) if dim[0].size == "B"), None)
         for argument in code.arguments
     }
-    if program.dp > 1 and accepts("batch_dim"):
+    if program.dp > 1:
         settings["batch_dim"] = row_dims
     if cell.dp_batch is not None:
         settings["dp_batch"] = cell.dp_batch
@@ -208,19 +144,11 @@ def make_flex(bench: Bench, model: nn.Module, cell: Cell, records: dict) -> Flex
     )
 
 
-def state_layout(flex: FlexModel, hook: Hook, value: Value, batch: Any) -> tuple | None:
-    """Say how a site is split, as an error would have the user do; return an expected_shape."""
+def state_layout(flex: FlexModel, hook: Hook, value: Value, batch: Any) -> None:
+    """Say how a site is split, as an error would have the user do."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     sizes = batch.sizes
-    if not hasattr(flex, "annotate_layout"):
-        shape: list[int | None] = []
-        for dim in value.dims:
-            full = 1
-            for atom in dim:
-                full *= sizes.get(atom.size, atom.size)  # type: ignore[arg-type]
-            shape.append(full if any(atom.axis == "tp" for atom in dim) else None)
-        return tuple(shape)
     placements: dict[str, Any] = {"tp": Partial() if value.is_partial else Replicate()}
     for number, dim in enumerate(value.dims):
         for at, atom in enumerate(dim):
@@ -233,7 +161,6 @@ def state_layout(flex: FlexModel, hook: Hook, value: Value, batch: Any) -> tuple
                 )
                 placements["part_sizes"] = (inner,) * parts
     flex.annotate_layout(hook.site, kind="forward", **placements)
-    return None
 
 
 class Bench:
@@ -358,7 +285,12 @@ class Bench:
         lines: list[str] = []
         with make_flex(self, model, cell, records) as flex:
             for hook in cell.hooks:
-                register(flex, hook, self.shape_of(flex, hook) if cell.is_stated else None)
+                if cell.is_stated:
+                    value = self.written.code.sites[hook.site]
+                    state_layout(flex, hook, value, program.batches[0])
+                edit = EDITS[hook.doing]
+                function = HookFunction(hook.site, None, edit, hook.leaf, output_name=hook.record)
+                register(flex, hook.kind, function)
             for number, (one, oracle) in enumerate(zip(self.data, expected)):
                 model.zero_grad()
                 shape, state = oracle.output.shape, self.written.state
@@ -374,22 +306,6 @@ class Bench:
 
     def keeps_records(self, cell: Cell) -> bool:
         return cell.output_ranks == "all" or self.program.ranks == 1 or dist.get_rank() == 0
-
-    def shape_of(self, flex: FlexModel, hook: Hook) -> tuple | None:
-        value = self.written.code.sites[hook.site]
-        return state_layout(flex, hook, value, self.program.batches[0])
-
-
-def register(flex: FlexModel, hook: Hook, expected_shape: tuple | None) -> None:
-    name = "register_hook" if hook.kind == "parameter" else f"register_{hook.kind}_hook"
-    function = HookFunction(
-        hook.site,
-        expected_shape,
-        EDITS[hook.doing],
-        hook.leaf,
-        output_name=hook.record,
-    )
-    getattr(flex, name)(function)
 
 
 def record_differences(hook: Hook, records: dict, oracle: Result) -> list[str]:

@@ -38,9 +38,6 @@ def run_program(program, cells, number, folder):
         if bench.invalid:
             tell({"verdict": verdict.INVALID, "text": bench.invalid})
             return
-        if bench.written.code.needs_follow and not verdict.accepts("follow"):
-            tell({"skipped": True})
-            return
         chosen = cells or bench.program.cells
         chosen = [verdict.Cell.from_json(cell) for cell in chosen] if chosen else bench.draw(number)
         for cell in chosen:

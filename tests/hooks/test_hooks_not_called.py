@@ -11,6 +11,8 @@ from torch.distributed.pipelining import ScheduleGPipe
 import models
 from flex_model import FlexModel, HookError, HookFunction, HookNotCalledWarning
 from flex_model.pipelining import SplitPoint, pipeline
+from shared_edits import double
+from tiers import ways
 
 BATCH = models.random(4, 6)
 
@@ -28,10 +30,6 @@ class Branches(nn.Module):
         return self.late[0](self.seldom(x) if len(x) > 4 else x)
 
 
-def double(module, full, save_ctx, modules):
-    return full * 2
-
-
 def wrapped(*names, edit=None, **settings):
     flex = models.replicas(FlexModel(models.seeded(Branches).double(), {}, **settings))
     for name in names:
@@ -43,8 +41,10 @@ def why(flex):
     return {row.name: row.why for row in flex.explain()}
 
 
-def check_a_hook_that_is_not_called(edit, **settings):
-    flex = wrapped("often", "never", "late", edit=edit, **settings)
+@pytest.mark.parametrize("edit", [None, double])
+@pytest.mark.parametrize("way", ways("one", "tp", "dp"))
+def test_a_hook_that_is_not_called(way, edit):
+    flex = wrapped("often", "never", "late", edit=edit, **way.sizes)
     with pytest.warns(
         HookNotCalledWarning, match="forward hook on 'never', forward hook on 'late'"
     ):
@@ -57,18 +57,6 @@ def check_a_hook_that_is_not_called(edit, **settings):
     with pytest.warns(HookNotCalledWarning, match="^forward-pre hook on 'never': not called"):
         flex(BATCH)
     flex.restore()
-
-
-@pytest.mark.parametrize("edit", [None, double])
-def test_a_hook_that_is_not_called(edit):
-    check_a_hook_that_is_not_called(edit)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["data", "tensor"])
-@pytest.mark.parametrize("edit", [None, double])
-def test_a_hook_that_is_not_called_on_two_ranks(edit, kind):
-    check_a_hook_that_is_not_called(edit, **{f"{kind}_parallel_size": 2})
 
 
 def test_a_conditional_module():

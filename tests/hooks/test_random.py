@@ -9,6 +9,7 @@ from torch.testing import assert_close
 import models
 import pipelines
 from flex_model import FlexModel, HookFunction
+from tiers import ways
 
 BATCH = models.random(4, 6)
 
@@ -201,7 +202,9 @@ def noisy_run(parallelism, recompute):
     return output, gradients, records, flex.save_ctx.calls, len(calls)
 
 
-def check_recomputation(parallelism, recompute):
+@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
+@pytest.mark.parametrize("parallelism", ways("one", "tp", "dp"))
+def test_recomputation_replays_the_edit(parallelism, recompute):
     output, gradients, records, saved_calls, calls = noisy_run(parallelism, recompute)
     expected, oracle, oracle_records, _, _ = noisy_run(parallelism, None)
     assert_close(output, expected, rtol=0, atol=0)
@@ -210,18 +213,6 @@ def check_recomputation(parallelism, recompute):
     assert all(len(record) == 1 for record in records.values())
     assert saved_calls == 2, "a recomputed edit gets a copy of save_ctx that is thrown away"
     assert calls > 2, "nothing was recomputed"
-
-
-@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
-def test_recomputation_replays_the_edit(recompute):
-    check_recomputation(models.ONE_RANK, recompute)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
-@pytest.mark.parametrize("name", ["tp", "dp"])
-def test_recomputation_replays_the_edit_on_two_ranks(name, recompute):
-    check_recomputation(models.TWO_RANKS[name], recompute)
 
 
 @pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])

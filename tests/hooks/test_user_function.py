@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import flex_model
 import models
 from flex_model import FlexModel, HookError, HookFunction, Select
+from tiers import ways
 
 LIBRARY = Path(flex_model.__file__).parent
 
@@ -138,9 +139,10 @@ def frames_of_the_library():
     return count
 
 
-def counted(parallelism, edit_on="all"):
-    """By kind of hook: the number of frames."""
-    counts = {}
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("parallelism", ways("one", "dp"))
+def test_at_most_six_frames_are_between_torch_and_the_function(parallelism, edit_on):
+    counts = {}  # by kind of hook
     model = parallelism.shard(models.seeded(models.MLP).double())
     flex = FlexModel(model, edit_on=edit_on, **parallelism.sizes)
     for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
@@ -151,18 +153,7 @@ def counted(parallelism, edit_on="all"):
         getattr(flex, f"register_{kind}_hook")(HookFunction("fc1", None, count, record=False))
     rows = parallelism.my_rows(models.random(4, 6)).requires_grad_()
     flex(rows).sum().backward()
-    return counts
-
-
-def test_at_most_six_frames_are_between_torch_and_the_function():
-    counts = counted(models.ONE_RANK)
-    assert len(counts) == 4 and max(counts.values()) <= 6
-    assert counts["forward"] <= 3
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
-def test_at_most_six_frames_are_between_torch_and_the_function_on_two_ranks(edit_on):
-    counts = counted(models.TWO_RANKS["dp"], edit_on)
-    if edit_on == "all" or dist.get_rank() == 0:
+    if parallelism.dp == 1 or edit_on == "all" or dist.get_rank() == 0:
         assert len(counts) == 4 and max(counts.values()) <= 6
+    if parallelism.dp == 1:
+        assert counts["forward"] <= 3

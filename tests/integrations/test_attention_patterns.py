@@ -111,7 +111,7 @@ def mixed_by_hand(model, queries):
 
 
 CASES = [
-    pytest.param(family, kernel, marks=pytest.mark.slow if kernel == "flex_attention" else [])
+    pytest.param(family, kernel, marks=pytest.mark.grid if kernel == "flex_attention" else [])
     for family, kernels in KERNELS.items()
     for kernel in kernels
 ]

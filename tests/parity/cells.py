@@ -5,21 +5,19 @@ oracle), and sharded under FlexModel. What the hook saw, the output, every gradi
 gradients of the trainable module must be equal.
 """
 
-from argparse import Namespace
 from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import models
+import oracle
 from flex_model import FlexModel, HookFunction
-
-KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")
+from oracle import register
+from shared_edits import mixing_features, mixing_rows
 
 SITES = {
     "forward": ("inp", "fc1", "act", "fc2"),
@@ -35,19 +33,6 @@ SITES = {
 
 def elementwise(module, full, save_ctx, modules):
     return (full * 2).tanh()
-
-
-def mixing_features(module, full, save_ctx, modules):
-    """A dense product over the last dim, the one that tensor parallelism splits."""
-    width = full.shape[-1]
-    return full + 0.5 * full @ models.random(width, width, seed=3).to(full.dtype)
-
-
-def mixing_rows(module, full, save_ctx, modules):
-    """A dense product over the first dim, the one that data parallelism splits."""
-    rows = full.shape[0]
-    mix = models.random(rows, rows, seed=4).to(full.dtype)
-    return full - 0.5 * (mix @ full.reshape(rows, -1)).reshape(full.shape)
 
 
 def in_place(module, full, save_ctx, modules):
@@ -122,32 +107,15 @@ def unsharded_run(model, batch, cell, loss=mean_loss):
     return run
 
 
-@contextmanager
 def torch_hook(model, cell, modules, records):
-    def run_hook(module, tree):
-        leaves, spec = tree_flatten(tree)
-        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)][cell.leaf]
-        records.append(leaves[at].detach().clone())
-        if cell.edit is not None:
-            given = leaves[at].clone()
-            edited = cell.edit(module, given, Namespace(), modules)
-            leaves[at] = given if edited is None else edited
-        return tree_unflatten(leaves, spec)
+    """The hook of a cell, with its trainable modules, and what it sees."""
 
-    if cell.kind == "parameter":
-        handle = model.get_parameter(cell.site).register_hook(lambda grad: run_hook(None, grad))
-    else:
-        module = model.get_submodule(cell.site)
-        register = getattr(module, f"register_{cell.kind}_hook")
-        if cell.kind == "forward":
-            handle = register(lambda module, args, output: run_hook(module, output))
-        elif cell.kind == "forward_pre":
-            hook = lambda module, args, kwargs: run_hook(module, (args, kwargs))  # noqa: E731
-            handle = register(hook, with_kwargs=True)
-        else:
-            handle = register(lambda module, grads, *_: run_hook(module, grads))
-    yield
-    handle.remove()
+    def see(value):
+        record, edited = oracle.apply(value, cell.edit, modules)
+        records.append(record)
+        return edited
+
+    return oracle.torch_hook(model, cell, see)
 
 
 def sharded_run(parallelism, model, batch, cell, loss=mean_loss, **settings):
@@ -167,11 +135,6 @@ def sharded_run(parallelism, model, batch, cell, loss=mean_loss, **settings):
     run.records = records.get(cell.site, [])
     run.gradients = parallelism.full_gradients(model, sharded)
     return run
-
-
-def register(flex, kind, hook_function):
-    name = "register_hook" if kind == "parameter" else f"register_{kind}_hook"
-    return getattr(flex, name)(hook_function)
 
 
 def table_cell(model, batch, kind, site, edit_name):
@@ -200,9 +163,9 @@ def compare(parallelism, expected, got, cell):
         "gradients": (got.gradients, expected.gradients),
         "the trainable module's gradients": (got.probe_gradients, expected.probe_gradients),
     }
-    for name, (ours, oracle) in pairs.items():
+    for name, (ours, theirs) in pairs.items():
         try:
-            assert_close(ours, oracle)
+            assert_close(ours, theirs)
         except (AssertionError, RuntimeError) as error:  # RuntimeError: a DTensor
             edit = cell.edit and cell.edit.__name__
             text = " ".join(str(error).split())

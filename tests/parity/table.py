@@ -7,19 +7,18 @@ every rank is an "error"; everything else is "wrong".
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, Select
-from frameworks import Pair, apply, num_ranks, quiet, rank
+from frameworks import Pair, num_ranks, quiet, rank
+from oracle import EDITS, KINDS, apply, register, torch_hook
 
-KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")
 TIMEOUT_S = 20
 PATTERN = "attention_pattern"  # a child of attention layers
 OF = "of_"  # a child for the rows of some experts begins so, with their numbers
@@ -28,25 +27,6 @@ OF = "of_"  # a child for the rows of some experts begins so, with their numbers
 # ---- What a hook does ----------------------------------------------------------------------------
 
 
-def elementwise(module, full, save_ctx, modules):
-    return full + 0.5 * full.sin()  # smooth, and as large as before: so are errors of rounding
-
-
-def mixing(module, full, save_ctx, modules):
-    """A dense product along every dim, so along the sharded one too."""
-    for dim, size in enumerate(full.shape):
-        mix = models.random(size, size, seed=20 + dim).to(full) * (0.3 / size**0.5)
-        full = full + torch.tensordot(full, mix, ([dim], [0])).movedim(-1, dim)
-    return full
-
-
-def in_place(module, full, save_ctx, modules):
-    """The last index of every dim: it lives on the last rank. Nothing is returned."""
-    for dim in range(full.ndim):
-        full.select(dim, -1).mul_(1.5).add_(0.25)
-
-
-EDITS = {"elementwise": elementwise, "mixing": mixing, "in place": in_place}
 READ = "read"
 DOINGS = (READ, *EDITS)
 
@@ -108,7 +88,7 @@ def oracle_run(pair: Pair, cells: list[Cell], targets: torch.Tensor | None = Non
     with ExitStack() as stack:
         for cell in cells:
             seen = run.records.setdefault(cell.record, [])
-            stack.enter_context(torch_hook(pair, cell, seen))
+            stack.enter_context(oracle_hook(pair, cell, seen))
         if not pair.backward:
             with torch.inference_mode():
                 run.output = pair.forward(pair.oracle, pair.inputs, pair.keywords)
@@ -130,15 +110,12 @@ def random_targets(pair: Pair) -> torch.Tensor:
     return pair.masked(models.random(*output.shape, seed=8).to(output.dtype))
 
 
-@contextmanager
-def torch_hook(pair: Pair, cell: Cell, seen: list[torch.Tensor]):
-    """A hook as a user of one process writes it.
-
-    Gradients at a module's edge are caught by tensor hooks on copies that only the module, or only
-    those after it, use: an in-place operation on either side does not change what they see.
-    """
+def oracle_hook(pair: Pair, cell: Cell, seen: list[torch.Tensor]):
+    """A hook of the unsharded model, and what it sees."""
 
     def see(value):
+        if not value.is_floating_point():
+            return None
         order = pair.turned.get(cell.site)
         value = value.permute(order) if order else value
         call_hook = apply if cell.kind == "parameter" else pair.call_hook
@@ -151,34 +128,7 @@ def torch_hook(pair: Pair, cell: Cell, seen: list[torch.Tensor]):
             return edited
         return edited.permute(torch.tensor(order).argsort().tolist())
 
-    def at_leaf(tree):
-        leaves, spec = tree_flatten(tree)
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if cell.leaf >= len(tensors) or not leaves[tensors[cell.leaf]].is_floating_point():
-            return tree
-        at = tensors[cell.leaf]
-        if cell.kind in ("forward", "forward_pre"):
-            edited = see(leaves[at])
-            if edited is None:
-                return tree
-            leaves[at] = edited
-        elif leaves[at].requires_grad:
-            leaves[at] = leaves[at].clone()
-            leaves[at].register_hook(see)
-        return tree_unflatten(leaves, spec)
-
-    if cell.kind == "parameter":
-        handle = pair.oracle.get_parameter(cell.site).register_hook(see)
-    else:
-        module = pair.oracle.get_submodule(cell.site)
-        if cell.kind in ("forward", "full_backward_pre"):
-            handle = module.register_forward_hook(lambda module, args, output: at_leaf(output))
-        else:
-            handle = module.register_forward_pre_hook(
-                lambda module, args, kwargs: at_leaf((args, kwargs)), with_kwargs=True
-            )
-    yield
-    handle.remove()
+    return torch_hook(pair.oracle, cell, see)
 
 
 def readable(pair: Pair, kind: str) -> list[Cell]:
@@ -258,24 +208,23 @@ class Sharded:
     def _run(self, cells: list[Cell], outcomes: list[Outcome]) -> Run:
         pair, flex, handles = self.pair, self.flex, []
 
-        def register(flex):
+        def register_all(flex):
             for cell in cells:
-                kind = "hook" if cell.kind == "parameter" else f"{cell.kind}_hook"
                 on = (cell.kind == "parameter" and self.of_parameters) or flex
                 try:
-                    handles.append(getattr(on, f"register_{kind}")(hook_function(flex, cell)))
+                    handles.append(register(on, cell.kind, hook_function(flex, cell)))
                 except ValueError as error:  # local, and the same on every rank
                     outcomes.append(Outcome(cell, "error", one_line(error)))
 
         if pair.session is not None:
             records: dict[str, list[torch.Tensor]] = {}
-            output, gradients = pair.session(register, records, self.targets)
+            output, gradients = pair.session(register_all, records, self.targets)
             return Run(output, records, gradients)
         flex.zero_grad()
         of_parameters = {} if self.of_parameters is None else self.of_parameters.output_ptr
         of_parameters.clear()
         flex.output_ptr.clear()
-        register(flex)
+        register_all(flex)
         if pair.first:
             flex(*pair.own_inputs(pair.first), **pair.own_keywords())
             flex.output_ptr.clear()

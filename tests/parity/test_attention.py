@@ -3,8 +3,9 @@
 import pytest
 
 import models
-from cells import Cell, differences, in_place, mixing_features, mixing_rows
-from tiers import grid_but
+from cells import Cell, differences, in_place
+from shared_edits import mixing_features, mixing_rows
+from tiers import ways
 
 WIDTH = 8
 
@@ -16,30 +17,12 @@ SITES = {
 }
 
 
-def check_all_cells(parallelism, kind):
+@pytest.mark.parametrize("kind", SITES)
+@pytest.mark.parametrize("way", ways("one", "tp", grid=["dtensor", "dp", "tp of 4", "tp x dp"]))
+def test_attention(way, kind):
     wrong = []
     for site, leaf in SITES[kind]:
         for edit in (None, mixing_features, mixing_rows, in_place):
             cell = Cell(kind, site, edit, leaf)
-            wrong += differences(parallelism, models.block(), models.random(4, 3, WIDTH), cell)
+            wrong += differences(way, models.block(), models.random(4, 3, WIDTH), cell)
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("kind", SITES)
-def test_attention_in_one_process(kind):
-    check_all_cells(models.ONE_RANK, kind)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", SITES)
-@pytest.mark.parametrize("name", grid_but(["tp", "dtensor", "dp"], "tp"))
-def test_attention_on_two_ranks(name, kind):
-    check_all_cells(models.TWO_RANKS[name], kind)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", SITES)
-@pytest.mark.parametrize("name", ["tp", "tp x dp"])
-def test_attention_on_four_ranks(name, kind):
-    check_all_cells(models.FOUR_RANKS[name], kind)

@@ -10,9 +10,10 @@ from torch.testing import assert_close
 
 import models
 import pipelines
-from cells import mean_loss, mixing_features, mixing_rows
+from cells import mean_loss
 from flex_model import FlexModel, HookFunction, Select
 from flex_model.errors import HookError
+from shared_edits import mixing_features, mixing_rows
 
 BATCH = models.random(4, 6)
 PARALLELISMS = ("tp", "dp")

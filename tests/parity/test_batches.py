@@ -11,8 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import pipelines
-from cells import EDITS, KINDS, SITES, differences, mean_loss, mixing_rows, table_cell
+from cells import EDITS, SITES, differences, mean_loss, table_cell
 from flex_model import FlexModel, HookFunction
+from oracle import KINDS
+from shared_edits import mixing_rows
 from tiers import grid_but
 
 ROWS = (3, 1)

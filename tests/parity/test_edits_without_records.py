@@ -7,8 +7,9 @@ import torch
 from torch.testing import assert_close
 
 import models
-from cells import mean_loss, mixing_features
+from cells import mean_loss
 from flex_model import ActivationStore, FlexModel, HookFunction
+from shared_edits import mixing_features
 from tiers import grid_but
 
 BATCH = models.random(5, 6)
@@ -64,8 +65,3 @@ def test_a_store_has_the_rest():
     run(models.TWO_RANKS["tp"], ActivationStore(folder[0]), record=False)
     torch.distributed.barrier()
     assert list(ActivationStore(folder[0]).batch(0)) == ["fc2"]
-
-
-def test_nothing_to_do():
-    with pytest.raises(ValueError, match="has nothing to do; give an editing_function"):
-        HookFunction("fc1", record=False)

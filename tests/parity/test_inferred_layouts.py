@@ -15,7 +15,7 @@ import models
 from flex_model import FlexModel, HookError, HookFunction
 from flex_model.distributed.communicator import Communicator
 from frameworks import tensor_of
-from table import mixing
+from shared_edits import mixing
 from tiers import grid_but
 
 LOGITS_TOLERANCE = 1e-5

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookFunction
+from tiers import ways
 
 SITE = "act"
 RETURNS = {"itself": lambda full: full, "nothing": lambda full: None}
@@ -38,12 +39,19 @@ def gradients_of_twin(model, batch, edit, returned):
     return found.gradients, {name: p.grad for name, p in model.named_parameters()}
 
 
-def check(parallelism, edit, returned, **settings):
+EDITS = {"kept and retained": kept_and_retained, "hooked": hooked}
+
+
+@pytest.mark.parametrize("returned", RETURNS)
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("parallelism", ways("one", *models.TWO_RANKS))
+def test_gradients_of_what_an_edit_keeps(parallelism, edit, returned):
+    edit, returned = EDITS[edit], RETURNS[returned]
     model, batch = models.mlp(), models.random(4, 6)
     expected, of_weights = gradients_of_twin(model, batch, edit, returned)
     model.zero_grad()
     sharded = parallelism.shard(model)
-    with FlexModel(sharded, {}, **parallelism.sizes, **settings) as flex:
+    with FlexModel(sharded, {}, **parallelism.sizes) as flex:
         flex.save_ctx.gradients, flex.save_ctx.returned = [], returned
         flex.register_forward_hook(HookFunction(SITE, editing_function=edit))
         flex(parallelism.my_rows(batch)).sin().mean().backward()
@@ -51,23 +59,6 @@ def check(parallelism, edit, returned, **settings):
             flex.save_ctx.gradients.append(flex.save_ctx.kept.grad)
         assert_close(flex.save_ctx.gradients, expected)
     assert_close(parallelism.full_gradients(model, sharded), of_weights)
-
-
-EDITS = [kept_and_retained, hooked]
-
-
-@pytest.mark.parametrize("returned", RETURNS.values(), ids=RETURNS)
-@pytest.mark.parametrize("edit", EDITS)
-def test_on_one_process(edit, returned):
-    check(models.ONE_RANK, edit, returned)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("returned", RETURNS)
-@pytest.mark.parametrize("edit", ["kept_and_retained", "hooked"])
-@pytest.mark.parametrize("name", models.TWO_RANKS)
-def test_on_two_ranks(name, edit, returned):
-    check(models.TWO_RANKS[name], globals()[edit], RETURNS[returned])
 
 
 def test_what_is_not_kept_costs_nothing():

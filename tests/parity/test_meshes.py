@@ -7,8 +7,8 @@ from torch.testing import assert_close
 
 import models
 import pipelines
-from cells import mixing_features
 from flex_model import FlexModel, HookFunction
+from shared_edits import mixing_features
 
 BATCH = models.random(4, 6)
 

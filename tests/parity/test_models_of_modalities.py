@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.testing import assert_close
 
-from cells import Cell, mixing_features, torch_hook
+from cells import Cell, torch_hook
 from flex_model import FlexModel, HookFunction
 from flex_model.pipelining import ScheduleGPipe, SplitPoint, pipeline
 from frameworks import randomise
 from modalities import FAMILIES, mix, without_cache
-from table import mixing
+from shared_edits import mixing, mixing_features
 
 transformers = pytest.importorskip("transformers")
 KINDS = ("forward", "forward_pre", "full_backward_pre", "full_backward")

@@ -16,8 +16,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import models
-from cells import KINDS
 from flex_model import FlexModel, HookFunction
+from oracle import KINDS
 from tiers import grid_but
 
 SITES = {

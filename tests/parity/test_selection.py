@@ -18,6 +18,7 @@ import models
 import pipelines
 from flex_model import FlexModel, HookError, HookFunction, Select
 from flex_model.records.snapshots import Snapshots
+from tiers import ways
 
 BATCH = models.random(5, 6)
 PARALLELISMS = models.TWO_RANKS
@@ -128,18 +129,9 @@ def test_four_ranks(name):
         check(models.FOUR_RANKS[name], *CASES[case])
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("output_ranks", ["rank0", "all"])
-@pytest.mark.parametrize("name", PARALLELISMS)
-def test_records_alone(name, output_ranks):
-    check_records(PARALLELISMS[name], output_ranks)
-
-
-def test_records_alone_of_one_process():
-    check_records(models.ONE_RANK, "rank0")
-
-
-def check_records(parallelism, output_ranks):
+@pytest.mark.parametrize("parallelism", ways("one", *PARALLELISMS))
+def test_records_alone(parallelism, output_ranks):
     model = models.mlp()
     whole = {}
     for site in ("fc1", "fc2", "out"):

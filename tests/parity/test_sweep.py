@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import tiny_models
-from cells import mixing_features
 from flex_model import FlexModel, HookFunction
+from shared_edits import mixing_features
 from tiny_models import TASKS, batch_of, class_names, tiny_model
 from training_steps import SHARDINGS, difference, my_rows, rows_of, shard, without_scalars
 

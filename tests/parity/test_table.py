@@ -3,8 +3,9 @@
 import pytest
 
 import models
-from cells import EDITS, KINDS, SITES, differences, table_cell
-from tiers import grid_but
+from cells import EDITS, SITES, differences, table_cell
+from oracle import KINDS
+from tiers import grid_but, ways
 
 
 def check_all_cells(parallelism, kind, hidden=8, rows=4):
@@ -41,21 +42,7 @@ def test_four_ranks_equal_one(name, kind):
     check_all_cells(models.FOUR_RANKS[name], kind)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", grid_but(KINDS, "forward"))
-def test_seven_columns_on_two_ranks_equal_one(kind):
-    check_all_cells(models.TWO_RANKS["tp"], kind, hidden=7)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", KINDS)
-def test_seven_columns_on_four_ranks_equal_one(kind):
-    check_all_cells(models.FOUR_RANKS["tp"], kind, hidden=7)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", KINDS)
-def test_uneven_rows_and_columns_equal_one(kind):
-    check_all_cells(models.FOUR_RANKS["tp x dp"], kind, hidden=7)
+@pytest.mark.parametrize("way", ways("tp", grid=["tp of 4", "tp x dp"]))
+def test_uneven_rows_and_columns_equal_one(way, kind):
+    check_all_cells(way, kind, hidden=7)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from table import mixing
+from shared_edits import mixing
 from tiers import grid_but
 from training_models import FAMILIES, LABELS, LENGTH, MORE, WORDS
 from training_steps import (

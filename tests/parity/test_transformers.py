@@ -6,8 +6,9 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 import models
-from cells import Cell, mixing_features, torch_hook
+from cells import Cell, torch_hook
 from flex_model import FlexModel, HookFunction
+from shared_edits import mixing_features
 
 
 def tokens(batch=2, length=5):

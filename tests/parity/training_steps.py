@@ -17,9 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import models
-from cells import mixing_features
 from flex_model import FlexModel, HookFunction
-from table import mixing
+from shared_edits import mixing, mixing_features
 from training_models import TRANSLATED
 
 TOLERANCE = 1e-5  # of the largest: transformers computes losses and some norms in float32

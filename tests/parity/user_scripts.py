@@ -23,6 +23,7 @@ import models
 import quantized_layers
 from flex_model import FlexModel, HookFunction
 from frameworks import ROUNDED, Pair, call, gradients, num_ranks, rank, tokens
+from shared_edits import double
 
 SITES = {
     "act_fn": "model.layers.0.mlp.act_fn",
@@ -268,10 +269,6 @@ def copied(tmp_path: Path, build: Callable) -> Iterator[Pair]:
         yield replace(pair, shard=shard, sites=fewer(pair.sites))
         for flex in hooked:
             flex.restore()
-
-
-def double(module, full, save_ctx, modules):
-    return full * 2
 
 
 # ---- transformers' Trainer -----------------------------------------------------------------------

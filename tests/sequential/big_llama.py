@@ -1,7 +1,7 @@
-"""A random Llama of 724 MiB, for processes of their own.
+"""A random Llama of 45 MiB a layer, for processes of their own.
 
-``make FOLDER`` writes it; ``run FOLDER WINDOW`` and ``full FOLDER`` print one line of JSON: hashes,
-and for ``run`` the peak of anonymous memory over the start in bytes, and what was loaded.
+``make FOLDER LAYERS`` writes it; ``run FOLDER WINDOW`` and ``full FOLDER`` print one line of JSON:
+hashes, and for ``run`` the peak of anonymous memory over the start in bytes, and what was loaded.
 """
 
 import copy
@@ -14,17 +14,17 @@ from pathlib import Path
 
 import torch
 
-NUM_LAYERS, NUM_BATCHES = 16, 8
+NUM_BATCHES = 8
 
 
-def config():
+def config(num_layers):
     from transformers import LlamaConfig
 
     return LlamaConfig(
         vocab_size=512,
         hidden_size=1024,
         intermediate_size=2464,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=16,
         max_position_embeddings=128,
     )
@@ -38,11 +38,11 @@ def batches():
     ]
 
 
-def make(folder):
+def make(folder, num_layers):
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    LlamaForCausalLM(config()).save_pretrained(folder, max_shard_size="200MB")
+    LlamaForCausalLM(config(num_layers)).save_pretrained(folder, max_shard_size="200MB")
 
 
 def anonymous_bytes():
@@ -72,21 +72,25 @@ class Peak:
         self._thread.join()
 
 
+def middle(model):
+    return f"model.layers.{len(model.model.layers) // 2}.mlp"
+
+
 def hash_of(tensor):
     return hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
 
 
 def run(folder, window):
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from flex_model import FlexModel, HookFunction, sequential
 
     with torch.device("meta"):
-        model = LlamaForCausalLM(config()).eval()
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).eval()
     flex = FlexModel(model, records := {})
-    site = f"model.layers.{NUM_LAYERS // 2}.mlp"
+    site = middle(model)
     flex.register_forward_hook(HookFunction(site))
-    tiny = LlamaForCausalLM(type(config())(**config().to_dict() | {"num_hidden_layers": 1}))
+    tiny = LlamaForCausalLM(config(1))
     with torch.no_grad():
         tiny(**batches()[0])  # what torch sets up once is no part of the run
     del tiny
@@ -112,8 +116,9 @@ def full(folder):
 
     from flex_model import FlexModel, HookFunction
 
-    flex = FlexModel(copy.deepcopy(LlamaForCausalLM.from_pretrained(folder)).eval(), records := {})
-    site = f"model.layers.{NUM_LAYERS // 2}.mlp"
+    model = copy.deepcopy(LlamaForCausalLM.from_pretrained(folder)).eval()
+    flex = FlexModel(model, records := {})
+    site = middle(model)
     flex.register_forward_hook(HookFunction(site))
     report = {"logits": [], "records": []}
     with torch.no_grad():

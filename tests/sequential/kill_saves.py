@@ -1,8 +1,8 @@
-"""Kills of processes that write a store: `python kill_saves.py FOLDER NUMBER SEED`.
+"""Kills of processes that write a store: `python kill_saves.py FOLDER NUMBER STRIDE`.
 
-Once at each step that changes a file, then at random moments, NUMBER in all. A process of its own,
-and small, so that its forks are quick. Prints what it saw as JSON; an assertion if a store is torn,
-has lost a batch that was acknowledged, or keeps what a killed process left behind.
+Once at each STRIDEth step that changes a file, then at random moments, NUMBER in all. A process of
+its own, and small, so that its forks are quick. Prints what it saw as JSON; an assertion if a store
+is torn, has lost a batch that was acknowledged, or keeps what a killed process left behind.
 """
 
 import json
@@ -118,9 +118,9 @@ def check(folder, acknowledged):
     return store.num_batches
 
 
-def main(folder, number, seed):
+def main(folder, number, stride):
     torch.set_num_threads(1)
-    folder, choose, seen = Path(folder) / "store", random.Random(seed), Counter()
+    folder, choose, seen = Path(folder) / "store", random.Random(0), Counter()
     start = time.monotonic()
     child(folder)
     whole_s = time.monotonic() - start
@@ -132,7 +132,7 @@ def main(folder, number, seed):
         assert child(folder) == (False, BATCHES) or check(folder, 0) == BATCHES
         assert ActivationStore(folder).is_complete
         shutil.rmtree(folder)
-        dies_at += 1
+        dies_at += stride
     shutil.rmtree(folder)
     acknowledged = 0
     while seen["at a step"] + seen["at random"] < number or acknowledged < BATCHES:

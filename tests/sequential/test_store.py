@@ -21,6 +21,7 @@ from test_engine import BATCHES, Stack, assert_nothing_left, halve
 from flex_model import FlexModel, HookFunction, sequential
 from flex_model.sequential import ActivationStore
 from flex_model.sequential.store import hash_of
+from tiers import grid_but
 
 safetensors = pytest.importorskip("safetensors.torch")
 SITES = ("blocks.0", "blocks.2")
@@ -237,14 +238,16 @@ def forked(function):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_250_kills_during_saves_lose_and_tear_nothing(tmp_path):
-    """At every step that changes a file, and at random moments."""
-    command = [sys.executable, str(Path(__file__).parent / "kill_saves.py"), str(tmp_path), "250"]
-    result = subprocess.run([*command, "0"], capture_output=True, text=True, timeout=240)
+@pytest.mark.parametrize(("kills", "stride"), grid_but([(50, 5), (250, 1)], (50, 5)))
+def test_kills_during_saves_lose_and_tear_nothing(tmp_path, kills, stride):
+    """At every step that changes a file, or every fifth, and at random moments."""
+    command = [sys.executable, Path(__file__).parent / "kill_saves.py", tmp_path, kills, stride]
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
     seen = json.loads(result.stdout)
     print(seen)
-    assert seen["at a step"] > 100 and seen["at a step"] + seen["at random"] >= 250
+    assert seen["at a step"] > 100 // stride
+    assert seen["at a step"] + seen["at random"] >= kills
     assert seen["partial"] > 0 and seen["complete"] > 0
 
 

@@ -8,7 +8,9 @@ import importlib.util
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -81,6 +83,15 @@ def link(target: Path, objects: list[Path], flags: list[str]) -> Path:
     return target
 
 
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with open(FOLDER / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@one_at_a_time()
 def program(name: str, sanitizers: list[str]) -> Path:
     """Build the program of ``name``.cpp, which needs no torch."""
     folder = FOLDER / ("threads" if sanitizers == THREAD else "library")
@@ -89,15 +100,9 @@ def program(name: str, sanitizers: list[str]) -> Path:
     return link(folder / name, objects, flags)
 
 
+@one_at_a_time()
 def package() -> Path:
     """Build a folder with the package, whose `_cuda` is the emulated one; return the folder."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    with open(FOLDER / "lock", "w") as lock:  # several processes may come at once
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        return _package()
-
-
-def _package() -> Path:
     torch = torch_folder()
     includes = [f"-isystem{torch / 'include' / part}" for part in ("", "torch/csrc/api/include")]
     flags = UNDEFINED + COVERAGE

@@ -1,10 +1,7 @@
-"""A row: an error, and what its message advises."""
+"""What the rows have in common: a wrapped MLP, a hook, a folder."""
 
 import functools
-import re
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,20 +10,6 @@ import models
 from flex_model import FlexModel
 
 BATCH = models.random(4, 6)
-
-
-@dataclass(frozen=True)
-class Row:
-    """What raises, a part of its message as the source has it, and what the message advises."""
-
-    says: str
-    trigger: Callable
-    follow: Callable
-
-    def check(self):
-        with pytest.raises(Exception, match=re.escape(self.says).replace(r"\{\}", ".*")):
-            self.trigger()
-        self.follow()
 
 
 def in_a_folder(function):
@@ -52,7 +35,3 @@ def run(*functions, batch=BATCH, **settings):
     flex = wrapped(*functions, **settings)
     flex(batch)
     return flex
-
-
-def double(module, full, save_ctx, modules):
-    return full * 2
