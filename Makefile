@@ -72,7 +72,7 @@ grid: build parity sweep  ## all combinations, by hand: parity, models of transf
 	@echo "== grid: passed"
 
 parity: build  ## the parity table: every framework, mesh and hook kind against the unsharded model
-	$(PYTHON) tests/parity
+	PYTHONHASHSEED=0 $(PYTHON) tests/parity
 
 sweep: build  ## a training step of every model of transformers that can be built tiny, under DDP and FSDP2
 	PYTHONHASHSEED=0 pytest -q -rs -m sweep $(XDIST) tests/parity/test_sweep.py

@@ -134,12 +134,21 @@ def page():
         differ = [name for name in CASES if name in rows and is_other(rows[name], newest.get(name))]
         lines += [*summary(rows), ""]
         lines += ["Rows that differ:\n", *header, *table(rows, differ), ""] if differ else []
-    lines.append("## Errors\n")
-    for name, row in newest.items():
-        case = CASES[name]
-        ranks = "1 rank" if case.ranks == 1 else f"{case.ranks} ranks"
-        lines += [f"- {case.framework}, {case.model}, {ranks}: {why}" for why in row["errors"]]
+    lines += ["## Errors\n", *all_errors(newest)]
     return "\n".join([*lines, *random_programs()]) + "\n"
+
+
+def all_errors(rows):
+    """Each error once, with the rows that gave it."""
+    where = {}
+    for name, row in rows.items():
+        case = CASES[name]
+        for why in row["errors"]:
+            models = where.setdefault(why, {}).setdefault(case.framework, [])
+            models.append(f"{case.model} on {case.ranks}")
+    for why, found in where.items():
+        of = "; ".join(f"{framework} ({', '.join(models)})" for framework, models in found.items())
+        yield f"- {why}: {of}"
 
 
 def natural(text):
