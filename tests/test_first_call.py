@@ -23,12 +23,13 @@ from flex_model import FlexModel, HookFunction
 check("import flex_model")
 import torch.distributed as dist
 import torch.nn.functional as F
-from shared_edits import double
 from torch import nn
 if dist.is_torchelastic_launched():
     dist.init_process_group("gloo")
 RANK, RANKS = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
+def double(module, full, save_ctx, modules):
+    return full * 2
 """
 
 MODELS = """
