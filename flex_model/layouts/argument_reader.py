@@ -47,6 +47,7 @@ class ArgumentReader:
             has the size that was passed.
         differs: Whether ranks passed what no rule can compare: another kind of argument, other
             elements.
+        are_others: Whether a tensor is not the same one of the program on all ranks.
         sized_by: The values whose sizes are among its numbers.
         are_plain: Whether no size is known to be another one in the unsharded program, or may be.
     """
@@ -56,7 +57,7 @@ class ArgumentReader:
         self._is_view = operation in _VIEWS
         self.operands: list[Operand] = []
         self.full_sizes: dict[str, list[int | None]] = {}
-        self.differs = False
+        self.differs = self.are_others = False
         self.shards_passed: dict[int, Shard] = {}
         self.sized_by: list[Value] = []
         self._plain: list[tuple[str, int, Any]] = []  # sizes without an expression
@@ -117,6 +118,7 @@ class ArgumentReader:
         if any(item[1] != value for item in items):
             value = None
             placement = chunks.combine([item[1] for item in items], self._proofs.makers)
+            self.are_others |= placement is None
         else:
             placement = None if value is None else self._proofs.placement(value)
         shapes = tuple(tuple(item[2]) for item in items)

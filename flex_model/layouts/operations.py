@@ -29,6 +29,9 @@ from flex_model.layouts.writes import follow_writes
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
 
+#: In the text of an operation.
+OF_OTHERS = " of tensors that differ from rank to rank"
+
 _Found = list[Placement | None]
 
 
@@ -65,7 +68,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     elif operation is not None:
         with suppress(ArgumentsDifferError):
             found = _infer(proofs, call, operation)
-    text = name.removeprefix("aten::")
+    text = name.removeprefix("aten::") + OF_OTHERS * call.read.are_others
     inputs = tuple(v for v in values if isinstance(v, int)) or tuple(call.read.sized_by)
     for i, output in enumerate(outputs):
         value, stated = output[0], decode(output[3] and output[3][proofs.index])  # by a DTensor

@@ -23,7 +23,8 @@ from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation.operation import Shape, full_size
 from flex_model.layouts.sizes import Expression
 
-_DIFFERS = ": the ranks' control flow differs, not all ran {}"
+#: In the text of an operation that follows one which not all ranks ran.
+DIFFERS = ": the ranks' control flow differs, not all ran "
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ class AxisProofs:
             traced = [source for source in unknown if source in self.steps]
             if not traced:
                 differs = bool(unknown) and bool(self.difference)
-                return f"{step}{_DIFFERS.format(self.difference)}" if differs else str(step)
+                return f"{step}{DIFFERS}{self.difference}" if differs else str(step)
             pending += traced
-        return f"{self.difference}{_DIFFERS.format(self.difference)}" if self.difference else ""
+        return f"{self.difference}{DIFFERS}{self.difference}" if self.difference else ""
 
     def size(self, value: Any, dim: int) -> int | None:
         """Return a size in the unsharded program; None where it is not known."""

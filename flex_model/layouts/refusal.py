@@ -15,6 +15,8 @@ from flex_model.distributed.placement import (
 )
 from flex_model.distributed.values import Fingerprints
 from flex_model.layouts.expected_shape import unique
+from flex_model.layouts.operations import OF_OTHERS
+from flex_model.layouts.proofs import DIFFERS
 from flex_model.layouts.statements import KINDS, Statements, text_of
 from flex_model.layouts.tensor_site import Site
 
@@ -55,6 +57,11 @@ def refusal(
             advice += (
                 "; where ranks are given shards as inputs, state these: kind='forward_pre' of "
                 "re.compile('^$'), with the input's index="
+            )
+        if OF_OTHERS in lost or DIFFERS in lost:
+            advice += (
+                "; where the model goes through a set (for kind in set(layer_types): ...), start "
+                "all ranks with PYTHONHASHSEED=0 in their environment, which gives them one order"
             )
         if axis == "dp" and site.kind != "parameter":
             lines.append('FlexModel(..., dp_batch="local")  # each data-parallel rank its own rows')

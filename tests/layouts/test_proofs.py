@@ -3,6 +3,7 @@ every module's tensors together to the full ones, and where a proof is due there
 """
 
 import math
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 
 import frameworks
 import models
+from flex_model import FlexModel, HookFunction
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.layouts.statements import statement_of
@@ -371,6 +373,32 @@ def test_what_ranks_run_differently_is_not_known_until_the_module_ends():
     found, _, _ = follow(Both(), mesh_of(tp_size=2), [x], [WHOLE])
     assert found["branches"] == [None]
     assert_close(found["after"][0], x.tanh().tanh())
+
+
+class Kinds(nn.Module):
+    """It makes its tables in the order of a set, as models with two kinds of attention do."""
+
+    def __init__(self, kinds):
+        super().__init__()
+        self.kinds, self.last = kinds, nn.Tanh()
+        for kind in kinds:
+            self.register_buffer(kind, models.random(6, seed=len(kind)))
+
+    def forward(self, x):
+        tables = {kind: self.get_buffer(kind).cos() for kind in self.kinds}
+        return self.last(x * tables["sliding"])
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_run_in_the_order_of_a_set_are_advised():
+    model = Kinds(["full", "sliding"][:: -1 if dist.get_rank() else 1])
+    flex = FlexModel(model, {}, tensor_parallel_size=2)
+    flex.annotate_layout(re.compile("full|sliding"), kind="parameter", tp=Replicate())
+    flex.register_forward_hook(HookFunction("last", editing_function=lambda *_: None))
+    with pytest.raises(
+        ValueError, match=r"lost at mul\.Tensor of tensors that differ.*PYTHONHASHSEED=0"
+    ):
+        flex(models.random(4, 6))
 
 
 @pytest.mark.ranks(2)
