@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 _SIZES = {"__get__", "size", "numel", "nelement"}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
-_READS = {"numpy", "__array__", "__dlpack__"}  # their memory may be written to unrecorded
+_SHARES = {"numpy", "__array__", "__dlpack__"}  # their memory may be written to unrecorded
+_READS = _SHARES | {"tolist", "tensor"}
 # Calls that take their sizes from another tensor, with the call that takes the sizes themselves.
 _LIKE_OTHER = {
     "view_as": (torch.Tensor.view, "view"),
@@ -46,9 +48,10 @@ class FunctionRecorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _SIZES:
             return self._read(func, args, kwargs)
-        if name in _READS and isinstance(args[0], Tensor):
-            recorder.invalidate(args[0])
-            return func(*args, **kwargs)
+        if name in _READS:
+            for leaf in tree_iter(args[:1]):
+                if isinstance(leaf, Tensor):
+                    recorder.note_read(leaf, name in _SHARES)
         if name == "register_hook" and isinstance(args[0], Tensor):
             recorder.nodes.note_hook_on(args[0], args[1] if len(args) > 1 else kwargs["hook"])
             return func(*args, **kwargs)

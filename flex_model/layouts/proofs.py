@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flex_model.distributed.placement import Placement, Shard
+from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.layouts import chunks, positions
 from flex_model.layouts.alignment import align
 from flex_model.layouts.contracts.collectives import follow_collective
@@ -69,6 +69,8 @@ class AxisProofs:
             like.
         makers: For values that an operation split off or joined: that operation.
         received: Values that a collective returned.
+        reads_parts: Whether Python has read elements of a tensor that is not the same on all ranks:
+            what is made of numbers from then on may be made of those, ``torch.tensor(x.tolist())``.
         difference: The first operation that not all ranks ran.
         conflicts: Values with a statement of the user that contradicts their proof.
         stated_sizes: Values with the full sizes that the user states.
@@ -95,6 +97,7 @@ class AxisProofs:
         self.permutations: set[Value] = set()
         self.zeros: set[Value] = set()
         self.ranges: dict[Value, positions.Ranges] = {}
+        self.reads_parts = False
         self.difference = ""
         self._modules: list[str] = []  # those whose forwards run, by name
         self.conflicts: list[tuple[Value, str, Placement, Placement]] = []
@@ -192,6 +195,8 @@ class AxisProofs:
     def _skip(self, entry: Entry) -> None:
         """Note an entry that not all ranks have."""
         self.gradients.skip(entry)
+        if entry[0] == "read":
+            self.note_read(entry[1])
         if entry[0] == "op":
             self.difference = self.difference or entry[1].removeprefix("aten::")
 
@@ -237,6 +242,8 @@ class AxisProofs:
             self.gradients.note_replaced([entry[4] for entry in entries], entries[0][1])
         elif kind == "stated":
             self._follow_statement(entries)
+        elif kind == "read":
+            self.note_read(*(entry[1] for entry in entries))
         elif kind == "invalidated":
             for entry in entries:
                 self.gradients.invalidate(entry[1], "memory that unrecorded code wrote to")
@@ -322,6 +329,10 @@ class AxisProofs:
         _, value, dim = expression
         placement = self.placements.get(value)
         return placement if isinstance(placement, Shard) and placement.dim == dim else None
+
+    def note_read(self, *values: Any) -> None:
+        """Note that Python reads the elements of a tensor, of which the ranks have these values."""
+        self.reads_parts |= any(self.placement(value) != Replicate() for value in values)
 
     def note_step(self, value: Value, text: str, inputs: tuple[Value, ...]) -> None:
         """Note the operation that made the value, and its inputs."""

@@ -307,6 +307,13 @@ class Recorder(DispatchMode):
                 yield tensor, value
 
     @without_function_mode
+    def note_read(self, tensor: Tensor, is_shared: bool) -> None:
+        """Log that Python reads the elements of a tensor; ``is_shared``: and may write to them."""
+        self.log.add("read", self.value(tensor))
+        if is_shared:
+            self.invalidate(tensor)
+
+    @without_function_mode
     def invalidate(self, tensor: Tensor) -> None:
         """Invalidate what is known of a tensor whose memory may be written to unrecorded from now
         on.
@@ -339,6 +346,8 @@ class Recorder(DispatchMode):
         schema = func._schema
         if func.namespace in COLLECTIVES:
             return self._collective(func, args, kwargs)
+        if schema.name == "aten::_local_scalar_dense":
+            self.note_read(args[0], False)
         encoded = self.encode(schema, args, kwargs)
         result = func(*args, **kwargs)
         if schema.name in _SAME_MEMORY and self.note_same(args[0], result):

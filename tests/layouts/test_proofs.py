@@ -375,6 +375,35 @@ def test_what_ranks_run_differently_is_not_known_until_the_module_ends():
     assert_close(found["after"][0], x.tanh().tanh())
 
 
+READS = {
+    "numpy": lambda x: torch.from_numpy(x.numpy().copy()),
+    "list": lambda x: torch.tensor(x.tolist()),
+    "items": lambda x: torch.tensor([[one.item() for one in row] for row in x]),
+    "tensors": lambda x: torch.tensor([list(row) for row in x]),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", READS)
+def test_numbers_that_are_equal_on_all_ranks_may_be_of_their_own_parts(how):
+    class Read(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.whole, self.part = nn.Identity(), nn.Identity()
+
+        def forward(self, x, part):
+            self.whole(READS[how](x))
+            self.part(READS[how](part))
+            return self.whole(torch.tensor([1.0, 2.0]))
+
+    for placement in (R, Shard(1), None):
+        inputs = [torch.zeros(2, 4), torch.zeros(2, 4)]
+        found, _, _ = follow(Read(), mesh_of(tp_size=2), inputs, [WHOLE, (R, placement)])
+        before, after = found["whole"]
+        assert before is not None
+        assert (found["part"] == [None]) == (after is None) == (placement != R)
+
+
 class Kinds(nn.Module):
     """It makes its tables in the order of a set, as models with two kinds of attention do."""
 
