@@ -48,6 +48,17 @@ class _Storage:
     values: dict[Geometry, list[Value]] = field(default_factory=dict)
     blank: memory_map.Blank | None = None
 
+    def note_blank(self, tensor: Tensor) -> None:
+        """Note that nothing was written to it; ``tensor`` is all of it."""
+        self.blank = memory_map.all_blank(tensor)
+
+    def note_write(self, geometry: Geometry) -> bool:
+        """Note a write; return whether all of it is written since."""
+        if self.blank is None or not self.blank.write(geometry):
+            return False
+        self.blank = None
+        return True
+
 
 class TensorValues:
     """Finds the values of all tensors of one followed forward. Local."""
@@ -190,7 +201,7 @@ class TensorValues:
         plain = memory_map.plain(tensor)
         storage = memory_map.storage_of(plain)
         if storage is not None:
-            self._entry(storage).blank = memory_map.all_blank(plain)
+            self._entry(storage).note_blank(plain)
 
     def write(self, tensor: Tensor, before: Value, value: Value) -> tuple[Any, ...]:
         """Note that the value ``before`` in the tensor's memory was overwritten by another.
@@ -215,9 +226,7 @@ class TensorValues:
         self._replaced[before] = value
         entry.values[geometry] = [value if old == before else old for old in values] or [value]
         self.bind(tensor, value)
-        is_complete = entry.blank is not None and entry.blank.write(geometry)
-        entry.blank = None if is_complete else entry.blank
-        return before, tuple(others), is_complete
+        return before, tuple(others), entry.note_write(geometry)
 
     def _entry(self, storage: Any) -> _Storage:
         entry = self._storages.get(storage._cdata)
