@@ -74,13 +74,11 @@ Random programs that are right on shards by construction are compared with the u
 (`make fuzz`, with `FUZZ="--json tests/fuzz/results.json"` to add to these counts). Each has up to
 three hooks. *Refused if followed*: the share of errors among the hooks of programs that can be
 followed. These have no numpy, no numbers read from tensors, no operation without a rule, no sum
-over groups that are not an axis of the mesh, and no message from one rank to another. *Without
-numbers*: the same share without the hooks that are refused for a plain number that may be a rank's
-own, such as `view(rows, length, -1, 2)` with one head per rank, which only a statement can
-determine; over the runs that counted them. `bare`: layers that state nothing. Every program that
-was ever wrong is fixed, and stays as a program that the tests run (tests/fuzz).
+over groups that are not an axis of the mesh, no message from one rank to another, and no plain
+number that only a statement can settle, such as `view(rows, length, -1, 2)` with one head a rank.
+`bare`: layers that state nothing. Every program that was ever wrong is fixed, and stays as a
+program that the tests run (tests/fuzz).
 """
-AMBIGUOUS = "followed ambiguous"
 COUNTS = ("programs", "right", "refused", "wrong", "crash", "hang", "invalid")
 
 
@@ -182,28 +180,24 @@ def random_programs():
     """What `python tests/fuzz --json tests/fuzz/results.json` has counted, by mode and ranks."""
     path = HERE.parent / "fuzz" / "results.json"
     runs = json.loads(path.read_text()) if path.exists() else []
-    columns = ("mode", "ranks", *COUNTS, "refused if followed", "without numbers", "seeds")
+    columns = ("mode", "ranks", *COUNTS, "refused if followed", "seeds")
     lines = [PROGRAMS, f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    total, of_all = Counter(), Counter()
+    total = Counter()
     for mode, ranks in sorted({(run["mode"], run["ranks"]) for run in runs}):
         selected = [run for run in runs if (run["mode"], run["ranks"]) == (mode, ranks)]
         count = sum((Counter(run["counts"]) for run in selected), Counter())
-        counted = [run["counts"] for run in selected if AMBIGUOUS in run["counts"]]
-        with_numbers = sum(map(Counter, counted), Counter())
-        total, of_all = total + count, of_all + with_numbers
+        total += count
         seeds = ", ".join(f"{run['first']}-{run['last']} ({run['commit']})" for run in selected)
         numbers = " | ".join(str(count[name]) for name in COUNTS)
-        shares = f"{refused(count)} | {refused(with_numbers, with_numbers[AMBIGUOUS])}"
-        lines.append(f"| {mode} | {ranks} | {numbers} | {shares} | {seeds} |")
+        lines.append(f"| {mode} | {ranks} | {numbers} | {refused(count)} | {seeds} |")
     numbers = " | ".join(str(total[name]) for name in COUNTS)
-    shares = f"{refused(total)} | {refused(of_all, of_all[AMBIGUOUS])}"
-    lines.append(f"| all | | {numbers} | {shares} | |")
+    lines.append(f"| all | | {numbers} | {refused(total)} | |")
     return lines
 
 
-def refused(count, but_for=0):
+def refused(count):
     of = count["followed right"] + count["followed refused"]
-    return f"{(count['followed refused'] - but_for) / of:.1%} of {of}" if of else "-"
+    return f"{count['followed refused'] / of:.1%} of {of}" if of else "-"
 
 
 def version(package):
