@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 _SIZES = {"__get__", "size", "numel", "nelement"}
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SHARES = {"numpy", "__array__", "__dlpack__"}  # their memory may be written to unrecorded
-_READS = _SHARES | {"tolist", "tensor"}
+_READS = _SHARES | {"tolist", "__float__", "__int__"}  # others dispatch an operation
+_MAKERS = {"tensor", "as_tensor", "asarray", "new_tensor"}  # of numbers, or of tensors in lists
 # Calls that take their sizes from another tensor, with the call that takes the sizes themselves.
 _LIKE_OTHER = {
     "view_as": (torch.Tensor.view, "view"),
@@ -48,10 +49,13 @@ class FunctionRecorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _SIZES:
             return self._read(func, args, kwargs)
-        if name in _READS:
-            for leaf in tree_iter(args[:1]):
+        if name in _READS and isinstance(args[0], Tensor):
+            recorder.note_read(args[0], name in _SHARES)
+        if name in _MAKERS:
+            lists = [one for one in (*args, *kwargs.values()) if isinstance(one, (list, tuple))]
+            for leaf in tree_iter(lists):
                 if isinstance(leaf, Tensor):
-                    recorder.note_read(leaf, name in _SHARES)
+                    recorder.note_read(leaf, False)
         if name == "register_hook" and isinstance(args[0], Tensor):
             recorder.nodes.note_hook_on(args[0], args[1] if len(args) > 1 else kwargs["hook"])
             return func(*args, **kwargs)

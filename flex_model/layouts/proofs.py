@@ -197,7 +197,7 @@ class AxisProofs:
         self.gradients.skip(entry)
         if entry[0] == "read":
             self.note_read(entry[1])
-        if entry[0] == "op":
+        elif entry[0] == "op":
             self.difference = self.difference or entry[1].removeprefix("aten::")
 
     def _place(

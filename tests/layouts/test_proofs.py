@@ -380,6 +380,10 @@ READS = {
     "list": lambda x: torch.tensor(x.tolist()),
     "items": lambda x: torch.tensor([[one.item() for one in row] for row in x]),
     "tensors": lambda x: torch.tensor([list(row) for row in x]),
+    "by name": lambda x: torch.tensor(data=[list(row) for row in x]),
+    "as_tensor": lambda x: torch.as_tensor([list(row) for row in x]),
+    "new_tensor": lambda x: x.new_tensor([list(row) for row in x]),
+    "Tensor": lambda x: torch.Tensor([list(row) for row in x]),
 }
 
 
