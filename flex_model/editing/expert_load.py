@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flex_model.distributed.tensor_dicts import describe, exchange_json, from_rank
 from flex_model.editing.runs import Inputs, Runs, Site
 from flex_model.model import FlexModel
 
@@ -77,7 +78,10 @@ def expert_load(
                 found = runs.record(name)
                 if found is not None:
                     totals[name] = totals.get(name, 0) + found.long()
-        counted = runs.on_rank_0(lambda: {name: pairs.tolist() for name, pairs in totals.items()})
-    if len(counted) < len(names):
+    communicator = flex._communicator
+    counted = list(totals.values())
+    described = exchange_json(communicator, describe(counted), "the load of experts")[0]
+    received = from_rank(communicator, 0, counted, described)
+    if len(received) < len(names):
         raise ValueError("expert_load: expected batches of inputs, got none")
-    return {name: ExpertLoad(torch.tensor(pairs)) for name, pairs in counted.items()}
+    return {name: ExpertLoad(pairs) for name, pairs in zip(names, received)}
