@@ -2,11 +2,11 @@
 
     python tests/fuzz --seconds 600 --ranks 2 --mode all --start 0 --json out.json
     python tests/fuzz --replay '{...}'    # one program, as a failure prints it
-    python tests/fuzz --classes           # the programs of classes.py, one for each known class
+    python tests/fuzz --classes           # the programs of classes.py, some for each known class
     python tests/fuzz --seeds             # the failures that were kept
 
-Failures are confirmed, made short and printed as files that run by themselves;
-``--keep`` adds them to the seeds.
+Failures are confirmed, made short and printed with what ``--replay`` takes; ``--keep`` adds them to
+the seeds.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 import seeds  # noqa: E402
 from generate import can_be_followed, generate, modes_of  # noqa: E402
 from program import MODES, Program  # noqa: E402
-from ranks import BAD, INVALID, VERDICTS, Outcome, Ranks  # noqa: E402
+from ranks import BAD, INVALID, VERDICTS, Outcome, Ranks, shown  # noqa: E402
 from shrink import shrink  # noqa: E402
-from standalone import standalone  # noqa: E402
 
 import rank_pool  # noqa: E402
 
@@ -60,7 +59,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", default="all", help=f"all, or some of: {', '.join(MODES)}")
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--json", type=Path, help="counts, added to those of former runs")
-    parser.add_argument("--failures", type=Path, help="a folder for the failing programs")
     parser.add_argument(
         "--shrink", type=float, default=20, help="seconds for each failure; 0: none"
     )
@@ -79,7 +77,6 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
     modes = modes_of(options.ranks) if options.mode == "all" else options.mode.split(",")
     counts: dict[str, Counter] = {mode: Counter() for mode in modes}
     refusals: dict[str, Counter] = {mode: Counter() for mode in modes}
-    failures: list[tuple[Program, Outcome]] = []
     ranks.judge(generate(options.start, modes[0], options.ranks))  # starts them
     spent = 0.0  # on confirming and shrinking, which is not fuzzing
     began, seed = time.monotonic(), options.start
@@ -92,7 +89,7 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
             for outcome in ranks.judge(program, number=options.cells):
                 if outcome.verdict in BAD:
                     start = time.monotonic()
-                    outcome = looked_into(ranks, program, outcome, options, failures)
+                    outcome = looked_into(ranks, program, outcome, options)
                     spent += time.monotonic() - start
                 counts[mode][outcome.verdict] += 1
                 if outcome.verdict == "refused":
@@ -118,11 +115,7 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
 
 
 def looked_into(
-    ranks: Ranks,
-    program: Program,
-    outcome: Outcome,
-    options: argparse.Namespace,
-    failures: list[tuple[Program, Outcome]],
+    ranks: Ranks, program: Program, outcome: Outcome, options: argparse.Namespace
 ) -> Outcome:
     """The outcome confirmed; what fails for good is made short, printed and kept."""
     if outcome.cell is None:
@@ -135,15 +128,10 @@ def looked_into(
     again.cell = again.cell or outcome.cell
     if options.shrink:
         one, again = shrink(ranks, one, again, options.shrink)
-    failures.append((one, again))
     if options.keep:
         seeds.keep(one)
-    text = standalone(one, again)
-    print(f"\n{'=' * 20} {program.mode}, seed {program.seed} {'=' * 20}\n{text}", flush=True)
-    if options.failures:
-        options.failures.mkdir(parents=True, exist_ok=True)
-        name = f"{program.mode.replace(' ', '')}-{program.ranks}-{program.seed}-{len(failures)}.py"
-        (options.failures / name).write_text(text + "\n")
+    title = f"{program.mode}, seed {program.seed}"
+    print(f"\n{'=' * 20} {title} {'=' * 20}\n{shown(one, again)}", flush=True)
     return again
 
 
@@ -203,9 +191,7 @@ def replay(ranks: Ranks, text: str) -> int:
     program = Program.from_json(data)
     outcomes = ranks.judge(program)
     for outcome in outcomes:
-        one = replace(program, cells=(outcome.cell,) if outcome.cell else None)
-        print(standalone(one, outcome))
-        print(f"{outcome.verdict}: {outcome.text}\n")
+        print(shown(program, outcome), end="\n\n")
     return int(any(outcome.verdict in BAD for outcome in outcomes))
 
 

@@ -1,7 +1,7 @@
 """What programs are made of: layers and collectives that are no-ops on one rank.
 
 This text is executed once for the unsharded model and once for each rank's, with the names of the
-mesh below set; a program printed as one file holds the parts that it uses.
+mesh below set.
 """
 
 import numpy as np  # noqa: F401  # programs use it

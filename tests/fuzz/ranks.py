@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from program import Program, write
@@ -140,8 +141,16 @@ def one_outcome(cell: dict | None, answers: list[dict], ranks: int, failures: di
     return Outcome(cell, WRONG if WRONG in verdicts else RIGHT, texts, answers)
 
 
-def text_of(program: Program) -> str:
-    return write(program).text
-
-
-__all__ = ["BAD", "VERDICTS", "Outcome", "Ranks", "asdict", "text_of"]
+def shown(program: Program, outcome: Outcome) -> str:
+    """The module's text, the hooks, what came of them, and what ``--replay`` takes."""
+    one = replace(program, cells=(outcome.cell,) if outcome.cell else program.cells)
+    batches = ", ".join(f"{batch.rows} rows of {batch.length}" for batch in program.batches)
+    return "\n".join(
+        [
+            f"# {program.mode}, {program.ranks} ranks, {program.run}; batches: {batches}",
+            write(program).text,
+            *(f"# {name}: {value}" for name, value in (outcome.cell or {}).items()),
+            f"# {outcome.verdict}: {outcome.text}",
+            f"python tests/fuzz --replay {shlex.quote(json.dumps(one.to_json()))}",
+        ]
+    )

@@ -10,9 +10,20 @@ import seeds
 import torch
 from generate import generate, modes_of
 from program import Batch, Place, Program, Step, local_part, write
-from ranks import BAD, CRASH, HANG, INVALID, REFUSED, RIGHT, WRONG, Outcome, Ranks, merged
+from ranks import (
+    BAD,
+    CRASH,
+    HANG,
+    INVALID,
+    REFUSED,
+    RIGHT,
+    WRONG,
+    Outcome,
+    Ranks,
+    merged,
+    shown,
+)
 from shrink import shrink
-from standalone import standalone
 from steps_rare import dims
 
 #: Whether no program may be wrong, crash or hang. While it is False, only the fuzzer is tested.
@@ -29,7 +40,7 @@ def ranks():
 def check(program, outcomes):
     """Every program is right on shards, whatever FlexModel makes of it."""
     for outcome in outcomes:
-        text = f"{outcome.verdict}: {outcome.text}\n{standalone(program, outcome)}"
+        text = shown(program, outcome)
         assert outcome.verdict != INVALID, text
         assert not (IS_SOUND and outcome.verdict in BAD), text
 
