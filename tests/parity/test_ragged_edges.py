@@ -233,35 +233,6 @@ def test_batches_without_rows_that_the_model_can_run():
 
 
 @pytest.mark.ranks(2)
-def test_an_epoch_that_ends_sooner_on_one_rank():
-    """The rank without rows runs its last batch as a stand-in, with no loss."""
-    whole, batches = models.seeded(Model).double(), [Batch((2, 2), (5, 4)), Batch((2, 0), (3, 4))]
-    records, rank = {}, dist.get_rank()
-    oracle, oracle_seen = copy.deepcopy(whole), []
-    model = DistributedDataParallel(copy.deepcopy(whole))
-    flex = FlexModel(model, records, data_parallel_size=2, dp_batch="global", timeout=20)
-    flex.register_forward_hook(HookFunction("block.mlp", editing_function=mix))
-    for batch in batches:
-        mask = batch.real[..., None]
-        handle = oracle.block.mlp.register_forward_hook(
-            lambda module, args, out, mask=mask: (
-                oracle_seen.append((out * mask).detach()) or mix(module, out * mask, None, None)
-            )
-        )
-        batch.loss(oracle(batch.padded())).backward()
-        handle.remove()
-        has_rows = batch.rows[rank] > 0
-        with contextlib.nullcontext() if has_rows else flex.no_rows():
-            output = flex(batch.stand_in(rank))
-        (batch.loss(output, rank) * has_rows).backward()
-        if rank == 0:
-            assert_close(records["block.mlp"][0], oracle_seen[-1])
-    for ours, theirs in zip(model.module.parameters(), oracle.parameters()):
-        assert_close(ours.grad, theirs.grad)
-    flex.restore()
-
-
-@pytest.mark.ranks(2)
 def test_join_of_ddp():
     """With DDP's join a rank without rows does not run the model: hooks on a rank's own rows need
     no other rank.
@@ -276,70 +247,4 @@ def test_join_of_ddp():
         for _ in range(1 + 2 * rank):
             flex(own()).sum().backward()
     assert len(calls) == 1 + 2 * rank and len(records["block.mlp"]) == 1
-    flex.restore()
-
-
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("dp_batch", ["global", "local"])
-@pytest.mark.parametrize("form", ["masked", "packed"])
-def test_llama(form, dp_batch):
-    """Rows padded by their rank with a mask, and packed rows whose positions restart."""
-    rank, site = dist.get_rank(), "model.layers.0.mlp"
-    generator = torch.Generator().manual_seed(0)
-    if form == "masked":
-        lengths = [(4, 6), (7, 5)]
-        tokens = [torch.randint(1, 64, (2, max(of)), generator=generator) for of in lengths]
-        masks = [torch.arange(max(of)) < torch.tensor(of)[:, None] for of in lengths]
-        keywords = [{"attention_mask": mask.long()} for mask in masks]
-    else:
-        parts = [(3, 4), (2, 6, 1)]
-        tokens = [torch.randint(1, 64, (1, sum(of)), generator=generator) for of in parts]
-        positions = [torch.cat([torch.arange(n) for n in of])[None] for of in parts]
-        keywords = [{"position_ids": one} for one in positions]
-    whole, width = models.llama(), 32
-    longest = max(one.shape[1] for one in tokens)
-    padded = [nn.functional.pad(one, (0, longest - one.shape[1])) for one in tokens]
-    more = {
-        name: torch.cat(
-            [nn.functional.pad(one[name], (0, longest - one[name].shape[1])) for one in keywords]
-        )
-        for name in keywords[0]
-    }
-    rows = len(tokens[0])
-    real = torch.cat([(torch.arange(longest) < one.shape[1]).expand(rows, -1) for one in tokens])
-    seen = []
-
-    def edit(module, args, out):
-        full = out * real[..., None]
-        seen.append(full.detach())
-        if dp_batch == "global":
-            return mix(module, full, None, None)
-        cut = [full[i * rows : i * rows + rows, : one.shape[1]] for i, one in enumerate(tokens)]
-        edited = [mix(module, part, None, None) for part in cut]
-        return torch.cat([nn.functional.pad(x, (0, 0, 0, longest - x.shape[1])) for x in edited])
-
-    oracle = copy.deepcopy(whole)
-    oracle.get_submodule(site).register_forward_hook(edit)
-    expected = oracle(torch.cat(padded), use_cache=False, **more).logits
-    weight = torch.cat([torch.ones(rows, one.shape[1]) for one in tokens], 1).numel() / 2
-    (expected.sin().mean(-1) * real).sum().div(weight * 2).backward()
-    records = {}
-    model = DistributedDataParallel(copy.deepcopy(whole))
-    flex = FlexModel(model, records, data_parallel_size=2, dp_batch=dp_batch, timeout=30)
-    flex.register_forward_hook(HookFunction(site, None, mix))
-    logits = flex(tokens[rank], use_cache=False, **keywords[rank]).logits
-    logits.sin().mean(-1).sum().div(weight).backward()
-    mine = slice(rank * rows, rank * rows + rows), slice(0, tokens[rank].shape[1])
-    if form == "masked":  # what a row computes at its own padding depends on the mask's form
-        keep = masks[rank]
-        assert_close(logits[keep], expected[mine][keep])
-    else:
-        assert_close(logits, expected[mine])
-        for ours, theirs in zip(model.module.parameters(), oracle.parameters()):
-            assert_close(ours.grad, theirs.grad)
-    if form == "packed" and dp_batch == "local":
-        assert_close(records[site], [seen[0][mine]])
-    elif form == "packed" and rank == 0:
-        assert_close(records[site], seen)
-    assert width == model.module.config.hidden_size
     flex.restore()

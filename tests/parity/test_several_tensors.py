@@ -158,14 +158,6 @@ def test_two_ranks(name):
     check(parallelism, both, order=(1, 0))
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", models.FOUR_RANKS)
-def test_four_ranks(name):
-    for settings in KINDS.values():
-        check(models.FOUR_RANKS[name], both, **settings)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ["tp", "dp"])
 def test_recomputed_in_backward(name):

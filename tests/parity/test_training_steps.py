@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shared_edits import mixing
 from tiers import grid_but
-from training_models import FAMILIES, LABELS, LENGTH, MORE, WORDS
+from training_models import FAMILIES, LABELS, LENGTH, WORDS
 from training_steps import (
     LOSSES,
     SHARDINGS,
@@ -43,7 +43,6 @@ ROWS = {
     "a head": 8,
     "words": WORDS,
 }
-SOME = ("Llama", "BERT masked", "Llama classified")
 
 
 @pytest.mark.ranks(2)
@@ -54,39 +53,27 @@ def test_a_step(name, how, loss):
     compare(FAMILIES[name], how, 2, LOSSES[loss])
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("how", SHARDINGS)
-@pytest.mark.parametrize("name", MORE)
-def test_a_step_of_other_families(name, how, loss):
-    compare(MORE[name], how, 2, LOSSES[loss])
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("rows", [name for name in ROWS if name != "layers"])
-@pytest.mark.parametrize("name", grid_but(SOME, "Llama"))
-def test_rows_as_many_as_something_else(name, rows):
+def test_rows_as_many_as_something_else(rows):
     """Refused before: a number that equals the rank's rows may be made of them."""
-    compare(FAMILIES[name], "ddp", ROWS[rows], by_the_model)
+    compare(FAMILIES["Llama"], "ddp", ROWS[rows], by_the_model)
 
 
 @pytest.mark.grid
 @pytest.mark.ranks(2, timeout=240)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("how", SHARDINGS)
-@pytest.mark.parametrize("name", FAMILIES | MORE)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_rows_of_every_family(name, how, rows):
     for loss in LOSSES.values():
-        compare((FAMILIES | MORE)[name], how, ROWS[rows], loss)
+        compare((FAMILIES)[name], how, ROWS[rows], loss)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", SHARDINGS)
-@pytest.mark.parametrize("name", grid_but(SOME, "Llama classified"))
-def test_an_edit_with_a_trainable_module(name, how):
-    width = 20 if name.startswith(("Llama", "BERT")) and "classified" not in name else WIDTH
-    compare(FAMILIES[name], how, 2, by_the_model, mixing_with_probe, width)
+def test_an_edit_with_a_trainable_module(how):
+    compare(FAMILIES["Llama classified"], how, 2, by_the_model, mixing_with_probe, WIDTH)
 
 
 def without_sync(sharded):

@@ -61,20 +61,6 @@ def classified(rows: int) -> dict:
     return padded(rows) | {"labels": integers(0, LABELS, rows, seed=7)}
 
 
-def answered(rows: int) -> dict:
-    starts, ends = (integers(0, LENGTH, rows, seed=seed) for seed in (7, 8))
-    return padded(rows) | {"start_positions": starts, "end_positions": ends}
-
-
-def masked(rows: int) -> dict:
-    """Two words of each row are asked for: as many in each, or the ranks' losses would differ from
-    the twin's by their weights.
-    """
-    labels = torch.full((rows, LENGTH), -100)
-    labels[:, :2] = words(rows, 2, seed=7)
-    return padded(rows) | {"labels": labels}
-
-
 def translated(rows: int) -> dict:
     return padded(rows) | {"labels": words(rows, TRANSLATED, seed=7)}
 
@@ -152,23 +138,12 @@ def of_images(model: str, config: str, site: str, **settings) -> Family:
 
 
 LLAMA = {"num_key_value_heads": 3, "head_dim": 8}
-GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 32, "n_inner": 20}
 T5 = {
     "d_model": 48,
     "d_kv": 8,
     "d_ff": 20,
     "num_layers": 2,
     "num_heads": 6,
-    "decoder_start_token_id": 0,
-}
-BART = {
-    "d_model": 48,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 6,
-    "decoder_attention_heads": 6,
-    "encoder_ffn_dim": 20,
-    "decoder_ffn_dim": 20,
     "decoder_start_token_id": 0,
 }
 CLIP = {
@@ -186,18 +161,10 @@ WAV2VEC2 = {
     "classifier_proj_size": 16,
     "apply_spec_augment": False,
 }
-ENCODER = "encoder.layer.1.intermediate"
-
-#: What ``make test`` trains.
+#: One of each task that `make sweep` has not, and two that it has.
 FAMILIES = {
     "Llama": family(
         "LlamaForCausalLM", "LlamaConfig", causal, "model.layers.1.mlp.act_fn", **LLAMA
-    ),
-    "GPT-2": family("GPT2LMHeadModel", "GPT2Config", causal, "transformer.h.1.mlp", **GPT2),
-    "BERT masked": family("BertForMaskedLM", "BertConfig", masked, f"bert.{ENCODER}"),
-    "T5": family("T5ForConditionalGeneration", "T5Config", translated, "encoder.block.1", **T5),
-    "CLIP": Family(
-        "CLIPModel", "CLIPConfig", CLIP, captioned, "text_model.encoder.layers.1.mlp", own_loss=True
     ),
     "Llama classified": family(
         "LlamaForSequenceClassification",
@@ -206,35 +173,11 @@ FAMILIES = {
         "model.layers.1.self_attn",
         **LLAMA,
     ),
-    "Llama answered": family(
-        "LlamaForQuestionAnswering",
-        "LlamaConfig",
-        answered,
-        "transformer.layers.1.mlp",
-        **LLAMA,
-    ),
-}
-#: Families of other tasks than those of `make sweep`.
-MORE = {
-    "BART": family(
-        "BartForConditionalGeneration",
-        "BartConfig",
-        translated,
-        "model.decoder.layers.1.fc1",
-        **BART,
-    ),
-    "SigLIP": Family(
-        "SiglipModel",
-        "SiglipConfig",
-        {"text_config": TEXT | {"projection_size": 48}, "vision_config": IMAGE},
-        captioned,
-        "text_model.encoder.layers.1.mlp",
-        own_loss=True,
+    "T5": family("T5ForConditionalGeneration", "T5Config", translated, "encoder.block.1", **T5),
+    "CLIP": Family(
+        "CLIPModel", "CLIPConfig", CLIP, captioned, "text_model.encoder.layers.1.mlp", own_loss=True
     ),
     "ViT": of_images("ViTForImageClassification", "ViTConfig", "vit.layers.1.mlp"),
-    "DINOv2": of_images(
-        "Dinov2ForImageClassification", "Dinov2Config", "dinov2.encoder.layer.1.mlp", mlp_ratio=1
-    ),
     "ConvNeXt": Family(
         "ConvNextForImageClassification",
         "ConvNextConfig",
