@@ -160,23 +160,6 @@ def test_sizes_alone_give_the_full_tensor(site, sizes, edit):
 
 
 @pytest.mark.ranks(2)
-def test_edits_and_gradients_of_shards_that_sizes_state():
-    flex, model = by_hand()
-    with flex:
-        flex.register_forward_hook(HookFunction("fc1", (None, 8), mix))
-        flex.register_full_backward_hook(HookFunction("fc2", (None, 8), output_name="grad"))
-        flex(BATCH).pow(2).sum().backward()
-        got = flex.get_module_gradient("fc1.weight", (8, 6))
-    with FlexModel(model, records := {}, process_group=pipelines.alone_group()) as whole:
-        whole.register_forward_hook(HookFunction("fc1", None, mix))
-        whole.register_full_backward_hook(HookFunction("fc2", output_name="grad"))
-        whole(BATCH).pow(2).sum().backward()
-    assert_close(got, model.fc1.weight.grad)
-    if dist.get_rank() == 0:
-        assert_close(flex.output_ptr["grad"], records["grad"])
-
-
-@pytest.mark.ranks(2)
 def test_sizes_do_not_tell_whole_gradients_from_parts_of_sums():
     flex, _ = by_hand()
     with flex:
@@ -192,38 +175,6 @@ def test_sizes_say_nothing_against_sums_or_other_values():
         flex.register_forward_hook(HookFunction("fc1", (None, 4)))
         with pytest.raises(ValueError, match="by its expected_shape all should hold the same"):
             flex(BATCH)
-
-
-class Uneven(nn.Module):
-    """A weight of 7 rows, of which the first rank holds 4."""
-
-    def __init__(self):
-        super().__init__()
-        whole = models.random(7, 6).tensor_split(dist.get_world_size())[dist.get_rank()]
-        self.fc = nn.Linear(1, 1, bias=False)  # whose sizes say nothing
-        self.fc.weight = nn.Parameter(whole.clone())
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.fc.weight)
-
-
-@pytest.mark.ranks(2)
-def test_parameters_of_uneven_shards():
-    full = models.random(7, 6)
-    with FlexModel(Uneven(), {}, tensor_parallel_size=2) as flex:
-        with pytest.raises(ValueError, match=r"'fc.weight': .*not known"):
-            flex.get_module_parameter("fc.weight")
-        assert torch.equal(flex.get_module_parameter("fc.weight", (7, None)), full)
-        with pytest.raises(ValueError, match=r"says 9 along dim 0, but the ranks hold \[3, 4\]"):
-            flex.get_module_parameter("fc.weight", (9, None))
-        with pytest.raises(ValueError, match="not known"):
-            flex.set_module_parameter("fc.weight", full * 2)
-        flex.set_module_parameter("fc.weight", full * 2, (7, 6))
-        assert torch.equal(flex.get_module_parameter("fc.weight", (7, 6)), full * 2)
-        flex.register_forward_hook(HookFunction("", (None, 7)))
-        flex(BATCH)
-        if dist.get_rank() == 0:
-            assert_close(flex.output_ptr[""], [BATCH @ full.T * 2])
 
 
 class Mixed(nn.Module):

@@ -91,57 +91,39 @@ def test_lengths_are_known_before_the_edit_and_select_counts_the_padded_batch():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 @pytest.mark.parametrize("output_ranks", ["all", "rank0"])
-def test_trainable_modules_get_the_gradient_of_all_real_tokens(edit_on, output_ranks):
-    whole, batch = models.seeded(Model).double(), LENGTHS
+@pytest.mark.parametrize("dp_batch", ["global", "local"])
+def test_trainable_modules_get_their_gradient(dp_batch, output_ranks, edit_on):
+    """That of all real tokens, or of a rank's own loss."""
+    whole, batch, rank = models.seeded(Model).double(), LENGTHS, dist.get_rank()
     probe = models.seeded(nn.Linear, 8, 8, seed=5).double()
 
     def edit(module, full, save_ctx, modules):
         return full + modules["probe"](mix(module, full, save_ctx, modules))
 
     oracle, oracle_probe = copy.deepcopy(whole), copy.deepcopy(probe)
-    mask = batch.real[..., None]
+    is_global = dp_batch == "global"
+    mask = batch.real[..., None] if is_global else 1
     oracle.block.mlp.register_forward_hook(
         lambda module, args, out: edit(module, out * mask, None, {"probe": oracle_probe})
     )
-    batch.loss(oracle(batch.padded())).backward()
-    records, rank = {}, dist.get_rank()
-    flex = wrapped(
-        copy.deepcopy(whole), records, dp_batch="global", edit_on=edit_on, output_ranks=output_ranks
-    )
-    flex.register_trainable_module("probe", copy.deepcopy(probe))
-    flex.register_forward_hook(HookFunction("block.mlp", editing_function=edit))
-    batch.loss(flex(own()), rank).backward()
-    if edit_on == "all" or rank == 0:
-        assert_close(flex.trainable_modules["probe"].weight.grad, oracle_probe.weight.grad)
-    assert bool(records.get("block.mlp")) == (output_ranks == "all" or rank == 0)
-    flex.restore()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
-def test_trainable_modules_get_the_gradient_of_a_ranks_own_loss(edit_on):
-    """Their mean over the ranks is that of the mean of the losses."""
-    whole, rank = models.seeded(Model).double(), dist.get_rank()
-    probe = models.seeded(nn.Linear, 8, 8, seed=5).double()
-
-    def edit(module, full, save_ctx, modules):
-        return full + modules["probe"](mix(module, full, save_ctx, modules))
-
-    oracle, oracle_probe = copy.deepcopy(whole), copy.deepcopy(probe)
-    oracle.block.mlp.register_forward_hook(
-        lambda module, args, out: edit(module, out, None, {"probe": oracle_probe})
-    )
-    LENGTHS.loss(oracle(own()), rank).backward()
-    flex = wrapped(whole, dp_batch="local", edit_on=edit_on)
-    ours = models.seeded(nn.Linear, 8, 8, seed=5 + rank).double()
-    flex.register_trainable_module("probe", ours)
-    assert_close(ours.state_dict(), probe.state_dict())  # rank 0's, on every rank
-    flex.register_forward_hook(HookFunction("block.mlp", editing_function=edit))
-    LENGTHS.loss(flex(own()), rank).backward()
-    assert_close(ours.weight.grad, oracle_probe.weight.grad)
-    for one, other in zip(flex.parameters(), oracle.parameters()):
-        assert_close(one.grad, other.grad)
-    flex.restore()
+    if is_global:
+        batch.loss(oracle(batch.padded())).backward()
+    else:
+        batch.loss(oracle(own()), rank).backward()
+    records, settings = {}, {"edit_on": edit_on, "output_ranks": output_ranks}
+    with wrapped(whole, records, dp_batch=dp_batch, **settings) as flex:
+        ours = models.seeded(nn.Linear, 8, 8, seed=5 + rank).double()
+        flex.register_trainable_module("probe", ours)
+        assert_close(ours.state_dict(), probe.state_dict())  # rank 0's, on every rank
+        flex.register_forward_hook(HookFunction("block.mlp", editing_function=edit))
+        batch.loss(flex(own()), rank).backward()
+    if edit_on == "all" or rank == 0 or not is_global:
+        assert_close(ours.weight.grad, oracle_probe.weight.grad)
+    is_recorded = output_ranks == "all" or rank == 0 or not is_global
+    assert bool(records.get("block.mlp")) == is_recorded
+    if not is_global:
+        for one, other in zip(whole.parameters(), oracle.parameters()):
+            assert_close(one.grad, other.grad)
 
 
 @pytest.mark.ranks(2)

@@ -6,8 +6,6 @@ import contextlib
 import copy
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from shared_edits import mixing
@@ -22,11 +20,9 @@ from training_steps import (
     flex_of,
     mixing_with_probe,
     my_rows,
-    probe_of,
     shard,
     step_of,
     twin_step,
-    with_probe,
 )
 
 pytest.importorskip("transformers")
@@ -129,43 +125,3 @@ def test_an_edit_is_recomputed(name, how, use_reentrant):
         loss.backward()
         found = step_of(flex, records, site, loss, expected.gradients)
     assert_same(found, expected)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("how", SHARDINGS)
-@pytest.mark.parametrize("loss", grid_but(LOSSES, "labels given"))
-def test_steps_of_an_optimizer(how, loss):
-    """The model and a trainable module learn together: the losses and the weights stay equal."""
-    family, loss_of, steps = FAMILIES["Llama classified"], LOSSES[loss], 3
-    model = family.make()
-    batches = [family.batch(4 + 2 * step) for step in range(steps)]
-
-    def train(call, learner, probe, batch):
-        value = loss_of(call, batch)
-        value.backward()
-        learner.step()
-        learner.zero_grad()
-        return value.detach()
-
-    twin, probe = copy.deepcopy(model), probe_of(WIDTH)
-    learner = torch.optim.SGD([*twin.parameters(), *probe.parameters()], lr=0.1)
-    hook = twin.get_submodule(family.site).register_forward_hook(
-        lambda module, args, output: (
-            with_probe(None, mixing(None, output[0], None, None), None, {"probe": probe}),
-            *output[1:],
-        )
-    )
-    expected = [train(twin, learner, probe, batch) for batch in batches]
-    hook.remove()
-
-    sharded, mine = shard(model, how), probe_of(WIDTH)
-    with flex_of(sharded, {}, family.site, mixing_with_probe, mine) as flex:
-        parameters = [*sharded.parameters(), *flex.trainable_modules.parameters()]
-        learner = torch.optim.SGD(parameters, lr=0.1)
-        for batch, value in zip(batches, expected):
-            found = train(flex, learner, mine, my_rows(batch))
-            dist.all_reduce(found)
-            torch.testing.assert_close(found / 2, value, rtol=1e-5, atol=1e-7)
-        for name, parameter in twin.named_parameters():
-            full = flex.get_module_parameter(name)
-            torch.testing.assert_close(full, parameter.detach(), rtol=1e-5, atol=1e-6)
