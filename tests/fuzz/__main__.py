@@ -2,7 +2,6 @@
 
     python tests/fuzz --seconds 600 --ranks 2 --mode all --start 0 --json out.json
     python tests/fuzz --replay '{...}'    # one program, as a failure prints it
-    python tests/fuzz --classes           # the programs of classes.py, some for each known class
     python tests/fuzz --seeds             # the failures that were kept
 
 Failures are confirmed, made short and printed with what ``--replay`` takes; ``--keep`` adds them to
@@ -43,12 +42,8 @@ def main() -> int:
     with Ranks() as ranks:
         if options.replay:
             return replay(ranks, options.replay)
-        if options.classes:
-            from classes import CLASSES
-
-            return run_kept(ranks, CLASSES)
         if options.seeds:
-            return run_kept(ranks, {f"seed {i}": p for i, p in enumerate(seeds.load())})
+            return replay_seeds(ranks)
         return fuzz(ranks, options)
 
 
@@ -65,7 +60,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--keep", action="store_true", help="add failures to the seeds")
     parser.add_argument("--cells", type=int, default=3, help="cells of each program")
     parser.add_argument("--replay", help="one program, as JSON or in a file")
-    parser.add_argument("--classes", action="store_true")
     parser.add_argument("--seeds", action="store_true", help="replay those of seeds.jsonl")
     return parser.parse_args()
 
@@ -195,16 +189,16 @@ def replay(ranks: Ranks, text: str) -> int:
     return int(any(outcome.verdict in BAD for outcome in outcomes))
 
 
-def run_kept(ranks: Ranks, programs: dict[str, Program]) -> int:
-    """Replay programs; print each cell's verdict."""
+def replay_seeds(ranks: Ranks) -> int:
+    """Print each cell's verdict."""
     bad = 0
-    for name, program in programs.items():
+    for number, program in enumerate(seeds.load()):
         for outcome in ranks.judge(program):
             bad += outcome.verdict in BAD
             hooks = outcome.cell["hooks"] if outcome.cell else ()
             doing = ", ".join(f"{h['kind']} {h['site']} {h['doing']}" for h in hooks)
             text = " ".join(outcome.text.split())[-200:]
-            print(f"{outcome.verdict:8} {name} | {doing} | {text}", flush=True)
+            print(f"{outcome.verdict:8} seed {number} | {doing} | {text}", flush=True)
     return int(bad > 0)
 
 
