@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from shared_edits import mixing
 from tiers import grid_but
-from training_models import FAMILIES, LABELS, LENGTH, WORDS
+from tiny_models import LABELS, LENGTH, WORDS
+from training_models import FAMILIES
 from training_steps import (
     LOSSES,
     SHARDINGS,
@@ -63,7 +64,7 @@ def test_rows_as_many_as_something_else(rows):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_of_every_family(name, how, rows):
     for loss in LOSSES.values():
-        compare((FAMILIES)[name], how, ROWS[rows], loss)
+        compare(FAMILIES[name], how, ROWS[rows], loss)
 
 
 @pytest.mark.ranks(2)
