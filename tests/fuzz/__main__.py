@@ -28,8 +28,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
 import seeds  # noqa: E402
 from generate import can_be_followed, generate, modes_of  # noqa: E402
-from program import MODES, Program  # noqa: E402
-from ranks import BAD, INVALID, VERDICTS, Outcome, Ranks, shown  # noqa: E402
+from program import BAD, INVALID, MODES, VERDICTS, Program  # noqa: E402
+from ranks import Outcome, Ranks, shown  # noqa: E402
 from shrink import shrink  # noqa: E402
 
 import rank_pool  # noqa: E402

@@ -10,20 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from program import Program, write
+from program import CRASH, HANG, INVALID, REFUSED, RIGHT, WRONG, Program, write
 
 import rank_pool
 
-RIGHT, REFUSED, WRONG, CRASH, HANG, INVALID = (
-    "right",
-    "refused",
-    "wrong",
-    "crash",
-    "hang",
-    "invalid",
-)
-VERDICTS = (RIGHT, REFUSED, WRONG, CRASH, HANG, INVALID)
-BAD = (WRONG, CRASH, HANG)
 WORKER = Path(__file__).with_name("worker.py")
 LIMIT_S = 25  # for one program
 

@@ -8,8 +8,7 @@ import pytest
 import seeds
 import torch
 from generate import generate, modes_of
-from program import Batch, Place, Program, Step, local_part, write
-from ranks import (
+from program import (
     BAD,
     CRASH,
     HANG,
@@ -17,11 +16,14 @@ from ranks import (
     REFUSED,
     RIGHT,
     WRONG,
-    Outcome,
-    Ranks,
-    merged,
-    shown,
+    Batch,
+    Place,
+    Program,
+    Step,
+    local_part,
+    write,
 )
+from ranks import Outcome, Ranks, merged, shown
 from shrink import shrink
 from steps_rare import dims
 

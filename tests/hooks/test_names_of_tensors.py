@@ -92,15 +92,6 @@ def test_gradients_by_name_and_number_are_of_one_tensor_in_order():
     assert_close(second.grad, torch.full_like(X, -12))
 
 
-def test_a_wrong_name():
-    with pytest.raises(ValueError, match="empty name"):
-        HookFunction("named", unpack_idx="")
-    with pytest.raises(ValueError, match="names a tensor twice"):
-        HookFunction("named", unpack_idx=("mask", "mask"))
-    with pytest.raises(TypeError, match="an int or a name"):
-        HookFunction("named", unpack_idx=1.5)
-
-
 def test_names_of_arguments_and_leaves():
     args, kwargs = (X, None, X, X), {"tables": [X], "mask": X}
     named = arguments_by_name(Named(), args, kwargs)

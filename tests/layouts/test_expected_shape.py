@@ -13,6 +13,7 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Partial, Replicate, Shard, ShardLayout
 from flex_model.layouts.expected_shape import rows_dim, stated_by
 from flex_model.layouts.resolve import Site, resolve
+from shared_edits import mixing_features
 
 TP2 = Mesh((0, 1), 0, tp_size=2)
 TP3 = Mesh((0, 1, 2), 0, tp_size=3)
@@ -131,10 +132,6 @@ def by_hand(model=None, **settings):
     return FlexModel(sharded, {}, tensor_parallel_size=dist.get_world_size(), **settings), model
 
 
-def mix(module, full, save_ctx, modules):
-    return full @ models.random(full.shape[-1], full.shape[-1], seed=5)
-
-
 def in_full(model, site, editing_function):
     """The record and the output of the model as it is."""
     with FlexModel(model, records := {}, process_group=pipelines.alone_group()) as whole:
@@ -144,7 +141,7 @@ def in_full(model, site, editing_function):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit", [None, mix], ids=["read", "edit"])
+@pytest.mark.parametrize("edit", [None, mixing_features], ids=["read", "edit"])
 @pytest.mark.parametrize(
     ("site", "sizes"),
     [("fc1", (None, 8)), ("act", (4, 8)), ("fc2", (None, 6)), ("inp", (None, None))],

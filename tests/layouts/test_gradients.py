@@ -15,6 +15,7 @@ import models
 import pipelines
 from flex_model import FlexModel, HookFunction
 from models import CopyToRanks, SumOverRanks
+from shared_edits import mixing_features
 
 BATCH = models.random(4, 6)
 
@@ -141,11 +142,6 @@ def record(model, way, is_sharded, losses, register, prefix=""):
     return found
 
 
-def mix(module, full, save_ctx, modules):
-    matrix = models.random(full.shape[-1], full.shape[-1], seed=5)
-    return full @ matrix
-
-
 SITES = dict(zip(WAYS, ("012345", "012345", "0123456", "01234")))
 
 
@@ -178,7 +174,7 @@ def test_gradients_through_edits(way, weights, edit_on):
 
     def register(flex):
         for site in SITES[way]:
-            flex.register_forward_hook(HookFunction(site, editing_function=mix))
+            flex.register_forward_hook(HookFunction(site, editing_function=mixing_features))
         flex.register_full_backward_pre_hook(HookFunction("0", output_name="grad"))
 
     check(way, weights, (0, 1), register, group)
@@ -254,7 +250,7 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_in_recomputed_blocks(way, weights, use_reentrant):
     def register(flex):
-        flex.register_forward_hook(HookFunction("layers.0", editing_function=mix))
+        flex.register_forward_hook(HookFunction("layers.0", editing_function=mixing_features))
         flex.register_full_backward_pre_hook(HookFunction("layers.0", output_name="grad"))
 
     both = [Recomputed(one, use_reentrant) for one in pair(way, weights, dist.group.WORLD)]
@@ -326,13 +322,15 @@ def test_a_gradient_goes_through_what_is_joined_and_split_again_part_by_part():
     for model in (sharded, whole):
         x = BATCH.clone().requires_grad_()
         if model is whole:
-            model.same.register_forward_hook(lambda m, args, output: mix(m, output, None, None))
+            model.same.register_forward_hook(
+                lambda m, args, output: mixing_features(m, output, None, None)
+            )
             model.same.register_full_backward_pre_hook(lambda m, g: expected.update(same=g[0]))
             model(x).sum().backward()
             continue
         with FlexModel(model, records, tensor_parallel_size=2, output_ranks="all") as flex:
             flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Replicate())
-            flex.register_forward_hook(HookFunction("same", editing_function=mix))
+            flex.register_forward_hook(HookFunction("same", editing_function=mixing_features))
             flex.register_full_backward_pre_hook(HookFunction("same", output_name="gradient"))
             flex(x).sum().backward()
             given, (found,) = x.grad, records["gradient"]

@@ -16,13 +16,8 @@ from flex_model import FlexModel, HookError, HookFunction
 from flex_model.distributed.communicator import Communicator
 from frameworks import tensor_of
 from shared_edits import mixing
-from tiers import grid_but
 
-FRAMEWORKS = ["hf-llama-2", "native-tp-2"]
-
-
-def build(name, tmp_path):
-    return frameworks.CASES[name].build(tmp_path)
+native = frameworks.CASES["native-tp-2"].build
 
 
 # ---- What it costs -------------------------------------------------------------------------------
@@ -36,9 +31,8 @@ def collectives_of(call):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("framework", grid_but(FRAMEWORKS, "native-tp-2"))
-def test_hooks_on_replicated_tensors_move_no_payload(framework, tmp_path):
-    with frameworks.quiet(), build(framework, tmp_path) as pair, torch.no_grad():
+def test_hooks_on_replicated_tensors_move_no_payload(tmp_path):
+    with frameworks.quiet(), native(tmp_path) as pair, torch.no_grad():
         sharded, records = pair.shard(), {}
         bare = collectives_of(lambda: sharded(*pair.inputs, **pair.keywords))
         with FlexModel(sharded, records) as flex:
@@ -60,11 +54,10 @@ def test_hooks_on_replicated_tensors_move_no_payload(framework, tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("framework", grid_but(FRAMEWORKS, "native-tp-2"))
-def test_an_idle_wrapper_makes_no_collective(framework, tmp_path):
+def test_an_idle_wrapper_makes_no_collective(tmp_path):
     ways = [name for name, value in vars(Communicator).items() if callable(value)]
     ways = [name for name in ways if name not in ("__init__", "close", "is_local")]
-    with frameworks.quiet(), build(framework, tmp_path) as pair:
+    with frameworks.quiet(), native(tmp_path) as pair:
         sharded = pair.shard()
 
         def step(model):
