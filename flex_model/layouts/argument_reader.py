@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.placement import Shard
-from flex_model.layouts import chunks, memory_map
-from flex_model.layouts.operation_log import Entry, Value, dtype_of
+from flex_model.layouts import chunks, logged, memory_map
+from flex_model.layouts.logged import Value
+from flex_model.layouts.operation_log import dtype_of
 from flex_model.layouts.propagation.operation import Operand, full_size
 from flex_model.layouts.propagation.slicing import SPLITS
 from flex_model.layouts.propagation.views import TO_SIZES
@@ -65,11 +66,11 @@ class ArgumentReader:
         self.are_plain = True
         self._shows_split = False  # whether the unsharded program passes another size somewhere
 
-    def arguments(self, schema: Any, entries: tuple[Entry, ...]) -> tuple[dict[str, Any], ...]:
+    def arguments(self, schema: Any, entries: tuple[logged.Op, ...]) -> tuple[dict[str, Any], ...]:
         by_rank: list[dict[str, Any]] = [{} for _ in entries]
         # A call leaves out an argument that equals its default, which may hold on some ranks only.
         names = [argument.name for argument in schema.arguments]
-        passed_by_rank = [{**dict(zip(names, entry[2])), **dict(entry[3])} for entry in entries]
+        passed_by_rank = [{**dict(zip(names, one.args)), **dict(one.kwargs)} for one in entries]
         for argument in schema.arguments:
             name, default = argument.name, argument.default_value
             if any(name in passed for passed in passed_by_rank):
