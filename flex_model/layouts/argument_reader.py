@@ -176,6 +176,10 @@ class ArgumentReader:
         split = shards[0].shard if shards else None
         num_same = 0  # dims that a view keeps
         rows_dim = -1 if split is None else split.dim
+        # A rank's one row among dims of size 1, of which a view drops or adds some.
+        before, ones = shards[0].shapes[0] if shards else (), [n for *_, n in self._plain if n == 1]
+        hides_row = before[rows_dim : rows_dim + 1] == (1,) and len(ones) > 1
+        hides_row &= len(ones) != before.count(1)
         begins_with_rows = rows_dim == 0 and any(one[1:] == (0, -1) for one in self._plain)
         for name, place, number in self._plain:
             if not shards and (number in unsettled if name == "size" else unsettled):
@@ -189,6 +193,7 @@ class ArgumentReader:
             elif self._is_view and self._proofs.axis == "dp":
                 is_kept = place == num_same <= rows_dim
                 is_same_dim = is_kept and number == shards[0].shapes[0][place]
+                is_same_dim &= not (hides_row and number == 1)
                 num_same += is_same_dim
                 if is_same_dim and split is not None and place == rows_dim:  # x.view(len(x), -1)
                     self.full_sizes[name][place] = full_size(split, shards[0].shapes)
