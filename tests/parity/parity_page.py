@@ -95,16 +95,15 @@ def framework_of(name):
 
 
 def models(names):
-    """Each model once, with all its ranks, and what its rows vary."""
-    ranks, variants = defaultdict(set), defaultdict(dict)
+    """Each model once, beside others with the same ranks, and what its rows vary."""
+    ranks, variants, alike = defaultdict(set), defaultdict(dict), defaultdict(list)
     for name in names:
         model, _, variant = CASES[name].model.partition(", ")
         ranks[model].add(str(CASES[name].ranks))
         variants[model][variant] = None
-    return "; ".join(
-        f"{model} on {', '.join(sorted(ranks[model]))}{in_brackets(variants[model])}"
-        for model in ranks
-    )
+    for model in ranks:
+        alike[f"{', '.join(sorted(ranks[model]))}{in_brackets(variants[model])}"].append(model)
+    return "; ".join(f"{', '.join(models)} on {where}" for where, models in alike.items())
 
 
 def in_brackets(texts):
@@ -131,17 +130,18 @@ def errors(found):
 
 
 def random_programs():
-    """What `python tests/fuzz --json tests/fuzz/results.json` has counted, by mode and ranks."""
-    counts = defaultdict(Counter)
+    """What `python tests/fuzz --json tests/fuzz/results.json` has counted, by mode."""
+    ranks, counts = defaultdict(set), defaultdict(Counter)
     for run in json.loads(PROGRAMS.read_text()):
-        counts[run["mode"], str(run["ranks"])].update(run["counts"])
+        ranks[run["mode"]].add(str(run["ranks"]))
+        counts[run["mode"]].update(run["counts"])
     columns = ("mode", "ranks", *COUNTS, "refused if followed")
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     total = sum(counts.values(), Counter())
-    for key, count in [*sorted(counts.items()), (("all", ""), total)]:
+    for mode, count in [*sorted(counts.items()), ("all", total)]:
         numbers = [str(count[name]) for name in COUNTS]
-        yield f"| {' | '.join([*key, *numbers, refused(count)])} |"
+        yield f"| {' | '.join([mode, ', '.join(sorted(ranks[mode])), *numbers, refused(count)])} |"
 
 
 def refused(count):
