@@ -134,11 +134,11 @@ def _readings(proofs: AxisProofs, operation: Operation) -> Iterator[Operation]:
 
 def _of_own_rows(proofs: AxisProofs, operation: Operation, found: _Found) -> _Found:
     """Return the placements of what each rank computes of its own rows alone: all of them joined
-    again, or a norm by their statistics.
+    again, or filled in, or a norm by their statistics.
     """
-    joined = own_rows.infer_joined(operation, proofs.own_rows)
-    if joined is not None:
-        return [joined]
+    rows = own_rows.infer_joined(operation, proofs.own_rows) or own_rows.infer_filled(operation)
+    if rows is not None:
+        return [rows]
     if operation.name in BATCH_NORMS and operation.operands[0].placement == Shard(0):
         return [Shard(0), *found[1:]]
     return found
