@@ -1235,12 +1235,7 @@ class FlexModel(nn.Module):
         self._check_collective()
         self._runner.parameters.set(parameter_name, full, expected_shape, experts)
 
-    def iterate_parameters(
-        self,
-        expected_shapes: Mapping[str, Sequence[int | None]] | None = None,
-        *,
-        raw: bool = False,
-    ) -> Iterator[tuple[str, Tensor]]:
+    def iterate_parameters(self, *, raw: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield all full parameters, one at a time: ``(clean name, tensor)``, on the CPU, on every
         rank; tied ones once, by their first name.
 
@@ -1254,14 +1249,13 @@ class FlexModel(nn.Module):
         take the same number of steps.
 
         Args:
-            expected_shapes: By clean name, of those that are to be checked.
             raw: Yield packed weights as they are stored: see ``get_module_parameter``.
 
         Raises:
             ValueError: as ``get_module_parameter``.
         """
         self._check_collective()
-        return self._runner.parameters.iterate(expected_shapes, raw=raw)
+        return self._runner.parameters.iterate(raw=raw)
 
     def get_module_gradient(
         self,

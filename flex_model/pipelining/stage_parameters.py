@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import describe, from_rank
 from flex_model.layouts.statements import Statements
 from flex_model.layouts.tensor_site import ParameterSources
-from flex_model.names import find_parameter, shapes_by_name
+from flex_model.names import find_parameter
 from flex_model.parameters.full import ExpectedShape, Parameters
 from flex_model.pipelining.stages import LocalStages, StageIndex
 from flex_model.selection.selectors import Selector
@@ -92,16 +92,10 @@ class PipelineParameters:
         self._index.holder_of_gradient(name, "get_module_gradient")
         return self._read(name, lambda p: p.gradient(name, expected_shape, experts))
 
-    def iterate(
-        self,
-        expected_shapes: Mapping[str, ExpectedShape] | None = None,
-        *,
-        raw: bool = False,
-    ) -> Iterator[tuple[str, Tensor]]:
+    def iterate(self, *, raw: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield names and full parameters, one at a time."""
         names = self._index.parameter_names
-        shapes = shapes_by_name(expected_shapes, {name: name for name in names})
-        return ((name, self.get(name, shapes.get(name), sharded=True, raw=raw)) for name in names)
+        return ((name, self.get(name, sharded=True, raw=raw)) for name in names)
 
     def read_for_hooks(self, names: Iterable[str]) -> None:
         """Keep the full parameters that hooks of the next step named, whichever stage has them."""
