@@ -998,9 +998,8 @@ class FlexModel(nn.Module):
             print(timeline)                 # by rank: how many, bytes, time in edits and waiting
             flex.show(html="map.html")
 
-        Times are of the ranks' common clock where they are on one host; else clocks are aligned
-        with rank 0's by an exchange, whose error ``timeline.clock`` states. Code that isn't timed
-        has no overhead. Collective over the ranks of the model, at its start and at its end.
+        Times are of the hosts' clocks, which several hosts have to agree on (by NTP, for one). Code
+        that isn't timed has no overhead. Its end is collective over the ranks of the model.
 
         Raises:
             RuntimeError: one is being recorded already.
