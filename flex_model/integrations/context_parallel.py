@@ -1,5 +1,5 @@
 """Refuses torch's context parallelism, which splits the sequence over ranks: it is not supported.
-``distributed/mesh_dims.py`` refuses meshes with such a dim.
+``distributed/mesh.py`` refuses meshes with such a dim.
 """
 
 from __future__ import annotations

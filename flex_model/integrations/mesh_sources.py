@@ -10,8 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from flex_model.distributed.mesh import Mesh, group_ranks
-from flex_model.distributed.mesh_dims import AXIS_OF_DIM, is_foreign, names_of_dims
+from flex_model.distributed.mesh import AXIS_OF_DIM, Mesh, group_ranks, is_foreign, names_of_dims
 from flex_model.integrations import context_parallel, fsdp, transformers_private
 from flex_model.integrations.dtensor import is_dtensor
 from flex_model.integrations.torch_private import root_mesh

@@ -19,7 +19,7 @@ import models
 from flex_model import _C, FlexModel, HookFunction
 from flex_model.distributed import group_pool, memory, page_locks
 from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.transports import host_copies, on_gpu
+from flex_model.distributed.transports import choice, host_copies
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
@@ -125,7 +125,7 @@ def gpu(patch, is_refused=False, has_gpu=True):
 def choose_host_gather(group, wait, device):
     on_cpu, why = choose(group, wait, device)
     reasons = [why]
-    gather = on_gpu.connect_host_gather(on_cpu, device, reasons)
+    gather = choice.connect_host_gather(on_cpu, device, reasons)
     return ByDevice(on_cpu, None, gather), "; ".join(reasons)
 
 
