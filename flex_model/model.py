@@ -31,10 +31,10 @@ from flex_model.hooks.tracking import Follow
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
 from flex_model.integrations import (
     attention_patterns,
-    continuous_batching,
     expert_routing,
     expert_units,
     made_sites,
+    refused,
     versions,
 )
 from flex_model.integrations.compiled import between_graphs
@@ -544,7 +544,7 @@ class FlexModel(nn.Module):
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             has_hooks = bool(self._runner.core.table.active)
-            continuous_batching.check_method(method.__name__, has_hooks)
+            refused.check_batching_method(method.__name__, has_hooks)
             with self._runner.one_run_at_most():
                 return method(*args, **kwargs)
 

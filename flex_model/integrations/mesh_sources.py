@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flex_model.distributed.mesh import AXIS_OF_DIM, Mesh, group_ranks, is_foreign, names_of_dims
-from flex_model.integrations import context_parallel, fsdp, transformers_private
+from flex_model.integrations import fsdp, refused, transformers_private
 from flex_model.integrations.dtensor import is_dtensor
 from flex_model.integrations.torch_private import root_mesh
 from flex_model.names import clean
@@ -39,7 +39,7 @@ def find_all(root: nn.Module) -> tuple[list[Source], list[str], list[str]]:
     Raises:
         ValueError: this rank is not one of the model's, or the model is context parallel.
     """
-    context_parallel.check_modules(root)
+    refused.check_context_parallel(root)
     unknown: list[str] = []
     hidden: list[str] = []
     sources = [
