@@ -37,8 +37,7 @@ from flex_model.integrations.torch_private import (
     fake_tensor,
     is_functorch_tensor,
 )
-from flex_model.integrations.transformers_private import gate_of
-from flex_model.names import clean, find_module
+from flex_model.names import clean
 
 #: The levels of a finding: a run would raise an error or compute something else than was meant; it
 #: may have been meant; a dry run can't decide it, as it has shapes only.
@@ -53,7 +52,7 @@ class Finding:
         level: ``"error"``, ``"warning"`` or ``"not checked"``.
         problem: The kind of problem, in a word or two; docs/checks.md lists them.
         message: What was expected, what was found, and what to do.
-        name, kind, unpack_idx: The hook's, as in ``DryRunRow``.
+        hook: Its name, kind and index, as messages name it.
         function: The editing function's name.
         file, line: Where it is written; of what it raised, the innermost line in that file.
     """
@@ -61,18 +60,15 @@ class Finding:
     level: str
     problem: str
     message: str
-    name: str
-    kind: str
-    unpack_idx: int | str | tuple[int | str, ...]
+    hook: str
     function: str
     file: str
     line: int
 
     def __str__(self) -> str:
-        hook = describe_hook(self.name, self.kind, self.unpack_idx)
         return (
             f"{self.file}:{self.line}: {self.level}: {self.message} "
-            f"[{self.problem}; {self.function} in the {hook}]"
+            f"[{self.problem}; {self.function} in the {self.hook}]"
         )
 
 
@@ -84,14 +80,14 @@ def _finding(
     error: BaseException | None = None,
 ) -> Finding:
     """Return a finding about a hook's function, at the line that raised ``error``, if any did."""
-    function, unpack_idx = registration.given.editing_function, registration.given.unpack_idx
+    function = registration.given.editing_function
     code = _code_of(function)
     file, line = (code.co_filename, code.co_firstlineno) if code else ("", 0)
     for frame, number in traceback.walk_tb(None if error is None else error.__traceback__):
         if frame.f_code.co_filename == file:
             line = number
-    hook = (registration.name, registration.kind, unpack_idx)
-    return Finding(level, problem, message, *hook, name_of(function), file, line)
+    hook = describe_hook(registration.name, registration.kind, registration.given.unpack_idx)
+    return Finding(level, problem, message, hook, name_of(function), file, line)
 
 
 def _code_of(function: Any) -> CodeType | None:
@@ -365,9 +361,13 @@ def check_edits(
     Args:
         calls: In the order of the forward: the tensors that are passed to a hook's function, or why
             they are not known.
+
+    Raises:
+        ValueError: the layout of a parameter that a hook names is not known.
     """
     registrations = [r for r in core.table.registrations if r.edits and r.calls_function]
-    parameters, errors = _full_parameters(core, registrations)
+    named = dict.fromkeys(n for r in registrations for n in r.given.parameter_names)
+    parameters = {name: core.parameters.full_kind(name) for name in named}
     found: dict[int, list[Finding]] = {}
     if core.executor.edits_on_all or core.mesh.group_rank == 0:
         shapes = without_values(core.module, core.modules)
@@ -375,32 +375,13 @@ def check_edits(
             fake_calls = FakeCalls(core, fake_mode, _sharded_parameters(core), parameters)
             for registration in _in_order_of_run(registrations, list(calls)):
                 inputs = calls.get(registration, "this forward, or its backward, does not call it")
-                unknown = [e for n, e in errors.items() if n in registration.given.parameter_names]
-                note = functools.partial(_finding, registration)
-                if unknown:
-                    of_hook = [note(ERROR, "parameter", error) for error in unknown]
-                elif isinstance(inputs, str):
-                    of_hook = [note(NOT_CHECKED, "not called", f"not checked: {inputs}")]
+                if isinstance(inputs, str):
+                    why = f"not checked: {inputs}"
+                    of_hook = [_finding(registration, NOT_CHECKED, "not called", why)]
                 else:
                     of_hook = fake_calls.findings(registration, inputs)
-                    of_hook += _of_gate(core, registration)
                 found[registration.index] = of_hook
     return _merged(core, registrations, found)
-
-
-def _of_gate(core: HookCore, registration: Registration) -> list[Finding]:
-    """A finding for an edit of the logits of a gate, which has chosen its experts by then."""
-    block, _, child = registration.clean_name.rpartition(".")
-    if (registration.kind, registration.given.unpack_idx) != ("forward", 0) or not child:
-        return []
-    found = gate_of(find_module(core.module, block))
-    if found is None or registration.module is None or registration.module() is not found[0]:
-        return []
-    message = (
-        "an edit of a gate's logits changes no route, as the gate has chosen its experts before; "
-        f"edit the choice or the scores of flex.routing({block!r})"
-    )
-    return [_finding(registration, WARNING, "no effect", message)]
 
 
 def _merged(
@@ -413,8 +394,7 @@ def _merged(
     per_rank = exchange_json(core.communicator, local, "the findings of a dry run")
     merged: dict[int, list[Finding]] = {}
     for registration, *of_ranks in zip(registrations, *per_rank):
-        own: dict[str, Any] = {"unpack_idx": registration.given.unpack_idx}
-        every = (Finding(**(finding | own)) for of_rank in of_ranks for finding in of_rank)
+        every = (Finding(**finding) for of_rank in of_ranks for finding in of_rank)
         merged[registration.index] = list(dict.fromkeys(every))
     return merged
 
@@ -426,22 +406,6 @@ def _in_order_of_run(
     forward = [r for r in called if r.kind in ("forward", "forward_pre")]
     backward = [r for r in called if r.is_backward]
     return list(dict.fromkeys([*forward, *backward[::-1], *registrations]))
-
-
-def _full_parameters(
-    core: HookCore, registrations: Sequence[Registration]
-) -> tuple[dict[str, tuple[Shape, torch.dtype]], dict[str, str]]:
-    """Shape and dtype of the parameters that hooks name, and of others why they can't be gathered.
-    Collective.
-    """
-    known: dict[str, tuple[Shape, torch.dtype]] = {}
-    errors: dict[str, str] = {}
-    for name in dict.fromkeys(n for r in registrations for n in r.given.parameter_names):
-        try:
-            known[name] = core.parameters.full_kind(name)
-        except ValueError as error:  # on all ranks
-            errors[name] = str(error)
-    return known, errors
 
 
 def _sharded_parameters(core: HookCore) -> Sharded:
