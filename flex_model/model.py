@@ -888,7 +888,7 @@ class FlexModel(nn.Module):
         Local, and the same on every rank; in a pipeline a rank has its own stages, rank 0 those
         of which it has records.
         """
-        return inspection.layouts.layouts(self._core, self._dict_records, why)
+        return inspection.hook_tables.layouts(self._core, self._dict_records, why)
 
     def annotate_layout(
         self,
@@ -955,7 +955,7 @@ class FlexModel(nn.Module):
 
         Counted during the run, in bytes; ``dry_run`` predicts the same numbers. Local.
         """
-        return inspection.explain.explain(self._core)
+        return inspection.hook_tables.explain(self._core)
 
     def dry_run(self, *args: Any, **kwargs: Any) -> DryRun:
         """Predict what a run with these inputs does at each hook: shapes, layout, ranks, bytes

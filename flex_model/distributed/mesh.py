@@ -83,21 +83,17 @@ class Mesh:
                 f"FlexModel: device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}; "
                 'make it with init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
             )
-        names = names_of_dims(device_mesh)
+        names, axes = names_of_dims(device_mesh), known_axes(device_mesh)
         if names is None:
             raise ValueError(
                 "device_mesh must have named dims, so that tensor- and data-parallel axes can be "
                 'told apart; make it with init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
             )
-        axes = []
-        for name, size in zip(names, device_mesh.shape):
-            axis = "dp" if size == 1 else AXIS_OF_DIM.get(name.lower())
-            if axis is None:
-                raise ValueError(
-                    f"device_mesh dim {name!r} is not a known axis; name the dims after "
-                    f"{sorted(AXIS_OF_DIM)}"
-                )
-            axes.append(axis)
+        if "" in axes:
+            raise ValueError(
+                f"device_mesh dim {names[axes.index('')]!r} is not a known axis; name the dims "
+                f"after {sorted(AXIS_OF_DIM)}"
+            )
         return Mesh.from_table(device_mesh.mesh, axes)
 
     @staticmethod
@@ -339,6 +335,15 @@ def names_of_dims(
             name = "dp"
         found.append(name)
     return tuple(found)
+
+
+def known_axes(device_mesh: dist.DeviceMesh) -> tuple[str, ...]:
+    """Return our axis for each dim of a mesh; "" for one whose name is not known. Local."""
+    names = names_of_dims(device_mesh) or ("",) * device_mesh.ndim
+    return tuple(
+        "dp" if size == 1 else AXIS_OF_DIM.get(name.lower(), "")
+        for name, size in zip(names, device_mesh.shape)
+    )
 
 
 def _refusal(name: str, size: int, inside: list[str]) -> str:

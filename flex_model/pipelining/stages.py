@@ -24,7 +24,7 @@ from flex_model.layouts.statements import Statement, Statements
 from flex_model.layouts.tensor_site import ParameterSources
 from flex_model.names import check_name, clean, find_module, find_parameter
 from flex_model.parameters.full import ExpectedShape, Parameters
-from flex_model.pipelining.pass_through import is_stand_in
+from flex_model.pipelining.stand_ins import is_stand_in
 from flex_model.selection.selectors import Selector
 
 #: The name that torch's tracer gives to a further call of a module: ``name@1``.

@@ -34,8 +34,6 @@ from flex_model.integrations.absent_tensor import (
     names_in,
     without_values,
 )
-from flex_model.pipelining.own_tensor import OwnTensor
-from flex_model.pipelining.pass_through import PassThrough
 from flex_model.pipelining.splitting.clones import clone_tree
 from flex_model.pipelining.splitting.recording import (
     BlockList,
@@ -46,6 +44,7 @@ from flex_model.pipelining.splitting.recording import (
     record,
     tensors_in,
 )
+from flex_model.pipelining.stand_ins import OwnTensor, PassThrough
 
 
 def split_modules(
