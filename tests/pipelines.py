@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 )
 
 from flex_model import FlexModel
-from flex_model.pipelining.pass_through import PassThrough
+from flex_model.pipelining.stand_ins import PassThrough
 
 SINGLE = (ScheduleGPipe, Schedule1F1B)
 LOOPED = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)

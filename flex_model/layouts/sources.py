@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flex_model import _C
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Placement, Replicate, Shape, Shard
-from flex_model.integrations import adapters, dtensor, fsdp, layers, quantized
+from flex_model.integrations import dtensor, fsdp, layers, quantized, refused
 from flex_model.integrations.keyword_arguments import positional_names
 from flex_model.layouts.memory_map import version_of
 from flex_model.layouts.module_buffers import Buffers
@@ -86,7 +86,7 @@ class Weights:
         constants: Constants | None = None,
         buffers: Buffers | None = None,
     ) -> None:
-        adapters.check_modules(root, mesh)  # they may be added after the model was wrapped
+        refused.check_adapters(root, mesh)  # they may be added after the model was wrapped
         self._root, self._mesh, self._statements = root, mesh, statements
         self._constants, self._buffers = constants, buffers
         self._is_stated = layers.states_tensor_parallelism(root, mesh)

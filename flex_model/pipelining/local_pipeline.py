@@ -34,8 +34,13 @@ from flex_model.layouts.sources import Constants, named_inputs
 from flex_model.parameters.trainable import refuse_different
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.instrumented_stage import LocalSchedule, stages_of
-from flex_model.pipelining.stage_parameters import PipelineParameters, StageParameters
-from flex_model.pipelining.stages import LocalStages, StageIndex, describe_stage
+from flex_model.pipelining.stages import (
+    LocalStages,
+    PipelineParameters,
+    StageIndex,
+    StageParameters,
+    describe_stage,
+)
 from flex_model.runs.settings import Settings
 from flex_model.runs.step import MicrobatchState
 
@@ -186,7 +191,6 @@ class StepCall:
     Attributes:
         choice: The hooks that are active in it.
         appends: Whether records are added to those of the step before.
-        until: Names of modules, with kinds of hooks, after which nothing is computed; None: all is.
     """
 
     args: tuple[Any, ...]
@@ -197,7 +201,6 @@ class StepCall:
     choice: Choice
     has_backward: bool
     appends: bool
-    until: list[tuple[str, str]] | None
     batch_mode: str
     return_on: str
     microbatch_dim: int | Mapping[str, int | None] | None
@@ -252,7 +255,6 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
         "return_on": call.return_on,
         "microbatch_dim": str(call.microbatch_dim),
         "groups": str(call.choice),
-        "the modules of run_until": str(call.until),
         "a backward pass (torch.no_grad, loss_fn)": call.has_backward,
         "names of keyword arguments": sorted(call.kwargs),
         "registered hooks": f"{len(sites)} hooks, digest {site_hash(*sites):x}",

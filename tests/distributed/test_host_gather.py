@@ -17,9 +17,9 @@ from torch.distributed.tensor import Shard
 
 import models
 from flex_model import _C, FlexModel, HookFunction
-from flex_model.distributed import group_pool, memory, page_locks
+from flex_model.distributed import group_pool, memory
 from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.transports import host_copies, on_gpu
+from flex_model.distributed.transports import choice, host_copies
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
@@ -108,9 +108,9 @@ def is_not_pooled(tensor):
 def gpu(patch, is_refused=False, has_gpu=True):
     """CPU tensors are this rank's GPU's, or are not, and the ranks gather in host memory."""
     gpu = StandIn(is_refused)
-    patch.setattr(page_locks, "lock", gpu.lock)
-    patch.setattr(page_locks, "unlock", gpu.unlock)
-    patch.setattr(page_locks, "of_arena", page_locks.PageLocks())
+    patch.setattr(host_copies, "lock", gpu.lock)
+    patch.setattr(host_copies, "unlock", gpu.unlock)
+    patch.setattr(host_copies, "of_arena", host_copies.PageLocks())
     patch.setattr(host_copies, "is_on_gpu", is_not_pooled if has_gpu else lambda tensor: False)
     patch.setattr(host_copies, "ready_now", gpu.ready_now)
     patch.setattr(host_copies, "of_process", host_copies.HostCopies())
@@ -118,14 +118,14 @@ def gpu(patch, is_refused=False, has_gpu=True):
     patch.setattr(host_copies.HostCopies, "start", lambda *args: gpu.start_checked(*args))
     patch.setattr(group_pool, "choose", choose_host_gather)
     yield gpu
-    page_locks.of_arena.release()
+    host_copies.of_arena.release()
     assert not gpu.queue
 
 
 def choose_host_gather(group, wait, device):
     on_cpu, why = choose(group, wait, device)
     reasons = [why]
-    gather = on_gpu.connect_host_gather(on_cpu, device, reasons)
+    gather = choice.connect_host_gather(on_cpu, device, reasons)
     return ByDevice(on_cpu, None, gather), "; ".join(reasons)
 
 
@@ -211,8 +211,8 @@ def test_a_forked_child_does_not_touch_the_gpu(monkeypatch):
         gathers_all(communicator, large=True)
         pid = os.fork()
         if pid == 0:
-            monkeypatch.setattr(page_locks, "unlock", lambda *_: os._exit(1))
-            page_locks.of_arena.release()
+            monkeypatch.setattr(host_copies, "unlock", lambda *_: os._exit(1))
+            host_copies.of_arena.release()
             communicator.host_gather.group.locks.release()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -310,7 +310,7 @@ def raise_out_of_memory(*_, **__):
 def dying_in_between(group, rank, victim, kind):
     """Gathers until one of the ranks ends in the middle of it."""
     with pytest.MonkeyPatch.context() as patch, gpu(patch) as stand_in:
-        place = SimpleNamespace(rank=rank, size=group.size, locks=page_locks.PageLocks())
+        place = SimpleNamespace(rank=rank, size=group.size, locks=host_copies.PageLocks())
         gather = HostGather(place, group, torch.device("cpu"))
         plan = end_to_end([300_000] * group.size)
         shard = torch.full((300_000,), rank, dtype=torch.uint8)

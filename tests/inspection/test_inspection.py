@@ -18,6 +18,7 @@ import frameworks
 import models
 from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError
+from flex_model.hooks.registration import describe_hook
 from flex_model.inspection import verify
 from tiers import grid_but
 
@@ -101,8 +102,8 @@ def check_dry_run(name, tmp_path):
             told = dry.forward.headers, dry.forward.payloads
             assert told == (middle[0] - start[0], middle[1] - start[1])
         # Functions can be called where shapes tell the layout, and these are right.
-        unknown = {(row.name, row.kind) for row in dry if row.layout is None}
-        assert {(finding.name, finding.kind) for finding in dry.findings} <= unknown
+        unknown = {describe_hook(r.name, r.kind, r.unpack_idx) for r in dry if r.layout is None}
+        assert {finding.hook for finding in dry.findings} <= unknown
         assert {finding.level for finding in dry.findings} <= {"not checked"}
         assert str(dry).count("\n") == len(dry) + 5 + str(dry.findings).count("Finding(")
         assert str(flex.layouts()).count("\n") == len(dry) + 1

@@ -300,20 +300,6 @@ def test_what_is_refused():
             flex(TOKENS)
 
 
-def test_a_dry_run_finds_edits_of_logits():
-    flex = FlexModel(make("Mixtral"))
-    flex.set_experts_implementation("batched_mm")  # the others need values, or torch 2.12
-    gate = f"{BLOCK}.gate"
-    flex.register_forward_hook(HookFunction(gate, None, lambda module, full, *_: full * 2))
-    flex.register_forward_pre_hook(
-        HookFunction(gate, None, lambda module, full, *_: full * 2, output_name="input")
-    )
-    flex.register_forward_hook(flex.routing(BLOCK).forbid(0))
-    (finding,) = flex.dry_run(TOKENS).findings
-    assert (finding.level, finding.problem, finding.kind) == ("warning", "no effect", "forward")
-    assert f"flex.routing({BLOCK!r})" in finding.message
-
-
 @pytest.mark.ranks(2)
 def test_other_edits_on_another_rank():
     flex = FlexModel(DistributedDataParallel(make("Mixtral")), data_parallel_size=2, timeout=20)

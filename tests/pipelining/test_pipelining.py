@@ -419,8 +419,6 @@ def test_parameters_by_name_from_every_stage():
         assert [name for name, _ in flex.iterate_parameters()] == list(
             dict(model.named_parameters())
         )
-        with pytest.raises(ValueError, match=r"'head.wait', which is.*nearest.*'head.weight'"):
-            flex.iterate_parameters({"head.wait": (8, 8)})
         assert flex.get_module_gradient("head.weight") is None
         new = torch.randn(16, 8)
         flex.set_module_parameter("layers.5.fc1.weight", new)
@@ -550,6 +548,8 @@ def test_what_needs_the_whole_model_is_refused():
         for name in ("compile", "dry_run"):
             with pytest.raises(RuntimeError, match=f"{name} is for a model that runs as a whole"):
                 getattr(flex, name)()
+        with pytest.raises(RuntimeError, match="run_until is for a model that runs as a whole"):
+            flex.run_until("layers.0", data()[0])
 
 
 @pytest.mark.ranks(2)

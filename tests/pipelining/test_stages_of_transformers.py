@@ -222,8 +222,6 @@ def test_what_is_refused(tmp_path):
     for name in ("model", "model.rotary_emb", ""):
         with pytest.raises(ValueError, match=f"module '{name}' is spread over the stages"):
             flex.register_forward_hook(HookFunction(name))
-        with pytest.raises(ValueError, match=f"module '{name}' is spread over the stages"):
-            flex.run_until(name, TOKENS)
     with pytest.raises(ValueError, match=r"no module 'model\.layers\.7'"):
         flex.register_forward_hook(HookFunction("model.layers.7"))
     with pytest.raises(RuntimeError, match="verify is for a model that runs as a whole"):
@@ -331,12 +329,6 @@ def check_settings(flex, oracle, settings):
         for name in ("seen_0", "seen_3"):
             found, expected = (getattr(one.save_ctx, name) for one in (flex, oracle))
             torch.testing.assert_close(found, expected)
-    for one in (flex, oracle):
-        one.run_until("model.layers.1", TOKENS, groups="norms")
-    ran = {name: tensors for name, tensors in oracle.output_ptr.items() if tensors}
-    if dist.get_rank() == 0:
-        assert len(ran) == 4
-        check(flex.output_ptr, ran)
 
 
 def noise(module, full, save_ctx, modules):
