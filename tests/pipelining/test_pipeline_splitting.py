@@ -606,18 +606,6 @@ def test_outputs_that_only_other_stages_have_are_refused():
         )
 
 
-def test_checkpointed_blocks():
-    model, blocks = family("llama")
-    model.train()
-    model.activation_checkpointing_enable()
-    expected = copy.deepcopy(model)
-    pipe = pipeline(model, (tokens(),), split_spec={f"{blocks}.2": BEGINNING})
-    pipe(tokens()).sum().backward()
-    expected(tokens(), use_cache=False).logits.sum().backward()
-    for name, parameter in expected.named_parameters():
-        assert_close(model.get_parameter(name).grad, parameter.grad)
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "relu"])
@@ -864,13 +852,6 @@ def test_the_pipe_itself(capsys):
     assert all(module.training for module in pipe.get_stage_module(0).modules())
 
 
-def test_pass_through():
-    x = torch.randn(2)
-    assert PassThrough()(x, 1, mask=2) is x
-    assert PassThrough()(hidden_states=x) is x
-    assert not list(PassThrough().parameters())
-
-
 def test_torchs_names_are_torchs_objects():
     from torch.distributed import pipelining as theirs
 
@@ -950,16 +931,6 @@ def test_a_scheduled_step_equals_the_model(name, schedule_class):
     split = {f"{blocks}.{point}": BEGINNING for point in points}
     args, kwargs = (tokens(8),), {"attention_mask": padded(8)}
     train_both(model, split, args, kwargs, tokens(8, seed=2), schedule_class)
-
-
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize(
-    "name", grid_but(["mistral", "qwen2", "qwen3", "mixtral", "gemma", "gemma3"], "mixtral")
-)
-def test_a_scheduled_step_of_each_family(name):
-    model, blocks = family(name)
-    args, kwargs = (tokens(8),), {"attention_mask": padded(8)}
-    train_both(model, {f"{blocks}.1": END}, args, kwargs, tokens(8, seed=2), Schedule1F1B)
 
 
 @pytest.mark.ranks(2, timeout=60)
