@@ -323,12 +323,6 @@ def test_other_edits_on_another_rank():
         flex(TOKENS.chunk(2)[dist.get_rank()])
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", ["ep of fsdp", "dp"])
-def test_replayed_routes_on_four_ranks(kind, tmp_path):
-    edits_of_shards(kind, "Mixtral", "replay", tmp_path)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", grid_but(["tp", "ep", "dp", "fsdp"], "ep", "fsdp"))
 @pytest.mark.parametrize(("family", "edit"), [("Mixtral", "replay"), ("Glm4Moe", "forbid")])

@@ -424,18 +424,6 @@ def test_a_rank_without_rows():
             }
 
 
-@pytest.mark.parametrize("family", ["Mixtral", "GptOss"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_dtypes(family, dtype):
-    model = make(family).to(dtype)
-    model.set_experts_implementation("eager")
-    plain, flex = model(TOKENS).logits, FlexModel(model, {})
-    name = flex.experts(EXPERTS).units
-    flex.register_forward_hook(HookFunction(name))
-    assert torch.equal(flex(TOKENS).logits, plain)
-    assert flex.output_ptr[name][0].dtype == dtype
-
-
 @pytest.mark.parametrize("what", ["model.layers.1", BLOCK, EXPERTS])
 def test_a_compiled_model(what):
     model, other = make("Qwen3Moe"), FlexModel(make("Qwen3Moe"), {})

@@ -5,7 +5,6 @@ resized, generated with, beside a DataLoader. Right, or an error that says what 
 import copy
 import io
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
-import compiling
 import models
-import scripts
 from flex_model import FlexModel, HookError, HookFunction
 
-TESTS = Path(__file__).parent.parent
 BATCH = models.random(4, 6)
 IDS = 1 + models.random(2, 5, seed=6).argsort()
 
@@ -36,57 +32,6 @@ def wrapped(model, *names, edit=mix, **settings):
 
 
 # ---- Compiled ------------------------------------------------------------------------------------
-
-
-def bert():
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    config = BertConfig(vocab_size=64, num_hidden_layers=2, **sizes)
-    return models.seeded(BertForMaskedLM, config).double().eval()
-
-
-def mamba():
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8)
-    return models.seeded(MambaForCausalLM, config).double().eval()
-
-
-def compile_model(flex):
-    compiling.in_place(flex.module)
-    return flex
-
-
-@pytest.mark.grid
-@pytest.mark.filterwarnings("ignore::flex_model.HookNotCalledWarning")
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # Mamba's
-@pytest.mark.parametrize(
-    ("make", "compiled"),
-    [
-        (models.gpt2, compiling.whole),
-        (models.gpt2, compiling.in_place),
-        (bert, compiling.whole),
-        (bert, compile_model),
-        (mamba, compile_model),
-    ],
-)
-def test_compiled_with_hooks_on_every_module(make, compiled):
-    torch.compiler.reset()
-    seen = []
-    for compile_it in (lambda flex: flex, compiled):
-        flex = FlexModel(make(), {})
-        for name in flex.wrapped_module_names:
-            edit = mix if name.endswith(("dense", "c_proj", "out_proj")) else None
-            flex.register_forward_hook(HookFunction(name, editing_function=edit))
-        call = compile_it(flex)
-        for _ in range(2):
-            with torch.no_grad():
-                logits = call(IDS).logits
-        seen.append((logits, flex.output_ptr))
-    assert len(seen[0][1]) > 10
-    assert_close(seen[1], seen[0])
-    torch.compiler.reset()
 
 
 # ---- Copied and pickled --------------------------------------------------------------------------
@@ -291,14 +236,6 @@ def test_assisted_generation_has_the_edits():
     check_assisted(models.llama(), models.llama(layers=1), hooked)
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(2)
-def test_assisted_generation_on_two_ranks():
-    shard, mesh = models.tensor_parallel_llama, models.mesh(1, 2)["tp"]
-    hooked = wrapped(shard(models.llama(layers=1), mesh), "model.layers.0.mlp")
-    check_assisted(shard(models.llama(), mesh), models.llama(layers=1), hooked)
-
-
 def test_a_hooked_model_is_saved_without_its_hooks(tmp_path):
     flex = wrapped(models.llama(), "model.layers.0.mlp")
     flex.save_pretrained(tmp_path)
@@ -337,75 +274,3 @@ def test_a_hooked_model_is_saved_from_two_ranks(tmp_path):
 
 
 # ---- A DataLoader that is made after the wrap ----------------------------------------------------
-
-LOADING = """
-import sys
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-sys.path.insert(0, {tests!r})
-import models
-from flex_model import FlexModel, HookFunction
-
-
-class Rows(Dataset):
-    def __init__(self, held=None):
-        self.held, self.rows = held, models.random(8, 6)
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-
-def double(module, full, save_ctx, modules):
-    return full * 2
-
-
-if __name__ == "__main__":  # as torch asks of scripts that spawn
-    ranks = int(sys.argv[1])
-    model = models.mlp()
-    if ranks > 1:
-        torch.distributed.init_process_group("gloo")
-        model = models.TWO_RANKS["tp"].shard(model)
-    flex = FlexModel(model, records := {{}}, tensor_parallel_size=ranks)
-    flex.register_forward_hook(HookFunction("fc1", editing_function=double))
-    reference = models.mlp()
-    reference.fc1.register_forward_hook(lambda module, args, output: output * 2)
-    for way, persistent in (("fork", False), ("fork", True), ("spawn", True)):
-        loader = DataLoader(
-            Rows(),
-            batch_size=4,
-            num_workers=1 if way == "spawn" else 2,
-            multiprocessing_context=way,
-            persistent_workers=persistent,
-        )
-        for epoch in range(2):
-            for rows in loader:
-                output = flex(rows)
-                torch.testing.assert_close(output, reference(rows))
-                output.sum().backward()
-        del loader
-    try:
-        list(DataLoader(Rows(flex), num_workers=1, multiprocessing_context="spawn"))
-    except TypeError as error:
-        assert "a FlexModel can't be pickled" in str(error), error
-    else:
-        raise AssertionError("a FlexModel was pickled")
-    flex(models.random(4, 6))
-    flex.restore()
-    if ranks > 1:
-        torch.distributed.destroy_process_group()
-    print("loaded", flush=True)
-"""
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_workers_of_a_loader_that_is_made_after_the_wrap(ranks, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(LOADING.format(tests=str(TESTS)))
-    launcher = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", "2"]
-    output = scripts.run(tmp_path, *launcher, str(script), str(ranks))
-    assert output.count("loaded") == ranks

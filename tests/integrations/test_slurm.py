@@ -53,18 +53,6 @@ def ranks(text, **changed):
     return {name: variables[name] for name in NAMES if name in variables}
 
 
-def many_hosts(rank, per_host=8, hosts=128, job=4_000_123):
-    """The 1,024 tasks of a job."""
-    return " ".join(
-        [
-            f"SLURM_JOB_ID={job} SLURM_STEP_ID=0 SLURM_PROCID={rank} SLURM_NODEID={rank // 8}",
-            f"SLURM_LOCALID={rank % 8} SLURM_STEP_NUM_TASKS={per_host * hosts}",
-            f"SLURM_STEP_TASKS_PER_NODE={per_host}(x{hosts})",
-            "SLURM_STEP_NODELIST=nid[001001-001064,001100-001131],r[1-2]n[01-16]-ib",
-        ]
-    )
-
-
 def test_a_step_on_one_host():
     first, second = ranks(ONE_HOST, SLURM_PROCID="0", SLURM_LOCALID="0"), ranks(ONE_HOST)
     assert first == {**second, "RANK": "0", "LOCAL_RANK": "0"}
@@ -78,14 +66,6 @@ def test_an_uneven_step_on_some_hosts_of_a_job():
     assert [found[name] for name in NAMES[:4]] == ["3", "5", "1", "node08"]
     last = ranks(UNEVEN, SLURM_PROCID="4", SLURM_LOCALID="0", SLURM_NODEID="2")
     assert last == {**found, "RANK": "4", "LOCAL_RANK": "0"}
-
-
-def test_a_thousand_ranks():
-    of_all = [ranks(many_hosts(rank)) for rank in range(1024)]
-    assert [int(one["RANK"]) for one in of_all] == list(range(1024))
-    assert [int(one["LOCAL_RANK"]) for one in of_all] == [rank % 8 for rank in range(1024)]
-    assert {(one["WORLD_SIZE"], one["MASTER_ADDR"]) for one in of_all} == {("1024", "nid001001")}
-    assert len({one["MASTER_PORT"] for one in of_all}) == 1
 
 
 def test_steps_and_jobs_at_the_same_time_have_ports_of_their_own():
@@ -165,7 +145,6 @@ def test_without_slurm_and_in_the_script_of_one_task_nothing_is_set():
         (UNEVEN, {"RANK": "0"}, "RANK is '0' in the environment, .* make it 3"),
         (UNEVEN, {"WORLD_SIZE": "10"}, "WORLD_SIZE is '10' in the environment"),
         (UNEVEN, {"LOCAL_RANK": "3"}, "LOCAL_RANK is '3' in the environment"),
-        (UNEVEN, {"SLURM_DISTRIBUTION": "arbitrary"}, "set MASTER_ADDR"),
         (UNEVEN, {"SLURM_HET_SIZE": "2"}, "one component of this heterogeneous job"),
     ],
 )
@@ -175,11 +154,6 @@ def test_what_is_missing_or_contradicts_is_an_error_and_sets_nothing(text, chang
     with pytest.raises(ValueError, match=message):
         slurm.set_ranks(variables)
     assert variables == before
-
-
-def test_the_users_address_is_enough_where_slurms_order_of_hosts_is_not_known():
-    changed = {"SLURM_DISTRIBUTION": "arbitrary", "MASTER_ADDR": "node10"}
-    assert ranks(UNEVEN, **changed)["MASTER_ADDR"] == "node10"
 
 
 SCRIPT = """
