@@ -46,10 +46,6 @@ def report(job: Job) -> str:
                 max(expected.values(), default=0),
             ),
         ]
-    rows += [
-        ("virtual seconds, wrap", f"{job.seconds('wrap', 'runs'):.6f}", "-"),
-        ("virtual seconds, runs", f"{job.seconds('runs', 'end'):.6f}", f"{job.predicted_s():.6f}"),
-    ]
     plan = job.plan
     title = f"{plan.num_ranks} ranks on {plan.num_hosts} hosts, {plan.num_runs} runs"
     lines = [f"{what:38} {counted:>14} {expected:>14}" for what, counted, expected in rows]
@@ -84,7 +80,7 @@ def main() -> None:
     if args.fail:
         fault = Fault(int(args.fail[1]), int(args.fail[2]), args.fail[0])
     is_whole = not (args.fail or args.slow)
-    plan = Plan(args.ranks, args.hosts, tp, args.pp, num_runs=args.runs, is_in_step=is_whole)
+    plan = Plan(args.ranks, args.hosts, tp, args.pp, num_runs=args.runs)
     start = time.perf_counter()
     job = Job(dataclasses.replace(plan, stays=not args.held), args.seed, speeds, fault).run()
     if is_whole and job.errors:

@@ -13,13 +13,13 @@ from simulation.product import simulated
 from simulation.store import Server
 
 SIZES = [
-    Plan(2, 1, tp=2, is_in_step=True),
-    Plan(2, 2, tp=1, is_in_step=True),
-    Plan(6, 3, tp=2, rows=3, is_in_step=True),
-    Plan(12, 3, tp=2, columns=7, is_in_step=True),
-    Plan(14, 7, tp=7, is_in_step=True),
-    Plan(32, 8, tp=4, pp=2, is_in_step=True),
-    Plan(64, 8, tp=8, is_in_step=True),
+    Plan(2, 1, tp=2),
+    Plan(2, 2, tp=1),
+    Plan(6, 3, tp=2, rows=3),
+    Plan(12, 3, tp=2, columns=7),
+    Plan(14, 7, tp=7),
+    Plan(32, 8, tp=4, pp=2),
+    Plan(64, 8, tp=8),
 ]
 SMALL = Plan(6, 3, tp=2)  # ranks 0, 2 and 4 are the first ones of their hosts
 HELD = replace(SMALL, stays=False)  # rank 0 has the store
@@ -35,8 +35,6 @@ def check(job):
     requests = job.predicted_requests()
     assert [wrap.requests[rank] for rank in range(plan.num_ranks)] == requests
     assert not runs.requests
-    if plan.num_hosts > 1:
-        assert job.seconds("runs", "end") == pytest.approx(job.predicted_s(), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +140,7 @@ def test_two_threads_that_wrap_at_once_end_in_time(num_hosts):
 
 @pytest.mark.grid
 def test_a_thousand_ranks():
-    check(Job(Plan(1024, 128, tp=8, is_in_step=True), 0, Speeds()).run())
+    check(Job(Plan(1024, 128, tp=8), 0, Speeds()).run())
 
 
 # ---- Faults --------------------------------------------------------------------------------------
