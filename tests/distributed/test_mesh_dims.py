@@ -52,13 +52,6 @@ def test_accelerate_without_context_parallelism():
 
 
 @pytest.mark.ranks(4)
-def test_accelerate_with_replicas():
-    _, shards = accelerate_mesh(dp_replicate_size=2, dp_shard_size=2)
-    model = fully_shard(models.mlp(), mesh=shards)
-    assert lines(FlexModel(model)) == {"dp": (0, 1, 2, 3)}
-
-
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])
 def test_accelerate_with_context_parallelism(sizes):
     mesh, shards = accelerate_mesh(dp_shard_size=sizes[0], cp_size=sizes[1])
@@ -118,19 +111,6 @@ def test_a_flattened_dim_that_may_hold_parts_of_sequences():
         FlexModel(model)
     named = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))  # as the message says
     assert FlexModel(model, device_mesh=named).dp_size == 4
-
-
-@pytest.mark.ranks(4)
-def test_hugging_face_replicas(tmp_path):
-    distributed = pytest.importorskip("transformers.distributed")
-    from transformers import AutoModelForCausalLM
-
-    if dist.get_rank() == 0:
-        models.llama(layers=1).save_pretrained(tmp_path)
-    dist.barrier()
-    config = distributed.DistributedConfig(dp_replicate_size=2, fsdp_size=2)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config)
-    assert lines(FlexModel(model)) == {"dp": (0, 1, 2, 3)}
 
 
 @pytest.mark.ranks(2)

@@ -7,7 +7,7 @@ import sys
 import threading
 import tracemalloc
 import weakref
-from collections import OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from types import SimpleNamespace
 
 import pytest
@@ -186,20 +186,14 @@ def frozen_with_note(first, second):
 
 
 STRUCTURAL = {
-    "namedtuple": lambda a, b: Point(a, b),
     "tuple subclass": lambda a, b: with_attributes(Labelled(a, b)),
     "list subclass": lambda a, b: with_attributes(Stack([a, b])),
     "dict subclass": lambda a, b: with_attributes(Table(p=a, q=b)),
     "attribute dict": lambda a, b: AttributeDict(p=a, q=b),
-    "OrderedDict": lambda a, b: OrderedDict(q=a, p=b),
     "OrderedDict attributes": lambda a, b: with_attributes(OrderedDict(q=a, p=b)),
-    "defaultdict": lambda a, b: defaultdict(list, q=a, p=b),
     "dataclass": lambda a, b: with_attributes(Pair(a, b)),
     "frozen": lambda a, b: frozen_with_note(a, b),
-    "slots": lambda a, b: Slotted(a, b),
     "UserDict": lambda a, b: with_attributes(UserDict(p=a, q=b)),
-    "UserList": lambda a, b: UserList([a, b]),
-    "deque": lambda a, b: deque([a, b], maxlen=5),
 }
 
 

@@ -360,16 +360,6 @@ def test_groups_of_a_mesh_in_no_order():
     assert found == Mesh.from_device_mesh(named)
 
 
-@pytest.mark.ranks(4)
-def test_a_mesh_of_dims_that_are_not_ours():
-    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
-    model = parallelize_module(models.mlp(), mesh, PLAN)
-    with pytest.raises(ValueError, match=r"parameter 'fc1.weight' is .* dims \('ep',\), which"):
-        FlexModel(model)
-    named = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
-    assert FlexModel(model, device_mesh=named).tp_size == 4
-
-
 class MeshOfExperts:
     """The mesh (efsdp, ep) of rank 0 among eight, as far as it is read."""
 

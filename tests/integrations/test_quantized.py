@@ -326,22 +326,6 @@ def test_replicas_that_differ_in_their_scales_are_an_error():
         flex.get_module_parameter("weight")
 
 
-@pytest.mark.ranks(2)
-def test_hooks_under_tensor_parallelism_see_what_one_process_sees_once_layouts_are_stated():
-    kind = "int8 beside scales"
-    model, records = build(kind), {}
-    model = quantized_layers.split_by_hand(model, dist.get_rank(), 2)
-    flex = FlexModel(model, records, tensor_parallel_size=2, output_ranks="all")
-    handle = flex.register_forward_hook(HookFunction("blocks.0.up"))
-    with pytest.raises(ValueError, match="is not known"):  # half the bytes: packed, or a shard
-        flex(BATCH)
-    handle.remove()
-    quantized_layers.state_layouts(flex)
-    check_whole_batch(kind, flex, records)
-    packed = build(kind).blocks[0].up.weight.detach()
-    assert torch.equal(flex.get_module_parameter(WEIGHT, raw=True), packed)
-
-
 # ---- Sequential runs -----------------------------------------------------------------------------
 
 

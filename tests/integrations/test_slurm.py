@@ -157,40 +157,22 @@ def test_what_is_missing_or_contradicts_is_an_error_and_sets_nothing(text, chang
 
 
 SCRIPT = """
-import json, sys
-import torch
+import json
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from flex_model import FlexModel, HookFunction
 from flex_model.integrations import slurm
 
 slurm.set_ranks()
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-whole = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-x = torch.randn(5, 6)
-
-def mixed(module, full, save_ctx, modules):
-    return full.flip(-1) + full.mean(-1, keepdim=True)
-
-handle = whole[0].register_forward_hook(lambda m, args, out: mixed(m, out, None, None))
-expected = whole(x)
-handle.remove()
-mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-parallelize_module(whole, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-with FlexModel(whole, {}) as flex:
-    flex.register_forward_hook(HookFunction("0", editing_function=mixed))
-    torch.testing.assert_close(flex(x), expected)
-print(json.dumps([dist.get_rank(), dist.get_world_size(), init_device_mesh("cpu", (2,)).size()]))
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, dist.get_rank())
+print(json.dumps([dist.get_rank(), ranks]))
 """
 
 
 @pytest.mark.slow
 def test_a_job_with_slurms_variables_only(tmp_path):
-    """Two processes, as srun would start them, with edits that mix their shards."""
+    """Two processes, as srun would start them."""
     (tmp_path / "train.py").write_text(SCRIPT)
     others = {
         name: value
@@ -225,4 +207,6 @@ def test_a_job_with_slurms_variables_only(tmp_path):
     finally:
         for process in started:
             process.kill()
-    assert [json.loads(out.splitlines()[-1]) for out, _ in ended] == [[0, 2, 2], [1, 2, 2]], ended
+    assert [json.loads(out.splitlines()[-1]) for out, _ in ended] == [[0, [0, 1]], [1, [0, 1]]], (
+        ended
+    )

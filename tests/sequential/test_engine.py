@@ -539,26 +539,6 @@ def interrupt_main_thread_after(seconds):
     return thread
 
 
-@pytest.mark.parametrize("where", ["python code", "many short steps"])
-def test_ctrl_c_ends_the_run(where):
-    class Endless(Stack):
-        def forward(self, x):
-            if x is BATCHES[0]:
-                interrupt_main_thread_after(0.3)
-            while True:
-                if where == "many short steps":
-                    x = self.blocks[0](x)
-                    x = self.blocks[1](x)
-
-    model = Endless(2)
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        sequential.run(model, BATCHES)
-    assert time.monotonic() - start < 20
-    assert_nothing_left(model)
-    assert len(sequential.run(Stack(2), BATCHES)) == len(BATCHES)
-
-
 # An interruption inside of a weak reference's callback goes no further.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_loaded", [True, False], ids=["loaded", "in memory"])

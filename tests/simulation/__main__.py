@@ -25,27 +25,13 @@ from simulation.job import Job, Plan  # noqa: E402
 
 def report(job: Job) -> str:
     """What was counted, beside what is predicted."""
-    wrap, runs, predicted = job.counted("wrap"), job.counted("runs"), job.predicted_by_host()
-    requests = job.predicted_requests()
+    wrap, runs, requests = job.counted("wrap"), job.counted("runs"), job.predicted_requests()
     rows = [
         ("requests of all ranks, wrap", sum(wrap.requests.values()), sum(requests)),
         ("requests of a rank at most, wrap", max(wrap.requests.values()), max(requests)),
         ("requests, runs", sum(runs.requests.values()), 0),
         ("bytes of the store, wrap", wrap.store_bytes, "-"),
     ]
-    for what, counted, expected in (
-        ("messages", runs.messages, predicted.messages),
-        ("bytes sent", runs.sent, predicted.sent),
-        ("bytes received", runs.received, predicted.received),
-    ):
-        rows += [
-            (f"{what} of all hosts, runs", sum(counted.values()), sum(expected.values())),
-            (
-                f"{what} of a host at most, runs",
-                max(counted.values(), default=0),
-                max(expected.values(), default=0),
-            ),
-        ]
     plan = job.plan
     title = f"{plan.num_ranks} ranks on {plan.num_hosts} hosts, {plan.num_runs} runs"
     lines = [f"{what:38} {counted:>14} {expected:>14}" for what, counted, expected in rows]

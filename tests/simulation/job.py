@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shard, ShardLayout
-from recorded_traffic import Traffic, TrafficRecorder
 from simulation.cluster import Cluster, Counted, Fault, Process, Speeds
 from simulation.product import simulated
 from simulation.scheduler import current_owner
@@ -46,7 +44,6 @@ class Plan:
         threads: Of each thread of a rank, the ranks of the models that it wraps, one after the
             other; it leaves out those that it has no part in. Default: one thread, one model.
         is_turned: Whether each rank begins at the entry of its number, and turns round.
-        rest_s: How long the last rank rests before each run.
         stays: Whether the store is on a host of its own, which no fault ends; else it ends with
             rank 0.
     """
@@ -63,7 +60,6 @@ class Plan:
     threads: tuple[tuple[tuple[int, ...], ...], ...] = ()
     is_turned: bool = False
     num_runs: int = 2
-    rest_s: float = 0.0
     stays: bool = True
 
 
@@ -122,8 +118,6 @@ class Job:
             spec = self._spec(communicator)
             full, shard = self._tensors(mesh)
             for _ in range(plan.num_runs):
-                if plan.rest_s and rank == plan.num_ranks - 1:
-                    scheduler.sleep(plan.rest_s)
                 self._run_hooks(communicator, spec, full, shard)
             self._begin("end")
             communicator.close()
@@ -178,39 +172,6 @@ class Job:
         return self.cluster.counted[phase]
 
     # ---- What is predicted -----------------------------------------------------------------------
-
-    @cached_property
-    def predicted(self) -> list[Traffic]:
-        """What one run of each stage moves between hosts."""
-        return [self._predicted_of(first) for first in range(0, self.plan.num_ranks, self._stage)]
-
-    def _predicted_of(self, first: int) -> Traffic:
-        mesh = self.mesh(first)
-        hosts = tuple(self.cluster.processes[rank].host.name for rank in mesh.stage_ranks)
-
-        def run(communicator: Communicator) -> None:
-            spec, (full, shard) = self._spec(communicator), self._tensors(communicator.mesh)
-            _check(communicator, "forward", shard)
-            spec.all_gather(shard)
-            _check(communicator, "forward_pre", shard)
-            spec.gather_to_first(shard)
-            is_first = communicator.mesh.group_rank == 0
-            spec.scatter_from_first(full if is_first else None, shard)
-            _check(communicator, "end of the run", shard)
-            spec.gather_to_first(shard)
-
-        return TrafficRecorder(mesh, hosts).record(run)
-
-    def predicted_by_host(self) -> Counted:
-        """The same of all stages and runs together, by host."""
-        counted = Counted()
-        for first, traffic in zip(range(0, self.plan.num_ranks, self._stage), self.predicted):
-            ranks = range(first, first + self._stage)
-            of_stage = dict.fromkeys(self.cluster.processes[rank].host.name for rank in ranks)
-            for what in ("sent", "received", "messages"):
-                for name, number in zip(of_stage, getattr(traffic, what)):
-                    getattr(counted, what)[name] += number * self.plan.num_runs
-        return counted
 
     @property
     def _stage(self) -> int:
