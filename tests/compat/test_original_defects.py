@@ -3,17 +3,19 @@
 Shown elsewhere:
 1, 2    parity/test_table.py: upstream gradients, edits that mix shards
 4       parity/test_meshes.py: groups whose ranks are not the world's
-5, 17   hooks/test_hooks.py, test_errors.py: groups
+5, 7, 17 hooks/test_hooks.py, test_errors.py: groups
 6, 27   test_model.py, faults/test_long_run.py: restore, process groups
 8       parameters/test_parameters.py
-9       hooks/test_hooks.py: records on rank 0 or on all
+9, 10   hooks/test_hooks.py: records on rank 0 or on all, and of before an edit
 12      parity/test_table.py, parity/test_batches.py: uneven shards
 14      test_model.py: one process needs no process group (13: all runs here are on gloo)
 15, 16  parity/test_values.py, parity/test_attention.py: containers, keyword arguments
 18, 19  test_errors.py: expected_shape, two kinds on one name
 20, 21  hooks/test_hooks.py: lists begin afresh
+22, 24  test_model.py: names; hooks/test_hooks.py: a hook function can be used again
+23      test_original_api.py: an offloaded tensor is a copy
 25, 26  hooks/test_hooks.py, test_errors.py: None, unpack_idx, names, attributes
-30      test_model.py: requires_grad, trainable modules
+30, 32  test_model.py: requires_grad, trainable modules; hooks/test_random.py
 3       pipelines: not part of these tests
 """
 

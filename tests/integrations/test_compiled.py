@@ -73,61 +73,6 @@ def test_a_hook_fires_in_code_that_is_compiled_beside_the_model(
     assert torch.equal(call(BATCH), models.mlp()(BATCH))
 
 
-def generating(model, device_is_cuda):
-    """As ``generate`` does by itself on CUDA: decoding with a static cache runs compiled."""
-    from transformers.generation.configuration_utils import CompileConfig
-
-    if device_is_cuda:
-        config = CompileConfig(backend="eager", mode=None)
-        config._compile_all_devices = True
-        model.generation_config.compile_config = config
-    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    more = {"cache_implementation": "static", "output_scores": True}
-    return lambda flex: flex.generate(
-        torch.tensor([[1, 2, 3, 4]]), return_dict_in_generate=True, **settings, **more
-    )
-
-
-def generations(model, compiles, name, **sizes):
-    """What some runs of ``generate`` give: tokens, scores, records."""
-    records, runs = {}, []
-    flex = FlexModel(model, records, output_ranks="all", **sizes)
-    if not compiles:  # the oracle, of which every rank has all
-        models.replicas(flex)
-    generate = generating(model, compiles)
-
-    def run():
-        records.clear()
-        output = generate(flex)
-        runs.append((output.sequences, output.scores, dict(records)))
-
-    run()
-    handle = flex.register_forward_hook(HookFunction(name, editing_function=double))
-    run()
-    flex.register_forward_hook(HookFunction("model.norm"))
-    run()
-    handle.remove()
-    run()
-    assert hasattr(model, "_compiled_call") == compiles
-    flex.restore()
-    return runs
-
-
-def check_generation(plain, compiled, name, **sizes):
-    """The same calls of a model that compiles and of one that does not."""
-    for expected, found in zip(
-        generations(plain, False, name, **sizes), generations(compiled, True, name, **sizes)
-    ):
-        assert torch.equal(found[0], expected[0])
-        assert_close(found[1:], expected[1:])
-        assert all(len(tensors) == 4 for tensors in expected[2].values())
-
-
-@pytest.mark.grid
-def test_generation_with_a_static_cache_as_on_cuda():  # hooks were called by the prefill only
-    check_generation(models.llama(), models.llama(), "model.layers.0.mlp")
-
-
 @pytest.mark.parametrize("called_before", [False, True])
 def test_a_graph_that_must_not_break(called_before):
     """Dynamo's error says what breaks it, and what to do."""

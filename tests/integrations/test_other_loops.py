@@ -3,8 +3,6 @@ resized, generated with, beside a DataLoader. Right, or an error that says what 
 """
 
 import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -70,26 +68,6 @@ def test_a_copy_of_a_hooked_model_on_two_ranks():
     base, edited = models.mlp()(BATCH), edited_by_torch(models.mlp(), "fc1")(BATCH)
     model = models.TWO_RANKS["dtensor"].shard(models.mlp())
     check_a_copy(model, base, edited, tensor_parallel_size=2)
-
-
-@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy])
-def test_a_flex_model_is_not_copied(copies):
-    with pytest.raises(TypeError, match=r"can't be copied.*copy flex.module and wrap the copy"):
-        copies(wrapped(models.mlp(), "fc1"))
-
-
-def test_a_hooked_model_is_pickled_after_restore():
-    """Before, pickle named a local function of this library."""
-    flex = wrapped(models.mlp(), "fc1")
-    with pytest.raises(TypeError, match=r"a FlexModel can.t be pickled; save flex\.state_dict"):
-        torch.save(flex, io.BytesIO())
-    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"an? MLP with hooks of a FlexModel can't be pickled"):
-            save(flex.module)
-    flex(BATCH)  # nothing has happened to it
-    pickle.loads(pickle.dumps(flex.module.state_dict()))
-    again = pickle.loads(pickle.dumps(flex.restore()))
-    assert torch.equal(again(BATCH), models.mlp()(BATCH))
 
 
 # ---- Modules that were replaced ------------------------------------------------------------------

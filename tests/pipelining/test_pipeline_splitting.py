@@ -84,25 +84,6 @@ class Tower(nn.Module):
         return self.out(self.norm(hidden))
 
 
-class Picture(nn.Module):
-    """A stem of another rank, a position parameter, norms run between blocks, a pooled head."""
-
-    def __init__(self, width=8):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 2, 2), nn.Flatten(2))
-        self.position = nn.Parameter(torch.randn(1, 16, width))
-        self.blocks = nn.ModuleDict({name: Block(width) for name in ("a", "b", "c")})
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(width))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, image):
-        x = self.stem(image).transpose(1, 2) + self.position
-        for norm, block in zip(self.norms, self.blocks.values()):
-            x = block(norm(x))
-        return self.head((x * self.scale).mean(1))
-
-
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -299,18 +280,6 @@ def test_plain_models(kind):
         assert_close(model.get_parameter(name).grad, parameter.grad, rtol=0, atol=0)
 
 
-def test_any_stem_and_head():
-    model, x = seeded(Picture), random(4, 3, 8, 8, dtype=torch.float32)
-    pipe = pipeline(model, (x,), split_spec={"blocks.b": BEGINNING}, method="modules")
-    assert_equal(pipe(x), model(x))
-    assert_equal(pipe(x[:2]), model(x[:2]))
-    owned = [set(dict(pipe.get_stage_module(i).named_parameters())) for i in range(2)]
-    assert not owned[0] & owned[1]
-    assert {"position", "stem.0.weight", "norms.0.weight", "norms.1.weight"} <= owned[0]
-    assert {"scale", "head.weight", "norms.2.weight"} <= owned[1]
-    assert isinstance(pipe.get_stage_module(1).stem, PassThrough)
-
-
 @pytest.mark.parametrize("point", ["1", "2", "3", "4"])
 def test_a_bare_sequential(point):
     model = nn.Sequential(
@@ -473,21 +442,6 @@ def test_a_decision_by_a_value_that_later_stages_lack_is_refused(read):
     assert_equal(pipe(x=x), model(x))
 
 
-def test_a_length_that_later_stages_lack_is_refused():
-    class Cut(Tower):
-        def __init__(self):
-            super().__init__()
-            self.inp = nn.Embedding(64, 16)
-
-        def forward(self, ids):
-            longest = int((ids > 0).sum(1).max())  # all of it, in the example
-            return super().forward(ids)[:, :longest]
-
-    split = {"layers.2": BEGINNING}
-    with pytest.raises(ValueError, match=r"needs the model's input 'ids'.*give it by keyword"):
-        pipeline(seeded(Cut), (tokens(),), split_spec=split, method="modules")
-
-
 def test_sizes_of_the_example_that_are_equal_by_chance_are_refused():
     class Steps(Tower):
         def __init__(self):
@@ -579,14 +533,6 @@ def test_a_stage_keeps_no_other_stages_weights_alive():
     assert isinstance(stage.model.embed_tokens, PassThrough)
 
 
-def test_a_model_without_a_head():
-    transformers = pytest.importorskip("transformers")
-    model = seeded(transformers.Qwen2Model, transformers.Qwen2Config(**SMALL)).eval()
-    pipe = pipeline(model, (tokens(),), split_spec={"layers.2": BEGINNING})
-    with torch.no_grad():
-        assert_equal(pipe(tokens()), model(tokens(), use_cache=False))
-
-
 @pytest.mark.parametrize("name", ["norm", "layers", "layers.1.fc1"])
 def test_a_point_outside_of_a_list(name):
     with pytest.raises(ValueError, match=r"What can be split: 'layers.0' to 'layers.3'"):
@@ -639,18 +585,6 @@ def test_a_model_on_meta():
         held = pipe.get_stage_module(1).get_parameter("layers.3.fc1.weight")
         assert held is model.layers[3].fc1.weight
         assert leaves(pipe(x))[0].shape == (4, 3)
-
-
-def test_stages_follow_dtype_and_can_be_copied():
-    model, blocks = family("llama-eager")
-    pipe = pipeline(
-        model, (tokens(),), {"attention_mask": padded()}, split_spec={f"{blocks}.2": BEGINNING}
-    )
-    twin = copy.deepcopy(pipe).float()
-    with torch.no_grad():
-        expected = copy.deepcopy(model).float()(tokens(), attention_mask=padded()).logits
-        assert_equal(twin(tokens(), attention_mask=padded()), expected)
-        assert pipe(tokens()).dtype == torch.float64
 
 
 def test_interleaved_runs_of_one_stage_do_not_mix():

@@ -6,7 +6,7 @@ from argparse import Namespace
 import families
 import pytest
 import torch
-from test_engine import BATCHES, Stack, assert_nothing_left, halve
+from test_engine import BATCHES, Stack, halve
 from torch import nn
 from torch.testing import assert_close
 
@@ -331,35 +331,6 @@ def test_a_backward_that_begins_inside_a_model_has_the_edits_of_its_run_however_
 
     for late, early in zip(gradients(70), gradients(0)):
         torch.testing.assert_close(late, early, rtol=0, atol=0)
-
-
-def test_a_run_inside_a_run_is_refused():
-    flex = FlexModel(Stack(2))
-    flex.register_forward_hook(hook("blocks.0"))
-    with flex.active(), pytest.raises(RuntimeError, match="is going on"):
-        sequential.run(flex, BATCHES)
-    with pytest.raises(RuntimeError, match="is going on"):
-        sequential.run(flex, BATCHES, call=lambda model, batch: sequential.run(model, [batch]))
-    assert len(sequential.run(flex, BATCHES)) == 5
-    flex.restore()
-    assert_nothing_left(flex.module)
-    with pytest.raises(RuntimeError, match="restored"):
-        sequential.run(flex, BATCHES)
-
-
-def test_hooks_of_another_wrapper_are_refused():
-    other = FlexModel(Stack(3), found := {})
-    other.register_forward_hook(hook("blocks.1", halve))
-    flex = FlexModel(other.module)
-    for model in (flex, other.module, nn.Sequential(other.module)):
-        with pytest.raises(RuntimeError, match="hooks of a FlexModel that is not the one"):
-            sequential.run(model, BATCHES, "re:.*blocks")
-    outputs = sequential.run(other.module, BATCHES, window=1)
-    assert len(found["blocks.1"]) == 1
-    other.restore()
-    assert not torch.equal(sequential.run(flex, BATCHES)[0], outputs[0])
-    flex.restore()
-    assert_nothing_left(other.module)
 
 
 def test_an_exception_leaves_the_wrapper_as_it_was():
