@@ -585,6 +585,16 @@ def test_an_offloaded_tensor_is_a_copy(kind):
     assert not records["site"][0].requires_grad
 
 
+def test_what_keeps_nothing_and_what_is_no_function():
+    records = {}
+    fm_dist.NullMemoryOffloadStrategy.initialize("site", records).execute(torch.ones(2))
+    assert records == {}
+    strategy = fm_dist.NonValidatedFunctionStrategy.initialize(lambda a, b=1: a + b)
+    assert strategy.execute(2, b=3) == 5
+    with pytest.raises(TypeError, match="expected a function, got int"):
+        fm_dist.NonValidatedFunctionStrategy.initialize(3)
+
+
 # ---- The logger ----------------------------------------------------------------------------------
 
 

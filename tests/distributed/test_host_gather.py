@@ -3,7 +3,6 @@ when. Copies of the stand-in are made when they are waited for, and to page-lock
 """
 
 import contextlib
-import gc
 import os
 import random
 import signal
@@ -28,7 +27,6 @@ from flex_model.records.snapshots import Snapshots
 from tests.distributed.test_transports import (
     bits,
     cases,
-    run_hooked,
     same_bits,
     shards_of,
     transport,

@@ -1,13 +1,11 @@
 """Errors that the user catches, so that the loop goes on: no later record is another batch's."""
 
 import random
-import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.testing import assert_close
 
 import models
@@ -224,43 +222,3 @@ def test_an_edit_that_runs_the_hooked_model_is_an_error(reenter):
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 def test_an_edit_that_runs_the_hooked_model_is_an_error_on_two_ranks(name, edit_on):
     check_reentrancy(globals()[name], tensor_parallel_size=2, edit_on=edit_on)
-
-
-@pytest.mark.ranks(2)
-def test_a_second_thread_is_refused_on_the_ranks_that_start_one():
-    """While a run goes on in another; alone it may run the model."""
-    inside, leave, failures = threading.Event(), threading.Event(), []
-
-    class Waits(nn.Module):
-        def forward(self, x):
-            inside.set()
-            assert leave.wait(20)
-            return x
-
-    records = {}
-    model = nn.Sequential(models.mlp(), Waits())
-    flex = models.replicas(FlexModel(model, records, tensor_parallel_size=2, timeout=20))
-    flex.register_forward_hook(HookFunction("0.fc1", editing_function=double))
-
-    def second():
-        assert inside.wait(20)
-        try:
-            flex(BATCH + 1)
-        except HookError as error:
-            failures.append(str(error))
-        leave.set()
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    flex(BATCH)
-    thread.join(20)
-    (text,) = failures
-    assert "second thread" in text
-    if dist.get_rank() == 0:
-        oracle = models.mlp()
-        assert_close(records["0.fc1"], [oracle.fc1(oracle.inp(BATCH)).detach()])
-    failures.clear()
-    alone = threading.Thread(target=lambda: failures.append(flex(BATCH + 2)))
-    alone.start()
-    alone.join(20)
-    assert isinstance(failures[0], torch.Tensor)

@@ -161,22 +161,6 @@ def test_embeddings_that_are_resized():
     assert_close(logits[..., :64], reference(IDS).logits.detach())
 
 
-@pytest.mark.ranks(2)
-def test_embeddings_that_are_resized_on_two_ranks():
-    """The embeddings are whole on both ranks; the layers are sharded."""
-    sharded = models.tensor_parallel_llama(models.llama(), models.mesh(1, 2)["tp"])
-    flex = wrapped(sharded, "model.layers.0.mlp", "model.layers.0.mlp.act_fn")
-    reference = edited_by_torch(models.llama(), "model.layers.0.mlp")
-    edited_by_torch(reference, "model.layers.0.mlp.act_fn")
-    for size in (64, 70):
-        with torch.no_grad():
-            flex.resize_token_embeddings(size, mean_resizing=False)
-            logits = flex(IDS).logits
-        assert logits.shape[-1] == size
-        assert_close(logits[..., :64], reference(IDS).logits.detach())
-    flex.restore()
-
-
 def generated(model, **settings):
     return model.generate(
         IDS[:1],

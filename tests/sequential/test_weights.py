@@ -193,26 +193,6 @@ def test_a_model_in_memory_gets_its_own_weights_back(tmp_path):
     assert not outputs[0].requires_grad
 
 
-@pytest.mark.parametrize("lacks", [["blocks.1.bias"], ["blocks.0.weight", "blocks.2.bias"]])
-def test_a_model_in_memory_keeps_no_parameter_of_its_own(lacks):
-    model, other = Stack(3), models.seeded(lambda: Stack(3).apply(redrawn))
-    model.register_buffer("kept", torch.ones(2), persistent=False)
-    before, state = tensors_of(model), other.state_dict()
-    for name in lacks:
-        del state[name]
-    more = f" and {len(lacks) - 1} more" if len(lacks) > 1 else ""
-    message = f"no source for '{lacks[0]}'{more}: the weights do not have it"
-    for weights in (state, sequential.DictWeights(state)):
-        with pytest.raises(ValueError, match=message):
-            sequential.run(model, iter(BATCHES), weights=weights)
-    assert_as_before(model, before)
-    own = {name: model.get_parameter(name) for name in lacks}
-    outputs = sequential.run(model, BATCHES, weights={**state, **own})
-    for name in lacks:
-        other.get_parameter(name).data = own[name].detach()
-    assert all(torch.equal(output, other(batch)) for output, batch in zip(outputs, BATCHES))
-
-
 def test_tied_weights_in_memory_need_one_of_their_names():
     model = models.seeded(Tied)
     state = {name: tensor * 2 for name, tensor in model.state_dict().items()}
