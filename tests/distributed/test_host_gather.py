@@ -3,7 +3,6 @@ when. Copies of the stand-in are made when they are waited for, and to page-lock
 """
 
 import contextlib
-import gc
 import os
 import random
 import signal
@@ -28,7 +27,6 @@ from flex_model.records.snapshots import Snapshots
 from tests.distributed.test_transports import (
     bits,
     cases,
-    run_hooked,
     same_bits,
     shards_of,
     transport,
@@ -167,44 +165,6 @@ def test_two_ranks(monkeypatch, name, large):
         assert stand_in.num_locks < 12
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("dp", [1, 2])
-def test_four_ranks_that_differ(monkeypatch, dp):
-    """Some may not lock memory, and some have their shards on the CPU: nobody needs to know."""
-    rank = dist.get_rank()
-    for refused, without in ([], []), ([0], []), ([1, 2], [3]), ([3], [0, 1]):
-        with (
-            gpu(monkeypatch, rank in refused, rank not in without) as stand_in,
-            transport("shared_memory", dp) as communicator,
-        ):
-            gathers_all(communicator, large=False)
-            gathers_all(communicator, large=True)
-            assert (stand_in.num_copies > 0) == (rank not in (*refused, *without))
-            ((_, why),) = communicator.transports().values()
-            assert [f"rank {r}: {REFUSED}" in why for r in range(4)] == [
-                r in refused for r in range(4)
-            ]
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2, alone=True)  # a wrapper that another test left behind would hold the arena
-def test_memory_is_locked_once_and_unlocked_before_it_is_unmapped(monkeypatch):
-    gc.collect()
-    with gpu(monkeypatch) as stand_in:
-        with transport("shared_memory") as first, transport("shared_memory") as second:
-            for communicator in (first, second, first):
-                gathers_all(communicator, large=True)
-            # the probe's segment; of what rank 0 gathers in, rank 1 has a mapping of its own
-            assert 1 <= len(stand_in.locked) == stand_in.num_locks < 24
-            kept = memory.empty([1 << 20], torch.uint8).fill_(1)  # outlives the pool
-        assert not stand_in.locked  # `unlock` looked at the mapping
-        assert kept.sum() == 1 << 20
-        with transport("shared_memory") as communicator:  # and again, in new memory
-            gathers_all(communicator, large=True)
-        assert not stand_in.locked
-
-
 @pytest.mark.ranks(2)
 def test_a_forked_child_does_not_touch_the_gpu(monkeypatch):
     with gpu(monkeypatch), transport("shared_memory") as communicator:
@@ -263,20 +223,6 @@ def test_records_are_what_the_hooks_saw(monkeypatch, dp, output_ranks, max_gpu_b
 
 def is_stale(tensor):
     return tensor.device.type != "cpu" or tensor.is_inference() or not tensor.is_contiguous()
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("settings", [{}, {"edit_on": "rank0"}, {"output_ranks": "all"}], ids=str)
-def test_a_model_with_hooks_gives_the_same_bits(monkeypatch, settings):
-    parallelism = models.FOUR_RANKS["tp x dp"]
-    batch = models.random(8, 6)
-    with transport("gloo", dp=2):
-        expected = run_hooked(parallelism, batch, **settings)
-    with gpu(monkeypatch), transport("shared_memory", dp=2):
-        results = run_hooked(parallelism, batch, **settings)
-    for got, tensor in zip(results, expected, strict=True):
-        assert torch.equal(got, tensor)
 
 
 @pytest.mark.ranks(2)

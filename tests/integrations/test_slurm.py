@@ -53,18 +53,6 @@ def ranks(text, **changed):
     return {name: variables[name] for name in NAMES if name in variables}
 
 
-def many_hosts(rank, per_host=8, hosts=128, job=4_000_123):
-    """The 1,024 tasks of a job."""
-    return " ".join(
-        [
-            f"SLURM_JOB_ID={job} SLURM_STEP_ID=0 SLURM_PROCID={rank} SLURM_NODEID={rank // 8}",
-            f"SLURM_LOCALID={rank % 8} SLURM_STEP_NUM_TASKS={per_host * hosts}",
-            f"SLURM_STEP_TASKS_PER_NODE={per_host}(x{hosts})",
-            "SLURM_STEP_NODELIST=nid[001001-001064,001100-001131],r[1-2]n[01-16]-ib",
-        ]
-    )
-
-
 def test_a_step_on_one_host():
     first, second = ranks(ONE_HOST, SLURM_PROCID="0", SLURM_LOCALID="0"), ranks(ONE_HOST)
     assert first == {**second, "RANK": "0", "LOCAL_RANK": "0"}
@@ -78,14 +66,6 @@ def test_an_uneven_step_on_some_hosts_of_a_job():
     assert [found[name] for name in NAMES[:4]] == ["3", "5", "1", "node08"]
     last = ranks(UNEVEN, SLURM_PROCID="4", SLURM_LOCALID="0", SLURM_NODEID="2")
     assert last == {**found, "RANK": "4", "LOCAL_RANK": "0"}
-
-
-def test_a_thousand_ranks():
-    of_all = [ranks(many_hosts(rank)) for rank in range(1024)]
-    assert [int(one["RANK"]) for one in of_all] == list(range(1024))
-    assert [int(one["LOCAL_RANK"]) for one in of_all] == [rank % 8 for rank in range(1024)]
-    assert {(one["WORLD_SIZE"], one["MASTER_ADDR"]) for one in of_all} == {("1024", "nid001001")}
-    assert len({one["MASTER_PORT"] for one in of_all}) == 1
 
 
 def test_steps_and_jobs_at_the_same_time_have_ports_of_their_own():
@@ -160,46 +140,23 @@ def test_what_is_missing_or_contradicts_is_an_error_and_sets_nothing(text, chang
     assert variables == before
 
 
-def test_the_users_address_is_enough_where_slurms_order_of_hosts_is_not_known():
-    changed = {"SLURM_DISTRIBUTION": "arbitrary", "MASTER_ADDR": "node10"}
-    assert ranks(UNEVEN, **changed)["MASTER_ADDR"] == "node10"
-
-
 SCRIPT = """
-import json, sys
-import torch
+import json
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from flex_model import FlexModel, HookFunction
 from flex_model.integrations import slurm
 
 slurm.set_ranks()
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-whole = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-x = torch.randn(5, 6)
-
-def mixed(module, full, save_ctx, modules):
-    return full.flip(-1) + full.mean(-1, keepdim=True)
-
-handle = whole[0].register_forward_hook(lambda m, args, out: mixed(m, out, None, None))
-expected = whole(x)
-handle.remove()
-mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-parallelize_module(whole, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-with FlexModel(whole, {}) as flex:
-    flex.register_forward_hook(HookFunction("0", editing_function=mixed))
-    torch.testing.assert_close(flex(x), expected)
-print(json.dumps([dist.get_rank(), dist.get_world_size(), init_device_mesh("cpu", (2,)).size()]))
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, dist.get_rank())
+print(json.dumps([dist.get_rank(), ranks]))
 """
 
 
 @pytest.mark.slow
 def test_a_job_with_slurms_variables_only(tmp_path):
-    """Two processes, as srun would start them, with edits that mix their shards."""
+    """Two processes, as srun would start them."""
     (tmp_path / "train.py").write_text(SCRIPT)
     others = {
         name: value
@@ -234,4 +191,6 @@ def test_a_job_with_slurms_variables_only(tmp_path):
     finally:
         for process in started:
             process.kill()
-    assert [json.loads(out.splitlines()[-1]) for out, _ in ended] == [[0, 2, 2], [1, 2, 2]], ended
+    assert [json.loads(out.splitlines()[-1]) for out, _ in ended] == [[0, [0, 1]], [1, [0, 1]]], (
+        ended
+    )

@@ -6,8 +6,6 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
@@ -109,26 +107,6 @@ def test_forwards_and_generate(tmp_path, tied):
 def test_four_stages(tmp_path):
     whole, loaded = load(tmp_path)
     run_all(whole, loaded(pp_size=4))
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4, timeout=300)
-def test_stages_that_are_tensor_parallel(tmp_path):
-    """By hand: transformers 5.23 finds no module for a part of its own plan if it does both."""
-    whole, loaded = load(tmp_path)
-    with pytest.raises(KeyError):
-        loaded(pp_size=2, tp_size=2)
-    from transformers.distributed.pipeline_parallel import apply_pipeline_parallelism
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    split = apply_pipeline_parallelism(copy.deepcopy(whole), mesh["pp"])
-    for layer in split.model.layers:
-        if list(layer.parameters()):
-            plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
-            plan |= {f"mlp.{name}_proj": ColwiseParallel() for name in ("up", "gate")}
-            plan |= {f"{name}_proj": RowwiseParallel() for name in ("self_attn.o", "mlp.down")}
-            parallelize_module(layer, mesh["tp"], plan)
-    run_all(whole, split)
 
 
 def run_all(whole, split):
