@@ -465,15 +465,15 @@ class FlexModel(nn.Module):
             groups, complement: As of ``flex(...)``.
 
         It returns nothing: records are in ``output_ptr``, other values in ``save_ctx``. Collective
-        as ``flex(...)``: every rank passes the same name.
+        as ``flex(...)``: every rank passes the same name. In a pipeline it is forward only, and
+        stages after the last one that is needed compute nothing.
 
         Raises:
             ValueError: an unknown name or group, no hook to wait for, or a model whose forward
                 can't be ended early (FSDP1, DeepSpeed ZeRO-3, ``torch.compile``).
-            RuntimeError: the forward ran to its end without calling one of the modules; or a
-                pipeline, whose stages run by their schedule.
+            RuntimeError: the forward ran to its end without calling one of the modules.
         """
-        self._check_whole("run_until")
+        self._check_open()
         self._runner.run_until(module_name, args, kwargs, groups, complement)
 
     def run_from(

@@ -191,6 +191,7 @@ class StepCall:
     Attributes:
         choice: The hooks that are active in it.
         appends: Whether records are added to those of the step before.
+        until: Names of modules, with kinds of hooks, after which nothing is computed; None: all is.
     """
 
     args: tuple[Any, ...]
@@ -201,6 +202,7 @@ class StepCall:
     choice: Choice
     has_backward: bool
     appends: bool
+    until: list[tuple[str, str]] | None
     batch_mode: str
     return_on: str
     microbatch_dim: int | Mapping[str, int | None] | None
@@ -255,6 +257,7 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
         "return_on": call.return_on,
         "microbatch_dim": str(call.microbatch_dim),
         "groups": str(call.choice),
+        "the modules of run_until": str(call.until),
         "a backward pass (torch.no_grad, loss_fn)": call.has_backward,
         "names of keyword arguments": sorted(call.kwargs),
         "registered hooks": f"{len(sites)} hooks, digest {site_hash(*sites):x}",

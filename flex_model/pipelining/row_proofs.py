@@ -109,13 +109,15 @@ class StageRecording:
             self._buffers.observe()
             follower = self._core.tracking.follower_of_microbatch(self._buffers)
             self._note_inputs(follower, found, args, kwargs)
-        with compiled.nothing_compiled(), follower, self._noting(follower, found):
-            output = forward()
-            found.sent = [follower.joint_value(one) for one in _tensors(output)]
-        follower.recorder.nodes.flush()
-        found.chunk = follower.log.take()
-        self._microbatches[microbatch] = found
-        return output
+        try:
+            with compiled.nothing_compiled(), follower, self._noting(follower, found):
+                output = forward()
+                found.sent = [follower.joint_value(one) for one in _tensors(output)]
+                return output
+        finally:  # a forward that ``run_until`` ends, too
+            follower.recorder.nodes.flush()
+            found.chunk = follower.log.take()
+            self._microbatches[microbatch] = found
 
     def _note_inputs(
         self, follower: Follower, found: _Microbatch, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -26,10 +26,10 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Moment
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.inspection.tree import Node
-from flex_model.integrations import fsdp, refused
+from flex_model.integrations import cut, fsdp, refused
 from flex_model.integrations.transformers_private import cache_of, pipeline_stage, with_cache_of
 from flex_model.names import find_parameter
-from flex_model.pipelining.instrumented_stage import LocalSchedule
+from flex_model.pipelining.instrumented_stage import LocalSchedule, one_forward
 from flex_model.pipelining.local_pipeline import LocalPipeline, StepCall, check_dims
 from flex_model.pipelining.stages import StageIndex, find_targets
 from flex_model.pipelining.step_runner import StepRunner
@@ -37,6 +37,7 @@ from flex_model.records.store.session import Session, config_hash
 from flex_model.runs.module import check_open
 from flex_model.runs.settings import Groups, Settings, refuse_of_steps
 from flex_model.runs.step import MicrobatchState
+from flex_model.runs.until import Site, Until
 from flex_model.visualize.model_map import Modules
 
 _OF_STEP = ("target", "losses", "return_outputs")  # keyword arguments of the step, not of stages
@@ -153,6 +154,7 @@ class ScheduleRunner:
         target: Tensor | None = None,
         losses: list[Tensor] | None = None,
         return_outputs: bool = True,
+        until: list[tuple[str, str]] | None = None,
     ) -> Any:
         check_open(self.core)
         if self._choice is not None and choice == EVERYTHING:
@@ -167,6 +169,7 @@ class ScheduleRunner:
             choice,
             has_backward=has_loss and torch.is_grad_enabled() and not forward_only,
             appends=not self._is_first_of_run,
+            until=until,
             **self.step_settings,
         )
         session = self.session
@@ -213,6 +216,31 @@ class ScheduleRunner:
         finally:
             self._choice = before
             self._is_first_of_run = before is None
+
+    def run_until(
+        self,
+        module_name: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        groups: Groups,
+        complement: bool,
+    ) -> None:
+        """Run a step's forward until this module, or the last of the hooked ones, was called."""
+        choice = self.core.table.choice(groups, complement)
+        if choice == EVERYTHING and self._choice is not None:
+            choice = self._choice
+        if module_name is not None:
+            self.index.stage_of(module_name)
+            until = [(module_name, "forward")]
+        else:
+            until = [
+                (registration.name, registration.kind)
+                for registration in self.core.table.chosen(choice)
+                if registration.kind in ("forward", "forward_pre")
+            ]
+            if not until:
+                raise ValueError(cut.NO_HOOK)
+        self._step(args, kwargs, choice, forward_only=True, return_outputs=False, until=until)
 
     def interrupted(self, error: BaseException) -> None:
         """Do nothing: a step reports a Ctrl-C when it ends."""
@@ -365,6 +393,8 @@ class InstrumentedForward:
         self.stage, self.index = stage, stage.stage_index
         self._state, self._core = state, core
         self._forward = stage.submod.forward
+        self._is_skipped = False  # these two: see `begin`
+        self._until: Until | None = None
         self._left: list[str] = []  # what this forward has yet to send or receive
         self._kwargs: dict[str, Any] = {}
         self._is_tracked = False
@@ -375,8 +405,9 @@ class InstrumentedForward:
         for name in _REPLACED:
             vars(self.stage.place).pop(name, None)
 
-    def begin(self, has_backward: bool) -> None:
-        """Do nothing: see ``InstrumentedStage.begin``."""
+    def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
+        """Begin a step: see ``InstrumentedStage.begin``."""
+        self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
 
     def run(self, kwargs: dict[str, Any]) -> Any:
         """Run the model's own forward, without autograd: transformers sends no gradients."""
@@ -389,9 +420,11 @@ class InstrumentedForward:
         output = None
         with torch.no_grad(), self._state.at(self.index, 0):
             try:
-                if stage.is_first:
-                    self._begin_tracking(kwargs)
-                output = self._forward(**kwargs)
+                if not self._is_skipped:
+                    with one_forward(self._until, stage.submod):
+                        if stage.is_first:
+                            self._begin_tracking(kwargs)
+                        output = self._forward(**kwargs)
             except BaseException as error:
                 self._fail(error)
             finally:

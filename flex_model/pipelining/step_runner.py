@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.failure import FAILED
+from flex_model.distributed.header import site_hash
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.distributed.serialization import decode, encode
 from flex_model.distributed.tensor_dicts import (
@@ -35,8 +36,10 @@ from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.local_pipeline import LocalPipeline, StepCall, StepPlan, plan_step
 from flex_model.pipelining.row_proofs import BatchRows, StageRecording
 from flex_model.pipelining.shapes import infer_shapes, run_in_order
+from flex_model.pipelining.stages import find_targets
 from flex_model.runs.run import Run
 from flex_model.runs.stop_request import STOP_REQUEST
+from flex_model.runs.until import Site
 
 
 class StepRunner:
@@ -111,8 +114,7 @@ class StepRunner:
         core.executor.average_over(divisor)
         inputs = pytree.tree_leaves((call.args, call.kwargs))
         gradients = Gradients(core, divisor, [one for one in inputs if isinstance(one, Tensor)])
-        for stage in self._local.instrumented:
-            stage.begin(call.has_backward)
+        self._begin_stages(call)
         self._rows.begin(call, plan, chosen)
         losses: list[Tensor] = []
         output = None
@@ -147,6 +149,21 @@ class StepRunner:
         if call.losses is not None and self._local.has_last:
             call.losses[:] = losses  # none, where there is no target
         return output
+
+    def _begin_stages(self, call: StepCall) -> None:
+        """Begin the step on all stages; with ``until``, for what the last of these sites needs."""
+        last = self._index.num_stages
+        if call.until is not None:
+            last = max(self._index.stage_of(*site) for site in call.until)
+        for stage in self._local.instrumented:
+            sites: list[Site] | None = None
+            if call.until is not None and stage.index == last:
+                sites = [
+                    (find_targets(stage.stage.submod, name), kind)
+                    for name, kind in call.until
+                    if self._index.stage_of(name, kind) == last
+                ]
+            stage.begin(call.has_backward, stage.index > last, sites)
 
     def _stated_dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int | None]:
         """Return the dims of the rows in records that the user states, by their name; None for
@@ -388,8 +405,9 @@ class StepRows:
         """Record this rank's stages in the step that begins, if it records new hooks."""
         if plan.number == 1:
             return
-        if plan.conditions != self._conditions or self._is_always:
-            self._conditions = plan.conditions
+        conditions = site_hash(plan.conditions, call.until)
+        if conditions != self._conditions or self._is_always:
+            self._conditions = conditions
             self._found.clear()
         # The same on all ranks: each has the registrations of every stage.
         joined = [r for r in chosen if r.kind != "tensor" and (r.hook_function.record or r.select)]

@@ -482,8 +482,6 @@ def test_what_needs_the_whole_model_is_refused():
         for name in ("compile", "dry_run"):
             with pytest.raises(RuntimeError, match=f"{name} is for a model that runs as a whole"):
                 getattr(flex, name)()
-        with pytest.raises(RuntimeError, match="run_until is for a model that runs as a whole"):
-            flex.run_until("layers.0", data()[0])
 
 
 @pytest.mark.ranks(2)

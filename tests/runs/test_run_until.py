@@ -3,10 +3,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.testing import assert_close
 
 import models
+import pipelines
 from flex_model import FlexModel, HookError, HookFunction
+from flex_model.pipelining.instrumented_stage import stages_of
 
 BATCH = models.random(4, 6)
 
@@ -137,3 +140,41 @@ def test_a_run_of_another_flex_model_ends_with_the_forward_that_it_cuts(name):
         module(mine)
         assert len(seen["out"]) == 1
         assert_close((seen["inp"], records["fc1"]), (whole, expected))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleInterleaved1F1B])
+def test_pipelines(kind):
+    """Stages behind the last needed one compute nothing."""
+    model = pipelines.make_mlp()
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(3))
+    seen, records = {}, {}
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    first, middle, last = names[0], names[len(names) // 2], names[-1]
+    for name in names:
+        model.get_submodule(name).register_forward_hook(
+            lambda m, a, out, name=name: seen.update({name: out.detach()})
+        )
+    expected = model(x)
+    schedule = pipelines.make_schedule(kind, pipelines.make_mlp(), 4)
+    with FlexModel(schedule, records, return_on="all") as flex:
+        calls = [count_calls(stage.submod) for stage in stages_of(flex.schedule)]
+        flex.register_forward_hook(HookFunction(first))
+        flex.register_forward_hook(HookFunction(middle))
+        late = flex.register_forward_hook(HookFunction(last))
+        for name, wanted in [(first, [first]), (middle, [first, middle]), (None, names)]:
+            records.clear()
+            assert flex.run_until(name, x) is None
+            if torch.distributed.get_rank() == 0:
+                assert set(records) == {first, middle, last} & set(wanted)
+            for recorded in records:
+                assert_close(records[recorded][0], seen[recorded])
+        late.remove()
+        before = [sum(counts.values()) for counts in calls]
+        flex.run_until(first, x)
+        made = [sum(counts.values()) for counts in calls]
+        assert sum(made) - sum(before) == (4 if torch.distributed.get_rank() == 0 else 0)
+        with pytest.raises(ValueError, match="no module 'fc3'"):
+            flex.run_until("fc3", x)
+        with torch.no_grad():
+            assert_close(flex(x), expected)
