@@ -131,7 +131,7 @@ def bench_one_gpu(args):
 
 def bench_ranks(args):
     from flex_model.distributed import process_groups
-    from flex_model.distributed.transports import nccl, on_gpu
+    from flex_model.distributed.transports import choice, nccl
     from flex_model.distributed.transports.choice import choose
 
     rank, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -155,7 +155,7 @@ def bench_ranks(args):
     on_cpu, _ = choose(group, wait, torch.device("cpu"))
     transports = {}
     if device.type == "cuda":
-        best, _ = on_gpu.connect(on_cpu, "", wait, device, "peer_memory")
+        best, _ = choice.connect(on_cpu, "", wait, device, "peer_memory")
         transports[best.name] = best
     else:
         transports[on_cpu.name] = on_cpu

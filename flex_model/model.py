@@ -31,10 +31,10 @@ from flex_model.hooks.tracking import Follow
 from flex_model.inspection import DryRun, Explanation, Layouts, VerifyReport
 from flex_model.integrations import (
     attention_patterns,
-    continuous_batching,
     expert_routing,
     expert_units,
     made_sites,
+    refused,
     versions,
 )
 from flex_model.integrations.compiled import between_graphs
@@ -544,7 +544,7 @@ class FlexModel(nn.Module):
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             has_hooks = bool(self._runner.core.table.active)
-            continuous_batching.check_method(method.__name__, has_hooks)
+            refused.check_batching_method(method.__name__, has_hooks)
             with self._runner.one_run_at_most():
                 return method(*args, **kwargs)
 
@@ -888,7 +888,7 @@ class FlexModel(nn.Module):
         Local, and the same on every rank; in a pipeline a rank has its own stages, rank 0 those
         of which it has records.
         """
-        return inspection.layouts.layouts(self._core, self._dict_records, why)
+        return inspection.hook_tables.layouts(self._core, self._dict_records, why)
 
     def annotate_layout(
         self,
@@ -955,7 +955,7 @@ class FlexModel(nn.Module):
 
         Counted during the run, in bytes; ``dry_run`` predicts the same numbers. Local.
         """
-        return inspection.explain.explain(self._core)
+        return inspection.hook_tables.explain(self._core)
 
     def dry_run(self, *args: Any, **kwargs: Any) -> DryRun:
         """Predict what a run with these inputs does at each hook: shapes, layout, ranks, bytes
@@ -998,9 +998,8 @@ class FlexModel(nn.Module):
             print(timeline)                 # by rank: how many, bytes, time in edits and waiting
             flex.show(html="map.html")
 
-        Times are of the ranks' common clock where they are on one host; else clocks are aligned
-        with rank 0's by an exchange, whose error ``timeline.clock`` states. Code that isn't timed
-        has no overhead. Collective over the ranks of the model, at its start and at its end.
+        Times are of the hosts' clocks, which several hosts have to agree on (by NTP, for one). Code
+        that isn't timed has no overhead. Its end is collective over the ranks of the model.
 
         Raises:
             RuntimeError: one is being recorded already.
@@ -1235,12 +1234,7 @@ class FlexModel(nn.Module):
         self._check_collective()
         self._runner.parameters.set(parameter_name, full, expected_shape, experts)
 
-    def iterate_parameters(
-        self,
-        expected_shapes: Mapping[str, Sequence[int | None]] | None = None,
-        *,
-        raw: bool = False,
-    ) -> Iterator[tuple[str, Tensor]]:
+    def iterate_parameters(self, *, raw: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield all full parameters, one at a time: ``(clean name, tensor)``, on the CPU, on every
         rank; tied ones once, by their first name.
 
@@ -1254,14 +1248,13 @@ class FlexModel(nn.Module):
         take the same number of steps.
 
         Args:
-            expected_shapes: By clean name, of those that are to be checked.
             raw: Yield packed weights as they are stored: see ``get_module_parameter``.
 
         Raises:
             ValueError: as ``get_module_parameter``.
         """
         self._check_collective()
-        return self._runner.parameters.iterate(expected_shapes, raw=raw)
+        return self._runner.parameters.iterate(raw=raw)
 
     def get_module_gradient(
         self,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -123,30 +121,3 @@ def first_name(root: nn.Module, name: str) -> str:
     full_name, _, parameter = find_parameter(root, name)
     first = (first for first, other in root.named_parameters() if other is parameter)
     return clean(root, next(first, full_name))
-
-
-def shapes_by_name(expected_shapes: object, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the ``expected_shapes`` of ``iterate_parameters`` by clean name.
-
-    Args:
-        names: The clean name of each parameter, by its full name.
-
-    Raises:
-        TypeError: not a mapping.
-        ValueError: no parameter has a name; the message has the nearest names.
-    """
-    if expected_shapes is None:
-        return {}
-    if not isinstance(expected_shapes, Mapping):
-        raise TypeError(
-            "iterate_parameters: expected_shapes must be a mapping of names to shapes, got "
-            f"{type(expected_shapes).__name__}"
-        )
-    cleaned = {**{name: name for name in names.values()}, **names}
-    for name in expected_shapes:
-        if name not in cleaned:
-            raise ValueError(
-                f"iterate_parameters: expected_shapes has {name!r}, which is the first name of no "
-                f"parameter; {nearest(str(name), cleaned, 'parameter')}"
-            )
-    return {cleaned[name]: shape for name, shape in expected_shapes.items()}

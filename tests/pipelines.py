@@ -18,7 +18,7 @@ from torch.distributed.pipelining import (
 )
 
 from flex_model import FlexModel
-from flex_model.pipelining.pass_through import PassThrough
+from flex_model.pipelining.stand_ins import PassThrough
 
 SINGLE = (ScheduleGPipe, Schedule1F1B)
 LOOPED = (ScheduleInterleaved1F1B, ScheduleLoopedBFS, ScheduleInterleavedZeroBubble)
@@ -150,6 +150,9 @@ def alone_group():
     return _groups[world][dist.get_rank()]
 
 
+SHARED_ROWS = {"one shared row": 1, "two shared rows": 2}
+
+
 class Summary(nn.Module):
     """Computes tensors whose rows can't be told by their sizes or values."""
 
@@ -158,8 +161,8 @@ class Summary(nn.Module):
         self.kind, self.inner = kind, nn.Linear(8, 8)
 
     def forward(self, x):
-        if self.kind == "two shared rows":
-            return x + self.inner(torch.ones(2, 8)).mean(0)
+        if self.kind in SHARED_ROWS:
+            return x + self.inner(torch.ones(SHARED_ROWS[self.kind], 8)).mean(0)
         if self.kind == "two rows for each of the batch":
             return self.inner(x.repeat_interleave(2, 0))[::2]
         if self.kind == "rows along another dim":

@@ -14,7 +14,7 @@ import os
 import torch.distributed as dist
 
 logger = logging.getLogger("flex_model")
-_LEVELS = ("debug", "info", "warning", "error")
+_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def _rank() -> int:
@@ -25,7 +25,7 @@ def _rank() -> int:
 
 class _RankFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return f"[flex_model rank {_rank()} {self.formatTime(record)}] {record.getMessage()}"
+        return f"[{record.name} rank {_rank()} {self.formatTime(record)}] {record.getMessage()}"
 
 
 class _File(logging.Handler):
@@ -45,11 +45,11 @@ class _File(logging.Handler):
 
 def set_up(setting: str) -> None:
     """Configure the logger as in ``FLEX_MODEL_LOG``; ValueError for an unknown level."""
-    level, _, path = setting.partition(":")
+    level, _, path = str(setting).strip().partition(":")
     if level.lower() not in _LEVELS:
         raise ValueError(
-            f"FLEX_MODEL_LOG must be one of {', '.join(_LEVELS)}, optionally with a colon and a "
-            f"file; got {setting!r}"
+            f"FLEX_MODEL_LOG (FLEXMODEL_DEBUG, setup_logger) must be one of {', '.join(_LEVELS)}, "
+            f"optionally with a colon and a file; got {setting!r}"
         )
     handler = _File(path) if path else logging.StreamHandler()
     handler.setFormatter(_RankFormatter())

@@ -1,4 +1,4 @@
-"""When each rank was at which hook, edit and transfer, on one clock.
+"""When each rank was at which hook, edit and transfer.
 
 The recorder is an observer of the hook executor and of the communicators while it is on; with no
 observer a hook or a transfer pays for one truth test.
@@ -11,12 +11,9 @@ import functools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from flex_model.distributed.hosts import Settings
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.inspection import text
 
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
 
 KINDS = ("hook", "edit", "header", "transfer")
 _REMEMBERED = 20_000  # spans of a rank, the last ones: some MiB
-_ROUNDS = 8  # of exchanges that set clocks, where ranks have several
 
 
 @dataclass(frozen=True)
@@ -62,25 +58,19 @@ class Timeline(list[list[Span]], text.Printed):
 
     Attributes:
         ranks: Global ranks.
-        clock: How the ranks' times were brought onto one clock.
         num_forgotten: By rank, how many spans were let go, since only the last 20,000 are kept.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.ranks: tuple[int, ...] = ()
-        self.clock = ""
         self.num_forgotten: list[int] = []
 
     def fill(
-        self,
-        spans: list[list[Span]],
-        ranks: tuple[int, ...],
-        num_forgotten: list[int],
-        clock: str,
+        self, spans: list[list[Span]], ranks: tuple[int, ...], num_forgotten: list[int]
     ) -> None:
         self[:] = spans
-        self.ranks, self.num_forgotten, self.clock = ranks, num_forgotten, clock
+        self.ranks, self.num_forgotten = ranks, num_forgotten
 
     @property
     def end_us(self) -> float:
@@ -120,7 +110,7 @@ class Timeline(list[list[Span]], text.Printed):
             yield "nothing is recorded yet"
             return
         shown = self.shown()
-        end = f"{self.end_us / 1e3:.2f} ms in all; {self.clock}"
+        end = f"{self.end_us / 1e3:.2f} ms in all"
         if any(self.num_forgotten):
             end += f"; the first {max(self.num_forgotten)} of a rank's spans are forgotten"
         yield text.Table(list(shown[0]), [list(row.values()) for row in shown])
@@ -132,7 +122,7 @@ class Timeline(list[list[Span]], text.Printed):
 
 @dataclass
 class _Noted:
-    """A span as its rank notes it: times in nanoseconds of its own clock.
+    """A span as its rank notes it: times in nanoseconds.
 
     Attributes:
         exchange: The ranks that take part, and the number of their exchange; empty for none.
@@ -147,12 +137,7 @@ class _Noted:
     exchange: str = ""
 
     def finish(self) -> None:
-        self.end = now_ns()
-
-
-def now_ns() -> int:
-    """Return the time of a clock that all processes of a host share."""
-    return time.monotonic_ns()
+        self.end = time.time_ns()
 
 
 class _Recorder:
@@ -194,7 +179,7 @@ class _Recorder:
         return noted.finish
 
     def _begin_hook(self, kind: str, call: HookCall) -> Callable[[], None]:
-        return self._begin(_Noted(kind, call.describe(), call.registration.name, now_ns()))
+        return self._begin(_Noted(kind, call.describe(), call.registration.name, time.time_ns()))
 
     def _begin_transfer(
         self,
@@ -210,7 +195,7 @@ class _Recorder:
             self._sites[key] = self._names.get(communicator.meter.site, "")
         site = self._sites.get(key, "")
         exchange = self._exchange(communicator, key, axes)
-        return self._begin(_Noted(kind, what, site, now_ns(), 0, num_bytes, exchange))
+        return self._begin(_Noted(kind, what, site, time.time_ns(), 0, num_bytes, exchange))
 
     def _exchange(self, communicator: Communicator, key: str, axes: tuple[Axis, ...]) -> str:
         """Return a name of this exchange among its ranks: all of them count the same number."""
@@ -227,12 +212,10 @@ class _Recorder:
 def recorded(
     core: HookCore, communicators: dict[str, Communicator], timeline: Timeline
 ) -> Iterator[Timeline]:
-    """Fill ``timeline`` with what all ranks do meanwhile. Collective over the ranks of the first
-    communicator, at its start and at its end; after an exception only this rank's spans are there.
+    """Fill ``timeline`` with what all ranks do meanwhile. Its end is collective over the ranks of
+    the first communicator; after an exception only this rank's spans are there.
     """
     everyone = next(iter(communicators.values()))
-    with everyone.uncounted():
-        offset_ns, clock = _set_clocks(everyone)
     recorder = _Recorder(core, communicators)
     is_complete = False
     try:
@@ -243,10 +226,7 @@ def recorded(
         local: list[Any] = [
             everyone.mesh.ranks[everyone.mesh.rank],
             recorder.num_noted - len(recorder.noted),
-            [
-                astuple(replace(s, start=s.start - offset_ns, end=s.end - offset_ns))
-                for s in recorder.noted
-            ],
+            [astuple(span) for span in recorder.noted],
         ]
         per_rank = [local]
         if is_complete:
@@ -256,7 +236,6 @@ def recorded(
             _joined([[_Noted(*row) for row in spans] for _, _, spans in per_rank]),
             tuple(rank for rank, _, _ in per_rank),
             [forgotten for _, forgotten, _ in per_rank],
-            clock if is_complete else f"of this rank alone, after an error; {clock}",
         )
 
 
@@ -276,30 +255,3 @@ def _joined(noted: Sequence[Sequence[_Noted]]) -> list[list[Span]]:
         return Span(one.kind, one.what, one.site, start, end, waited_us, one.num_bytes)
 
     return [[span(one) for one in spans] for spans in noted]
-
-
-# ---- Clocks --------------------------------------------------------------------------------------
-
-
-def _set_clocks(communicator: Communicator) -> tuple[int, str]:
-    """What this rank's clock is ahead of rank 0's, in nanoseconds, and how that is known.
-
-    Ranks of one host have one clock. Otherwise, as in NTP (RFC 5905): what the least of several
-    messages from rank 0 took, by both clocks, less what the least to rank 0 took, by half; it is
-    wrong by half of their sum at most.
-    """
-    if communicator.is_local:
-        return 0, "one process"
-    hosts = exchange_json(communicator, Settings.now().host, "the hosts of a timeline")
-    if len(set(hosts)) == 1:
-        return 0, "the ranks share the clock of their host"
-    left, entered = [], []
-    for _ in range(_ROUNDS):
-        entered.append(communicator.exchange(torch.tensor([now_ns()])).flatten())
-        left.append(now_ns())
-    took = torch.stack([end - starts for end, starts in zip(left, entered)]).amin(0)
-    table = communicator.exchange(took)  # [to, from]: what a message took, by the clocks of both
-    ahead = (table[:, 0] - table[0]) // 2
-    error_us = float((table[:, 0] + table[0]).amax()) / 2e3
-    clock = f"clocks of {len(set(hosts))} hosts, set by {_ROUNDS} exchanges to {error_us:.0f} us"
-    return int(ahead[communicator.mesh.group_rank]), clock

@@ -1,17 +1,20 @@
-"""The mesh of one ``FlexModel``: its ranks on the axes pp, dp and tp."""
+"""The mesh of one ``FlexModel``: its ranks on the axes pp, dp and tp; and the names of the dims of
+a ``DeviceMesh``: torch's, Hugging Face's, accelerate's (``ParallelismConfig``) and torchtitan's.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from flex_model.distributed.mesh_dims import AXIS_OF_DIM, names_of_dims
+from flex_model.integrations.torch_private import root_mesh
 
 AXES = ("pp", "dp", "tp")  # slowest first
 
@@ -80,21 +83,17 @@ class Mesh:
                 f"FlexModel: device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}; "
                 'make it with init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
             )
-        names = names_of_dims(device_mesh)
+        names, axes = names_of_dims(device_mesh), known_axes(device_mesh)
         if names is None:
             raise ValueError(
                 "device_mesh must have named dims, so that tensor- and data-parallel axes can be "
                 'told apart; make it with init_device_mesh(..., mesh_dim_names=("dp", "tp"))'
             )
-        axes = []
-        for name, size in zip(names, device_mesh.shape):
-            axis = "dp" if size == 1 else AXIS_OF_DIM.get(name.lower())
-            if axis is None:
-                raise ValueError(
-                    f"device_mesh dim {name!r} is not a known axis; name the dims after "
-                    f"{sorted(AXIS_OF_DIM)}"
-                )
-            axes.append(axis)
+        if "" in axes:
+            raise ValueError(
+                f"device_mesh dim {names[axes.index('')]!r} is not a known axis; name the dims "
+                f"after {sorted(AXIS_OF_DIM)}"
+            )
         return Mesh.from_table(device_mesh.mesh, axes)
 
     @staticmethod
@@ -277,3 +276,114 @@ def group_ranks(process_group: dist.ProcessGroup | None) -> tuple[int, ...]:
             "ranks only"
         )
     return tuple(dist.get_process_group_ranks(process_group))
+
+
+# ---- Names of the dims of DeviceMeshes -----------------------------------------------------------
+
+# Names of dims with data-parallel ranks that never include context-parallel ones; "fsdp" may.
+_ROWS = {"dp", "data", "batch", "ddp", "replicate", "dp_replicate", "dp_shard"}
+
+# Names that device meshes give to their dims, and our axis for each.
+AXIS_OF_DIM = {
+    "pp": "pp",
+    "pipeline": "pp",
+    "tp": "tp",
+    "tensor": "tp",
+    "model": "tp",
+    **dict.fromkeys((*_ROWS, "fsdp", "hsdp", "shard"), "dp"),
+}
+
+# Words in the names of dims that split the sequence, alone or with others ("dp_shard_cp").
+_CONTEXT = {"cp", "context", "ulysses", "ring"}
+# Words in the names of dims that none of our axes stands for.
+_FOREIGN = _CONTEXT | {"sp", "sequence", "ep", "etp", "efsdp", "expert"}
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a dim of this name splits the sequence or the experts, which our axes don't."""
+    return bool(_FOREIGN.intersection(_words(name)))
+
+
+def names_of_dims(
+    device_mesh: dist.DeviceMesh, origin: dist.DeviceMesh | None = None
+) -> tuple[str, ...] | None:
+    """Return the names of a mesh's dims. A dim flattened from data- and context-parallel dims
+    (``dp_shard_cp``) is "dp" if it has no context-parallel ranks. Local.
+
+    Args:
+        origin: The mesh from which this one was made, if it is another.
+
+    Raises:
+        ValueError: this mesh, or the mesh that it is a part of, has a context-parallel dim.
+    """
+    names = device_mesh.mesh_dim_names
+    if names is None:
+        return None
+    groups = list(_groups(device_mesh if origin is None else origin))
+    lines = [_line(device_mesh, dim) for dim in range(device_mesh.ndim)]
+    for name, ranks in groups:
+        if len(ranks) > 1 and _CONTEXT.issuperset(_words(name)):
+            inside = [
+                other
+                for other, line in zip(names, lines)
+                if other != name and set(ranks) <= set(line)
+            ]
+            raise ValueError(_refusal(name, len(ranks), inside))
+    found = []
+    for name, line in zip(names, lines):
+        if _CONTEXT.intersection(_words(name)) and _is_of_rows(line, groups):
+            name = "dp"
+        found.append(name)
+    return tuple(found)
+
+
+def known_axes(device_mesh: dist.DeviceMesh) -> tuple[str, ...]:
+    """Return our axis for each dim of a mesh; "" for one whose name is not known. Local."""
+    names = names_of_dims(device_mesh) or ("",) * device_mesh.ndim
+    return tuple(
+        "dp" if size == 1 else AXIS_OF_DIM.get(name.lower(), "")
+        for name, size in zip(names, device_mesh.shape)
+    )
+
+
+def _refusal(name: str, size: int, inside: list[str]) -> str:
+    within = f", a part of {inside[0]!r}," if inside else ""
+    return (
+        f"FlexModel: the mesh dim {name!r}{within} splits the sequence over {size} ranks: context "
+        "parallelism is not supported; shard the model over a mesh without it, or of size 1"
+    )
+
+
+def _is_of_rows(line: tuple[int, ...], groups: list[tuple[str, tuple[int, ...]]]) -> bool:
+    """Whether all these ranks are in one group of data-parallel ranks, so that rows differ."""
+    return any(name.lower() in _ROWS and set(line) <= set(ranks) for name, ranks in groups)
+
+
+def _words(name: str) -> set[str]:
+    return set(name.lower().split("_")) - {"parallel"}
+
+
+def _groups(device_mesh: dist.DeviceMesh) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield this rank's groups, with the names of their dims, in a mesh, in its root mesh, and in
+    all meshes made from that. torch has no public function for these.
+    """
+    root = root_mesh(device_mesh) or device_mesh
+    flattened = getattr(root, "_flatten_mapping", {}).values()
+    for mesh in (device_mesh, root, *flattened):
+        for dim, name in enumerate(mesh.mesh_dim_names or ()):
+            yield name, _line(mesh, dim)
+    for group in getattr(root, "_pg_registry", {}).values():
+        kind, _, name = group.group_desc.partition("_")
+        if kind == "mesh":
+            yield name, tuple(dist.get_process_group_ranks(group))
+
+
+def _line(mesh: dist.DeviceMesh, dim: int) -> tuple[int, ...]:
+    """This rank's group along a dim; all ranks of the mesh if this rank is not in the mesh."""
+    table = mesh.mesh
+    places = (table == dist.get_rank()).nonzero()
+    if len(places) == 0:
+        return tuple(table.flatten().tolist())
+    index: list[Any] = places[0].tolist()
+    index[dim] = slice(None)
+    return tuple(table[tuple(index)].tolist())

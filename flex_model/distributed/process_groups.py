@@ -21,12 +21,11 @@ from typing import Protocol
 import torch.distributed as dist
 
 from flex_model import _C
-from flex_model.distributed import page_locks, processes, rendezvous
+from flex_model.distributed import processes, rendezvous
 from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.hosts import Hosts, Offer, Settings, hosts_of, share
 from flex_model.distributed.messages import Messages
 from flex_model.distributed.notices import Board
-from flex_model.distributed.page_locks import PageLocks
 from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.distributed.roll_call import RollCall
 from flex_model.distributed.transports import host_copies
@@ -76,7 +75,7 @@ class PrivateGroup:
     world: dist.ProcessGroup | None  # torch.distributed may be destroyed and initialised again
     num_users: int = 1
     broken: str | None = None  # why it can't be used any more
-    locks: PageLocks = field(default_factory=PageLocks)
+    locks: host_copies.PageLocks = field(default_factory=host_copies.PageLocks)
     pid: int = field(default_factory=os.getpid)  # the process that made the group
     _watcher: Watcher | None = None  # as shared memory has it
     _wait: tuple[str, float] | None = None  # the position and the deadline, as it has them
@@ -301,7 +300,7 @@ def _free_unused() -> None:
     while _released:
         _released.pop().locks.release()
     if not _groups and not _num_users:
-        page_locks.of_arena.release()
+        host_copies.of_arena.release()
         _C.close_arena()
 
 

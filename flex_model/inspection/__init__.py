@@ -6,8 +6,7 @@ from flex_model.distributed.costs import Cost
 from flex_model.inspection import tree
 from flex_model.inspection.dry_run import DryRun, DryRunRow
 from flex_model.inspection.edit_checks import Finding
-from flex_model.inspection.explain import Explanation, HookCost
-from flex_model.inspection.layouts import Layouts, SiteLayout
+from flex_model.inspection.hook_tables import Explanation, HookCost, Layouts, SiteLayout
 from flex_model.inspection.verify import SiteDifference, VerifyReport
 
 __all__ = [

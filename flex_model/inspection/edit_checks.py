@@ -1,6 +1,6 @@
 """Calls each editing function once on tensors without values, before a run, and finds what is wrong
-with it, and at which line; the findings are the same on every rank. Torch's modes around the call
-refuse what a run would refuse, or what needs values.
+with it; the findings are the same on every rank. Torch's modes around the call refuse what a run
+would refuse, or what needs values.
 """
 
 from __future__ import annotations
@@ -8,15 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
 import logging
-import re
-import sysconfig
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from types import CodeType
 from typing import Any, NoReturn
 
@@ -27,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flex_model.distributed.placement import Shape, Shard
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.errors import HookError, nearest
+from flex_model.errors import HookError
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import name_of
 from flex_model.hooks.registration import Registration, describe_hook
@@ -41,14 +37,11 @@ from flex_model.integrations.torch_private import (
     fake_tensor,
     is_functorch_tensor,
 )
-from flex_model.integrations.transformers_private import gate_of
-from flex_model.names import clean, find_module
+from flex_model.names import clean
 
 #: The levels of a finding: a run would raise an error or compute something else than was meant; it
 #: may have been meant; a dry run can't decide it, as it has shapes only.
 ERROR, WARNING, NOT_CHECKED = "error", "warning", "not checked"
-
-Place = tuple[str, int]  # a file, and a line in it
 
 
 @dataclass(frozen=True)
@@ -59,72 +52,42 @@ class Finding:
         level: ``"error"``, ``"warning"`` or ``"not checked"``.
         problem: The kind of problem, in a word or two; docs/checks.md lists them.
         message: What was expected, what was found, and what to do.
-        name, kind, unpack_idx: The hook's, as in ``DryRunRow``.
+        hook: Its name, kind and index, as messages name it.
         function: The editing function's name.
-        file, line: A line of the user's code. Of what a function raised, the innermost one in the
-            traceback; of what it returned, that of its last operation.
-        ranks: Global ranks on which it was found.
+        file, line: Where it is written; of what it raised, the innermost line in that file.
     """
 
     level: str
     problem: str
     message: str
-    name: str
-    kind: str
-    unpack_idx: int | str | tuple[int | str, ...]
+    hook: str
     function: str
     file: str
     line: int
-    ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        hook = describe_hook(self.name, self.kind, self.unpack_idx)
         return (
             f"{self.file}:{self.line}: {self.level}: {self.message} "
-            f"[{self.problem}; {self.function} in the {hook}]"
+            f"[{self.problem}; {self.function} in the {self.hook}]"
         )
 
 
-class Source:
-    """The user's code of one editing function: its own file, and all files outside of libraries.
-
-    Attributes:
-        start: Where the editing function begins.
-    """
-
-    def __init__(self, registration: Registration) -> None:
-        self._registration = registration
-        function: Any = registration.given.editing_function
-        code = _code_of(function)
-        self._name = name_of(function)
-        self.start: Place = (code.co_filename, code.co_firstlineno) if code else ("", 0)
-        self._own_file = "" if self.start[0].startswith(_OWN_FOLDER) else self.start[0]
-
-    def finding(
-        self, level: str, problem: str, message: str, place: Place | None = None
-    ) -> Finding:
-        """A finding at a line; by default, where the editing function begins."""
-        place, unpack_idx = place or self.start, self._registration.given.unpack_idx
-        hook = (self._registration.name, self._registration.kind, unpack_idx)
-        return Finding(level, problem, message, *hook, self._name, *place)
-
-    def current_line(self) -> Place | None:
-        """The line of the user's code that runs now, in the editing function or in its callees."""
-        steps = ((f.f_code, line) for f, line in traceback.walk_stack(None))
-        called = itertools.takewhile(lambda step: step[0] is not FakeCalls._call.__code__, steps)
-        return self._first((code.co_filename, line) for code, line in called)
-
-    def line_of(self, error: BaseException) -> Place:
-        """The line of the user's code that raised an error; of a ready edit's, the line inside."""
-        steps = [(f.f_code.co_filename, n) for f, n in traceback.walk_tb(error.__traceback__)]
-        inside = steps[-1] if steps[-1][0] != __file__ else self.start
-        return self._first(steps[::-1]) or inside
-
-    def _first(self, steps: Iterable[Place]) -> Place | None:
-        for place in steps:
-            if place[0] == self._own_file or not place[0].startswith(_libraries()):
-                return place
-        return None
+def _finding(
+    registration: Registration,
+    level: str,
+    problem: str,
+    message: str,
+    error: BaseException | None = None,
+) -> Finding:
+    """Return a finding about a hook's function, at the line that raised ``error``, if any did."""
+    function = registration.given.editing_function
+    code = _code_of(function)
+    file, line = (code.co_filename, code.co_firstlineno) if code else ("", 0)
+    for frame, number in traceback.walk_tb(None if error is None else error.__traceback__):
+        if frame.f_code.co_filename == file:
+            line = number
+    hook = describe_hook(registration.name, registration.kind, registration.given.unpack_idx)
+    return Finding(level, problem, message, hook, name_of(function), file, line)
 
 
 def _code_of(function: Any) -> CodeType | None:
@@ -138,21 +101,7 @@ def _code_of(function: Any) -> CodeType | None:
     return code if isinstance(code, CodeType) else None
 
 
-_OWN_FOLDER = f"{Path(__file__).parents[1]}/"
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    """What the names of files begin with whose code is a library's, not the user's."""
-    paths = sysconfig.get_paths()
-    folders = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders += [str(Path(torch.__file__).parent)]
-    own = (_OWN_FOLDER, "<frozen", "<string>", "<eval_with_key")
-    return (*own, *(f"{folder}/" for folder in folders))
-
-
-_TO_NUMPY: set[Any] = {Tensor.numpy, Tensor.__array__}
-_READS_MEMORY = {*_TO_NUMPY, Tensor.__dlpack__, Tensor.data_ptr}  # of fake tensors at address 0
+_READS_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr}
 _READS_VALUES = {torch.equal, torch.allclose, Tensor.equal, Tensor.allclose, Tensor.item}
 _READS_VALUES |= {Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__}
 _READS_VALUES |= {Tensor.__index__, Tensor.__complex__, *_READS_MEMORY}
@@ -162,13 +111,20 @@ Sharded = Mapping[int, tuple[Tensor, str, bool]]
 
 
 class RefusedError(Exception):
-    """Ends the editing function; a finding says why."""
+    """Ends the editing function.
+
+    Attributes:
+        level, problem: Those of the finding, which has the message of the error.
+    """
+
+    def __init__(self, level: str, problem: str, message: str) -> None:
+        super().__init__(message)
+        self.level, self.problem = level, problem
 
 
-def needs_values(what: str) -> tuple[str, str, str]:
-    """The level, problem and message of a finding."""
+def needs_values(what: str) -> RefusedError:
     message = f"{what} needs values, and a dry run has shapes only: not checked from here on"
-    return NOT_CHECKED, "depends on values", message
+    return RefusedError(NOT_CHECKED, "depends on values", message)
 
 
 class FakeArguments(TorchFunctionMode):
@@ -197,7 +153,7 @@ class FakeArguments(TorchFunctionMode):
             with contextlib.suppress(fake_tensor.DataDependentOutputException):
                 if func not in _READS_MEMORY:
                     return func(*args, **kwargs)  # of one number, whose value torch keeps
-            self._watch.refuse_to_read(func, args[0])
+            self._watch.refuse(needs_values(f"{func.__name__.strip('_')}()"))
         args, kwargs = tree_map_only(Tensor, self._faked, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -211,22 +167,18 @@ class FakeArguments(TorchFunctionMode):
 
 
 class Watch(DispatchMode):
-    """Refuses collectives and shards of weights in one call, and notes the lines of operations.
+    """Refuses collectives and shards of weights in one call.
 
     Attributes:
         sharded: Parameters of which this rank has a shard: itself, its name, and whether FSDP
             alone shards them.
-        findings: What was refused, even where the function caught the exception.
-        last_line: The last line with an operation.
-        last_write: The last line that wrote to a tensor in place.
+        refused: What was refused, even where the function caught the exception.
     """
 
-    def __init__(self, source: Source, sharded: Sharded) -> None:
+    def __init__(self, sharded: Sharded) -> None:
         super().__init__()
-        self.findings: list[Finding] = []
-        self.last_line: Place | None = None
-        self.last_write: Place | None = None
-        self.source, self.sharded = source, sharded
+        self.refused: list[RefusedError] = []
+        self.sharded = sharded
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -234,42 +186,28 @@ class Watch(DispatchMode):
             if id(leaf) in self.sharded:
                 self._refuse_shard(*self.sharded[id(leaf)][1:])
         if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-            self._refuse(
-                ERROR,
-                "collective",
+            message = (
                 f"{func.overloadpacket} is a collective: an editing function may run on one rank "
                 "only, so the ranks would deadlock; its tensor is the full one already, and "
-                "weights are named in HookFunction(parameters=...)",
+                "weights are named in HookFunction(parameters=...)"
             )
+            self.refuse(RefusedError(ERROR, "collective", message))
         if any(issubclass(kind, dtensor.dtensor_class()) for kind in types):
             return NotImplemented  # its own operations are dispatched again, on plain tensors
-        place = self.source.current_line()
-        if place is not None:
-            self.last_line = place
-            self.last_write = place if func._schema.is_mutable else self.last_write
         return func(*args, **kwargs)
-
-    def refuse_to_read(self, func: Any, tensor: Tensor) -> NoReturn:
-        """Report that values are read; raise what a run would raise."""
-        if func in _TO_NUMPY and tensor.requires_grad:
-            with fake_tensor.unset_fake_temporarily():
-                torch.empty(0, requires_grad=True).numpy()
-        self._refuse(*needs_values(f"{func.__name__.strip('_')}()"))
 
     def _refuse_shard(self, name: str, is_fsdp: bool) -> NoReturn:
         what = "is a shard of FSDP's whenever its module does not run" if is_fsdp else "is a shard"
-        self._refuse(
-            WARNING if is_fsdp else ERROR,
-            "sharded weight",
+        message = (
             f"parameter {name!r} {what}, not the full weight; name it in "
             f"HookFunction(parameters=[{name!r}]), and take it from hook_function.parameters"
-            + ("; not checked from here on" if is_fsdp else ""),
+            + ("; not checked from here on" if is_fsdp else "")
         )
+        self.refuse(RefusedError(WARNING if is_fsdp else ERROR, "sharded weight", message))
 
-    def _refuse(self, level: str, problem: str, message: str) -> NoReturn:
-        place = self.source.current_line()
-        self.findings.append(self.source.finding(level, problem, message, place))
-        raise RefusedError(message)
+    def refuse(self, error: RefusedError) -> NoReturn:
+        self.refused.append(error)
+        raise error
 
 
 _VALUE_ERRORS = (
@@ -277,12 +215,6 @@ _VALUE_ERRORS = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
     fake_tensor.UnsupportedFakeTensorException,
-)
-
-
-#: Of what torch refuses: a change in place, or devices (by torch 2.11; by 2.15).
-_TORCH_SAYS = re.compile(
-    "inplace|in-place|a leaf Variable|different devices|tensors to be on the same device"
 )
 
 
@@ -329,28 +261,29 @@ class FakeCalls:
             registration: That of the last of its tensors.
         """
         function, communicator = registration.given, self._core.communicator
-        watch = Watch(Source(registration), self._sharded)
+        watch = Watch(self._sharded)
         is_activation = registration.kind in ("forward", "forward_pre")
         outer = communicator.edit_of
         found: list[Finding] = []
         try:
             communicator.set_edit(registration.describe())
             with self._fake_mode, torch.set_grad_enabled(is_activation and torch.is_grad_enabled()):
-                parameters = _Parameters(
-                    (name, torch.empty(shape, dtype=dtype, device=inputs[-1].device))
+                parameters = {
+                    name: torch.empty(shape, dtype=dtype, device=inputs[-1].device)
                     for name, (shape, dtype) in self._parameters.items()
                     if name in function.parameter_names
-                )
+                }
                 function.pass_parameters(parameters)
                 found = self._call(registration, inputs, watch)
         except RefusedError:
             pass
         except (Exception, SystemExit) as error:
-            found = [self._raised(error, watch.source)]
+            found = [self._raised(error, registration)]
         finally:
             communicator.set_edit(outer)
             function.pass_parameters({})
-        found = list(dict.fromkeys([*watch.findings, *found]))
+        refused = [_finding(registration, e.level, e.problem, str(e), e) for e in watch.refused]
+        found = list(dict.fromkeys([*refused, *found]))
         if not self._unfinished and any(finding.level != ERROR for finding in found):
             self._unfinished = f"{found[0].function} of the {registration.describe()}"
         return found
@@ -366,22 +299,17 @@ class FakeCalls:
         tensors = tuple(fulls) if registration.given.members else fulls[0]
         with FakeArguments(self._fake_mode, self._fakes, watch), watch:
             result = function(module, tensors, self._core.save_ctx, self._core.modules)
-        problem = "not a tensor"
         results: list[Any] = []
         try:
             for one, full, kind in zip(results_of(registration, result), fulls, kinds):
                 results.append(full if one is None else one)
                 check_result(registration, results[-1], kind)
         except (TypeError, ValueError) as error:
-            if isinstance(error, ValueError):
-                names = zip(("shape", "dtype", "device"), kind_of(results[-1]), kind)
-                problem = next(name for name, got, expected in names if got != expected)
-            message = str(error).partition(": ")[2]
-            return [watch.source.finding(ERROR, problem, message, watch.last_line)]
-        return self._in_backward(starts, results, watch)
+            return [_finding(registration, ERROR, "result", str(error).partition(": ")[2])]
+        return self._in_backward(starts, results, registration)
 
     def _in_backward(
-        self, starts: Sequence[Tensor], results: Sequence[Tensor], watch: Watch
+        self, starts: Sequence[Tensor], results: Sequence[Tensor], registration: Registration
     ) -> list[Finding]:
         """Run the backward of an edit: it fails where what it needs was overwritten."""
         outputs = [result for result in results if result.requires_grad]
@@ -394,45 +322,19 @@ class FakeCalls:
             torch.autograd.grad(outputs, leaves, ones, retain_graph=True, allow_unused=True)
         except RuntimeError as error:
             text = str(error).partition(": [")[0][:400]
-            if "inplace" not in text:
-                message = f"its backward raises RuntimeError: {text}"
-                return [watch.source.finding(ERROR, "raises", message, watch.last_line)]
-            message = f"backward would raise: {text}; write to a clone()"
-            return [watch.source.finding(ERROR, "in place", message, watch.last_write)]
+            message = f"its backward raises: {text}; write to a clone(), not in place"
+            return [_finding(registration, ERROR, "raises", message)]
         return []
 
-    def _raised(self, error: BaseException, source: Source) -> Finding:
-        place = source.line_of(error)
+    def _raised(self, error: BaseException, registration: Registration) -> Finding:
         if isinstance(error, _VALUE_ERRORS):
-            return source.finding(*needs_values(str(error)[:200]), place)
-        text = f"{type(error).__name__}: {error}".replace("FakeTensor", "Tensor")
-        level, problem, hint = ERROR, "raises", ""
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        raised_in = frame.f_locals.get("self")
-        if isinstance(raised_in, _Parameters):
-            problem, text = "unknown parameter", str(error.args[0])
-        elif raised_in is self._core.modules:
-            problem = "unknown module"
-            asked = getattr(error, "name", None) or str(error.args[0])
-            hint = "; " + nearest(asked, self._core.modules, "trainable module")
-        elif isinstance(error, HookError) and "inside an editing function" in text:
-            problem = "collective" if "a transfer among ranks" in text else "model inside"
-        elif isinstance(error, RuntimeError) and (words := _TORCH_SAYS.search(text)):
-            problem = "device" if "device" in words[0] else "in place"
-        elif self._unfinished:
-            level = NOT_CHECKED
-            hint = f"; this may come of {self._unfinished}, which was not checked to its end"
-        return source.finding(level, problem, f"raises {text[:600]}{hint}", place)
-
-
-class _Parameters(dict[str, Tensor]):
-    """The full parameters of a HookFunction."""
-
-    def __missing__(self, name: object) -> Any:
-        raise KeyError(
-            f"hook_function.parameters has no {name!r}; name it in HookFunction(parameters=...) "
-            f"({nearest(str(name), self, 'parameter')})"
-        )
+            refused = needs_values(str(error)[:200])
+            return _finding(registration, refused.level, refused.problem, str(refused), error)
+        text = f"raises {type(error).__name__}: {error}".replace("FakeTensor", "Tensor")[:600]
+        if not self._unfinished or isinstance(error, HookError):
+            return _finding(registration, ERROR, "raises", text, error)
+        text += f"; this may come of {self._unfinished}, which was not checked to its end"
+        return _finding(registration, NOT_CHECKED, "raises", text, error)
 
 
 @contextlib.contextmanager
@@ -459,9 +361,13 @@ def check_edits(
     Args:
         calls: In the order of the forward: the tensors that are passed to a hook's function, or why
             they are not known.
+
+    Raises:
+        ValueError: the layout of a parameter that a hook names is not known.
     """
     registrations = [r for r in core.table.registrations if r.edits and r.calls_function]
-    parameters, errors = _full_parameters(core, registrations)
+    named = dict.fromkeys(n for r in registrations for n in r.given.parameter_names)
+    parameters = {name: core.parameters.full_kind(name) for name in named}
     found: dict[int, list[Finding]] = {}
     if core.executor.edits_on_all or core.mesh.group_rank == 0:
         shapes = without_values(core.module, core.modules)
@@ -469,32 +375,13 @@ def check_edits(
             fake_calls = FakeCalls(core, fake_mode, _sharded_parameters(core), parameters)
             for registration in _in_order_of_run(registrations, list(calls)):
                 inputs = calls.get(registration, "this forward, or its backward, does not call it")
-                unknown = [e for n, e in errors.items() if n in registration.given.parameter_names]
-                source = Source(registration)
-                if unknown:
-                    of_hook = [source.finding(ERROR, "parameter", error) for error in unknown]
-                elif isinstance(inputs, str):
-                    of_hook = [source.finding(NOT_CHECKED, "not called", f"not checked: {inputs}")]
+                if isinstance(inputs, str):
+                    why = f"not checked: {inputs}"
+                    of_hook = [_finding(registration, NOT_CHECKED, "not called", why)]
                 else:
                     of_hook = fake_calls.findings(registration, inputs)
-                    of_hook += _of_gate(core, registration, source)
                 found[registration.index] = of_hook
     return _merged(core, registrations, found)
-
-
-def _of_gate(core: HookCore, registration: Registration, source: Source) -> list[Finding]:
-    """A finding for an edit of the logits of a gate, which has chosen its experts by then."""
-    block, _, child = registration.clean_name.rpartition(".")
-    if (registration.kind, registration.given.unpack_idx) != ("forward", 0) or not child:
-        return []
-    found = gate_of(find_module(core.module, block))
-    if found is None or registration.module is None or registration.module() is not found[0]:
-        return []
-    message = (
-        "an edit of a gate's logits changes no route, as the gate has chosen its experts before; "
-        f"edit the choice or the scores of flex.routing({block!r})"
-    )
-    return [source.finding(WARNING, "no effect", message)]
 
 
 def _merged(
@@ -502,17 +389,13 @@ def _merged(
     registrations: Sequence[Registration],
     found: Mapping[int, Sequence[Finding]],
 ) -> dict[int, list[Finding]]:
-    """The findings of all ranks, each with its ranks. Collective."""
+    """The findings of all ranks, the same ones once. Collective."""
     local = [[asdict(finding) for finding in found.get(r.index, ())] for r in registrations]
     per_rank = exchange_json(core.communicator, local, "the findings of a dry run")
     merged: dict[int, list[Finding]] = {}
     for registration, *of_ranks in zip(registrations, *per_rank):
-        own: dict[str, Any] = {"unpack_idx": registration.given.unpack_idx, "ranks": ()}
-        ranks: dict[Finding, list[int]] = {}
-        for rank, findings in zip(core.mesh.stage_ranks, of_ranks):
-            for finding in findings:
-                ranks.setdefault(Finding(**(finding | own)), []).append(rank)
-        merged[registration.index] = [replace(f, ranks=tuple(at)) for f, at in ranks.items()]
+        every = (Finding(**finding) for of_rank in of_ranks for finding in of_rank)
+        merged[registration.index] = list(dict.fromkeys(every))
     return merged
 
 
@@ -523,22 +406,6 @@ def _in_order_of_run(
     forward = [r for r in called if r.kind in ("forward", "forward_pre")]
     backward = [r for r in called if r.is_backward]
     return list(dict.fromkeys([*forward, *backward[::-1], *registrations]))
-
-
-def _full_parameters(
-    core: HookCore, registrations: Sequence[Registration]
-) -> tuple[dict[str, tuple[Shape, torch.dtype]], dict[str, str]]:
-    """Shape and dtype of the parameters that hooks name, and of others why they can't be gathered.
-    Collective.
-    """
-    known: dict[str, tuple[Shape, torch.dtype]] = {}
-    errors: dict[str, str] = {}
-    for name in dict.fromkeys(n for r in registrations for n in r.given.parameter_names):
-        try:
-            known[name] = core.parameters.full_kind(name)
-        except ValueError as error:  # on all ranks
-            errors[name] = str(error)
-    return known, errors
 
 
 def _sharded_parameters(core: HookCore) -> Sharded:

@@ -23,7 +23,7 @@ from flex_model.distributed.header import DTYPES, Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.integrations import compiled, dtensor, fsdp
+from flex_model.integrations import compiled, dtensor, fsdp, torch_private
 from flex_model.integrations.torch_private import FakeTensor, FakeTensorMode
 from flex_model.layouts import follow, resolve
 from flex_model.layouts.exchange import exchange_chunks
@@ -55,7 +55,7 @@ def without_values(*roots: nn.Module) -> Iterator[FakeTensorMode]:
         stack.callback(setattr, mode, "allow_non_fake_inputs", False)
         stack.callback(_clear_caches)
         for root in roots:
-            stack.enter_context(_as_it_was(root))
+            stack.enter_context(torch_private.restored(_tables(root)))
         stack.enter_context(same_torch_random_state())
         stack.enter_context(compiled.nothing_compiled())
         yield mode
@@ -126,32 +126,12 @@ class _NoTransfers(compiled.DispatchMode):
         return results[0] if len(results) == 1 else tuple(results)
 
 
-@contextlib.contextmanager
-def _as_it_was(root: nn.Module) -> Iterator[None]:
-    """Restore the attributes of all modules afterwards: they may have kept fake tensors (caches,
-    tables of positions).
-    """
-    tables: list[dict[Any, Any]] = [
-        table
-        for module in root.modules()
-        for table in (
-            module.__dict__,
-            module._parameters,
-            module._buffers,
-            module._modules,
-            module._forward_hooks,
-            module._forward_pre_hooks,
-        )
-    ]
-    tables += _shared_buffers()
-    before = [type(table)(table) for table in tables]
-    try:
-        yield
-    finally:
-        for table, old in zip(tables, before):
-            if list(table) != list(old) or any(table[key] is not old[key] for key in old):
-                table.clear()
-                table.update(old)
+def _tables(root: nn.Module) -> Iterator[dict[Any, Any]]:
+    """Yield where modules may keep fake tensors (caches, tables of positions)."""
+    for module in root.modules():
+        yield from (module.__dict__, module._parameters, module._buffers, module._modules)
+        yield from (module._forward_hooks, module._forward_pre_hooks)
+    yield from _shared_buffers()
 
 
 def _shared_buffers() -> list[dict[Any, Any]]:

@@ -10,9 +10,15 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from flex_model.distributed.mesh import Mesh, group_ranks
-from flex_model.distributed.mesh_dims import AXIS_OF_DIM, is_foreign, names_of_dims
-from flex_model.integrations import context_parallel, fsdp, transformers_private
+from flex_model.distributed.mesh import (
+    AXIS_OF_DIM,
+    Mesh,
+    group_ranks,
+    is_foreign,
+    known_axes,
+    names_of_dims,
+)
+from flex_model.integrations import fsdp, refused, transformers_private
 from flex_model.integrations.dtensor import is_dtensor
 from flex_model.integrations.torch_private import root_mesh
 from flex_model.names import clean
@@ -40,7 +46,7 @@ def find_all(root: nn.Module) -> tuple[list[Source], list[str], list[str]]:
     Raises:
         ValueError: this rank is not one of the model's, or the model is context parallel.
     """
-    context_parallel.check_modules(root)
+    refused.check_context_parallel(root)
     unknown: list[str] = []
     hidden: list[str] = []
     sources = [
@@ -148,8 +154,8 @@ def _hugging_face_mesh(root: nn.Module) -> Iterator[Source]:
     for module in root.modules():
         mesh = transformers_private.device_mesh(module)
         if mesh is not None and not fsdp.is_fsdp1(module):
-            axes = _known_axes(mesh)
-            if axes is not None:
+            axes = known_axes(mesh)
+            if all(axes):
                 yield Source("Hugging Face's _device_mesh", Mesh.from_table(mesh.mesh, axes))
 
 
@@ -188,8 +194,8 @@ def _wrapper_groups(root: nn.Module, hidden: list[str]) -> Iterator[Source]:
         whole = root_mesh(device_mesh)
         if whole is not None and whole != device_mesh and whole not in seen:
             seen.add(whole)
-            axes = _known_axes(whole)
-            if axes is not None and "pp" not in axes:
+            axes = known_axes(whole)
+            if all(axes) and "pp" not in axes:
                 yield Source(f"the mesh of {name}", Mesh.from_table(whole.mesh, axes))
 
 
@@ -245,13 +251,3 @@ def _layers(root: nn.Module, package: str) -> Iterator[nn.Module]:
     for module in root.modules():
         if any(cls.__module__.startswith(package) for cls in type(module).__mro__):
             yield module
-
-
-def _known_axes(device_mesh: dist.DeviceMesh) -> tuple[str, ...] | None:
-    """Return our axes for a mesh whose dims have known names; None for any other."""
-    names = names_of_dims(device_mesh) or ("",) * device_mesh.ndim
-    axes = tuple(
-        "dp" if size == 1 else AXIS_OF_DIM.get(name.lower(), "")
-        for name, size in zip(names, device_mesh.shape)
-    )
-    return axes if all(axes) else None

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.mesh import AXES, Mesh, check_sizes, group_ranks
-from flex_model.distributed.mesh_dims import AXIS_OF_DIM
+from flex_model.distributed.mesh import AXES, AXIS_OF_DIM, Mesh, check_sizes, group_ranks
 from flex_model.integrations import mesh_sources, transformers_private
 from flex_model.integrations.mesh_sources import Source
 

@@ -7,9 +7,10 @@ torch's pages on extending it, are ``torch.utils._pytree``, ``torch.utils._pytho
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -342,6 +343,21 @@ PYBIND11_FUNCTION = _C._dispatch_tls_local_include_set
 make_subclass = torch.Tensor._make_subclass
 DisableSubclassFunction = _C.DisableTorchFunctionSubclass
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+
+
+@contextlib.contextmanager
+def restored(tables: Iterable[dict[Any, Any]]) -> Iterator[None]:
+    """A context after which tables of modules (parameters, buffers, attributes, hooks) have the
+    entries that they had before, in their order.
+    """
+    before = [(table, dict(table)) for table in tables]
+    try:
+        yield
+    finally:
+        for table, old in before:
+            if list(table) != list(old) or any(table[key] is not old[key] for key in old):
+                table.clear()
+                table.update(old)
 
 
 def num_references(storage: Any) -> int:

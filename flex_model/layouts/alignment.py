@@ -8,7 +8,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flex_model.layouts.operation_log import MARKERS, Entry
+from flex_model.layouts import logged
+from flex_model.layouts.logged import Entry
 
 
 def align(
@@ -23,7 +24,7 @@ def align(
     Args:
         skipped: Called with every entry, of any rank, that is left out.
     """
-    marks = ({entry for entry in log if entry[0] in MARKERS} for log in logs)
+    marks = ({_form(entry) for entry in log if isinstance(entry, logged.MARKERS)} for log in logs)
     common = set.intersection(*marks)
     for segments in itertools.zip_longest(*(_cut(log, common) for log in logs), fillvalue=[]):
         alike = list(itertools.takewhile(_are_alike, zip(*segments)))
@@ -33,11 +34,11 @@ def align(
                 skipped(entry)
 
 
-def _cut(log: Sequence[Entry], markers: set[Entry]) -> list[list[Entry]]:
+def _cut(log: Sequence[Entry], markers: set[Any]) -> list[list[Entry]]:
     """Return the log in segments, of which all but the first begin with one of these markers."""
     segments: list[list[Entry]] = [[]]
     for entry in log:
-        if entry[0] in MARKERS and entry in markers:
+        if isinstance(entry, logged.MARKERS) and _form(entry) in markers:
             segments.append([])
         segments[-1].append(entry)
     return segments
@@ -52,21 +53,13 @@ def _form(entry: Entry) -> Any:
     """Return what must be equal on all ranks for two entries to be one operation: all but sizes and
     other numbers, and which tensors are read.
     """
-    kind = entry[0]
-    if kind in MARKERS:
-        return entry
-    if kind == "op":
-        _, name, args, kwargs, outputs, _, carriers = entry
-        return kind, name, len(carriers), _tensors(args), _tensors(kwargs), _made(outputs)
-    if kind == "collective":
-        _, name, reduction, axes, args, kwargs, outputs, _ = entry
-        read = _tensors(args), _tensors(kwargs)
-        return kind, name, reduction, axes, *read, _made(outputs)
-    return entry[:2]  # placed: its value; invalidated: the values
-
-
-def _made(outputs: Any) -> Any:
-    return tuple((value, len(shape), dtype) for value, shape, dtype, *_ in outputs)
+    if not isinstance(entry, (logged.Op, logged.Collective)):
+        return type(entry), entry[0]  # a marker's name, the value or values of others
+    read = entry.name, _tensors(entry.args), _tensors(entry.kwargs)
+    made = tuple((one.value, len(one.shape), one.dtype) for one in entry.outputs)
+    if isinstance(entry, logged.Op):
+        return logged.Op, *read, made, len(entry.carriers)
+    return logged.Collective, *read, made, entry.reduction, entry.axes
 
 
 def _tensors(arguments: Any) -> Any:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.placement import Shard
-from flex_model.layouts import chunks, memory_map
-from flex_model.layouts.operation_log import Entry, Value, dtype_of
+from flex_model.layouts import chunks, logged, memory_map
+from flex_model.layouts.logged import Value
+from flex_model.layouts.operation_log import dtype_of
 from flex_model.layouts.propagation.operation import Operand, full_size
 from flex_model.layouts.propagation.slicing import SPLITS
 from flex_model.layouts.propagation.views import TO_SIZES
@@ -65,11 +66,11 @@ class ArgumentReader:
         self.are_plain = True
         self._shows_split = False  # whether the unsharded program passes another size somewhere
 
-    def arguments(self, schema: Any, entries: tuple[Entry, ...]) -> tuple[dict[str, Any], ...]:
+    def arguments(self, schema: Any, entries: tuple[logged.Op, ...]) -> tuple[dict[str, Any], ...]:
         by_rank: list[dict[str, Any]] = [{} for _ in entries]
         # A call leaves out an argument that equals its default, which may hold on some ranks only.
         names = [argument.name for argument in schema.arguments]
-        passed_by_rank = [{**dict(zip(names, entry[2])), **dict(entry[3])} for entry in entries]
+        passed_by_rank = [{**dict(zip(names, one.args)), **dict(one.kwargs)} for one in entries]
         for argument in schema.arguments:
             name, default = argument.name, argument.default_value
             if any(name in passed for passed in passed_by_rank):
@@ -175,6 +176,10 @@ class ArgumentReader:
         split = shards[0].shard if shards else None
         num_same = 0  # dims that a view keeps
         rows_dim = -1 if split is None else split.dim
+        # A rank's one row among dims of size 1, of which a view drops or adds some.
+        before, ones = shards[0].shapes[0] if shards else (), [n for *_, n in self._plain if n == 1]
+        hides_row = before[rows_dim : rows_dim + 1] == (1,) and len(ones) > 1
+        hides_row &= len(ones) != before.count(1)
         begins_with_rows = rows_dim == 0 and any(one[1:] == (0, -1) for one in self._plain)
         for name, place, number in self._plain:
             if not shards and (number in unsettled if name == "size" else unsettled):
@@ -188,6 +193,7 @@ class ArgumentReader:
             elif self._is_view and self._proofs.axis == "dp":
                 is_kept = place == num_same <= rows_dim
                 is_same_dim = is_kept and number == shards[0].shapes[0][place]
+                is_same_dim &= not (hides_row and number == 1)
                 num_same += is_same_dim
                 if is_same_dim and split is not None and place == rows_dim:  # x.view(len(x), -1)
                     self.full_sizes[name][place] = full_size(split, shards[0].shapes)

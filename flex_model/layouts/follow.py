@@ -16,11 +16,12 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate
 from flex_model.integrations import layers
 from flex_model.integrations.torch_private import find_group
-from flex_model.layouts import active
+from flex_model.layouts import active, logged
 from flex_model.layouts.contracts import experts
 from flex_model.layouts.graph_nodes import is_framework_hook
+from flex_model.layouts.logged import Value
 from flex_model.layouts.mesh_proofs import MeshProofs
-from flex_model.layouts.operation_log import Chunk, Log, Value
+from flex_model.layouts.operation_log import Chunk, Log
 from flex_model.layouts.placement_encoding import UNKNOWN as UNKNOWN
 from flex_model.layouts.placement_encoding import Pair, encode
 from flex_model.layouts.recorder import Recorder
@@ -236,7 +237,7 @@ class Follower:
         """
         before = None if tensor is None else self.recorder.value(tensor)
         value = self.log.new_value()
-        self.log.add("joint", value, before)
+        self.log.add(logged.Joint(value, before))
         return value
 
     def weight_of(self, parameters: Sequence[Tensor], name: str) -> Value | None:
@@ -270,7 +271,7 @@ class Follower:
         for tensor in _tensors(output):
             value = self.recorder.value(tensor)
             if isinstance(value, int):
-                self.log.add("output", value, part)
+                self.log.add(logged.Output(value, part))
                 if _has_backward_hooks(self._root):  # torch adds the root's hooks later
                     self.recorder.nodes.note_module_hook(value)
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
 from flex_model.integrations.torch_private import CUSTOM_BACKWARD
-from flex_model.layouts import chunks
-from flex_model.layouts.operation_log import Entry, Value
+from flex_model.layouts import chunks, logged
+from flex_model.layouts.logged import Entry, Value
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
@@ -161,26 +161,27 @@ class Gradients:
 
     def skip(self, entry: Entry) -> None:
         """Note an entry that not all ranks have."""
-        kind = entry[0]
-        if kind == "op":
-            self.invalidate(entry[6], f"{entry[1].removeprefix('aten::')}, which not all ranks ran")
-        elif kind == "node":
-            self.invalidate(entry[4], f"{entry[2]}, which not all ranks ran")
-        elif kind in ("placed", "stated", "named"):
-            value = entry[{"placed": 4, "stated": 2, "named": 3}[kind]]
-            self.invalidate([value], "a hook that not all ranks ran")
+        if isinstance(entry, logged.Op):
+            name = entry.name.removeprefix("aten::")
+            self.invalidate(entry.carriers, f"{name}, which not all ranks ran")
+        elif isinstance(entry, logged.Node):
+            self.invalidate(entry.inputs, f"{entry.name}, which not all ranks ran")
+        elif isinstance(entry, (logged.Placed, logged.Stated)):
+            self.invalidate([entry.before], "a hook that not all ranks ran")
+        elif isinstance(entry, logged.Named):
+            self.invalidate([entry.source], "a hook that not all ranks ran")
 
-    def note_node(self, entries: Sequence[Entry]) -> None:
-        _, number, name, contract, inputs, place, value = entries[0]
+    def note_node(self, entries: Sequence[logged.Node]) -> None:
+        number, name, contract, inputs, place, value = entries[0]
         node = self._nodes.get(number)
         if node is None:
             node = self._nodes[number] = _Node(name, contract)
             self._not_followed = name if contract == "recomputes" else self._not_followed
             for i, source in enumerate(inputs):
-                if isinstance(source, int) and all(entry[4][i] == source for entry in entries):
+                if isinstance(source, int) and all(entry.inputs[i] == source for entry in entries):
                     self._nodes_of.setdefault(source, []).append(node)
                 else:
-                    self.invalidate([entry[4][i] for entry in entries], name)
+                    self.invalidate([entry.inputs[i] for entry in entries], name)
         node.outputs[place] = value
 
     # Along tp.

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
+from flex_model.layouts import logged
 from flex_model.layouts.contracts import functions
-from flex_model.layouts.operation_log import Value
+from flex_model.layouts.logged import Value
 
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder
@@ -43,19 +44,21 @@ class GraphNodes:
         self._numbers: dict[int, Value] = {}  # by node
         self._pending: list[tuple[weakref.ref[Tensor], Value]] = []  # not linked by autograd yet
 
-    def link(self, outputs: Sequence[Any], writes: Sequence[Any]) -> None:
+    def link(self, outputs: Sequence[logged.Made], writes: Sequence[logged.Write]) -> None:
         """Note that an ATen operation that carries gradients made these outputs."""
-        self.linked.update(output[0] for output in outputs)
+        self.linked.update(output.value for output in outputs)
         for write in writes:
-            self.linked.update(value for _, value, _ in write[1])
+            self.linked.update(value for _, value, _ in write.others)
 
-    def note_results(self, schema: Any, tensors: Sequence[Tensor], outputs: Sequence[Any]) -> None:
+    def note_results(
+        self, schema: Any, tensors: Sequence[Tensor], outputs: Sequence[logged.Made]
+    ) -> None:
         """Note the results of an ATen operation that returns several. Autograd links them after the
         operation has returned.
         """
         is_view = any(made.alias_info is not None for made in schema.returns)
         if len(tensors) > 1 and not is_view:
-            self._pending += [(weakref.ref(one), made[0]) for one, made in zip(tensors, outputs)]
+            self._pending += [(weakref.ref(one), made.value) for one, made in zip(tensors, outputs)]
 
     def flush(self) -> None:
         """Log which results of the operation before carry no gradient, now that it has returned:
@@ -65,7 +68,7 @@ class GraphNodes:
         self._pending.clear()
         detached = tuple(value for one, value in found if one is not None and not one.requires_grad)
         if detached:
-            self._recorder.log.add("detached", detached)
+            self._recorder.log.add(logged.Detached(detached))
 
     def note_use(self, tensor: Tensor, value: Value | tuple[Value, ...]) -> Any:
         """Note the use of a tensor that requires a gradient, as an output of its node; return its
@@ -100,7 +103,7 @@ class GraphNodes:
         self._add(node, key[1], value)
         unread = self._unread.pop(key, None)
         if unread is not None:
-            self._recorder.log.add("named", unread, value, value)
+            self._recorder.log.add(logged.Named(unread, value, value))
         return value
 
     def _add(self, node: Any, place: int, value: Value) -> None:
@@ -110,7 +113,7 @@ class GraphNodes:
             number = self._numbers[key] = self._recorder.log.new_value()
             inputs = tuple(self._source(*edge) for edge in node.next_functions)
         name, contract = functions.gradient_of(node)
-        self._recorder.log.add("node", number, name, contract, inputs, place, value)
+        self._recorder.log.add(logged.Node(number, name, contract, inputs, place, value))
 
     def separate(self, inputs: Sequence[Any], result: Any) -> None:
         """Give results that are aliases of a Function's inputs values of their own: their gradients
@@ -133,7 +136,7 @@ class GraphNodes:
         for place, tensor in enumerate(made):
             value = self._recorder.value(tensor)
             self.linked.add(value)
-            self._recorder.log.add("node", number, name, contract, tuple(inputs), place, value)
+            self._recorder.log.add(logged.Node(number, name, contract, tuple(inputs), place, value))
             inputs = ()
 
     def _named(self, tensor: Tensor, values: Any, source: Any) -> Value:
@@ -141,7 +144,7 @@ class GraphNodes:
         has the same gradient, None where the tensor's node shows it.
         """
         value = self._recorder.log.new_value()
-        self._recorder.log.add("named", value, values, source)
+        self._recorder.log.add(logged.Named(value, values, source))
         self._recorder.values.note(tensor, value)
         return value
 
@@ -200,7 +203,7 @@ class GraphNodes:
 
     def note_hook(self, value: Any) -> None:
         """Note that a hook may change the gradient of a value."""
-        self._recorder.log.add("hooked", value)
+        self._recorder.log.add(logged.Hooked(value))
 
 
 def _is_function(node: Any) -> bool:

@@ -5,8 +5,7 @@ plain attributes of modules.
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from flex_model.distributed.placement import Shard
 from flex_model.layouts import memory_map
 from flex_model.layouts.follow import Follower, Pair
 from flex_model.layouts.placement_encoding import encode
-from flex_model.layouts.sources import Constants, leaves
+from flex_model.layouts.sources import Constants, attributes, leaves, tensors_in
 
 _MIN_LIMIT = 64
 
@@ -130,8 +129,6 @@ def _key(storage: Any, local: Tensor) -> tuple[int, Any]:
     return storage._cdata, memory_map.geometry(local)
 
 
-_MAX_DEPTH = 3
-_OF_TORCH = frozenset(vars(nn.Module()))  # such as parameters and buffers
 Name = tuple[int, int]
 
 
@@ -146,10 +143,10 @@ class Attributes:
         """Find such attributes after a followed forward."""
         self._seen = {key: module for key, module in self._seen.items() if module() is not None}
         for module in self._root.modules():
-            for name, value in vars(module).items():
-                if name in _OF_TORCH or (id(module), name) in self._seen:
+            for name, value in attributes(module).items():
+                if (id(module), name) in self._seen:
                     continue
-                if any(tensor not in self._constants for tensor in _tensors(value)):
+                if any(tensor not in self._constants for tensor in tensors_in(value)):
                     self._seen[id(module), name] = weakref.ref(module)
 
     def _values(self) -> Iterator[Any]:
@@ -161,28 +158,16 @@ class Attributes:
         return {
             (i, j): tensor
             for i, value in enumerate(self._values())
-            for j, tensor in enumerate(_tensors(value))
+            for j, tensor in enumerate(tensors_in(value))
         }
 
     def describe(self, parts: list[Any], sizes: list[int]) -> None:
         """Append a description of all of them except for sizes to ``parts``, and the sizes."""
         for value in self._values():
-            tensors = list(_tensors(value))
+            tensors = list(tensors_in(value))
             parts.append(f"{type(value).__name__} {len(tensors)}")
             for tensor in tensors:
                 source = self._kept.source(tensor)
                 placed: Any = "constant" if tensor in self._constants else source and source[1]
                 parts.append(f"{tensor.dtype} {tensor.dim()} {tensor.requires_grad} {placed}")
                 sizes.extend(tensor.shape)
-
-
-def _tensors(value: Any, depth: int = _MAX_DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in a value, except for parameters, which DDP lists and which have entries
-    of their own.
-    """
-    if isinstance(value, Tensor):
-        if not isinstance(value, nn.Parameter):
-            yield value
-    elif depth and isinstance(value, (list, tuple, deque, Mapping)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item, depth - 1)

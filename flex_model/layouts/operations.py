@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flex_model.distributed.placement import Placement, Shard
-from flex_model.layouts import chunks, constants, factories, own_rows, positions
+from flex_model.layouts import chunks, constants, factories, logged, own_rows, positions
 from flex_model.layouts.argument_reader import ArgumentReader
 from flex_model.layouts.contracts import collectives, opaque_calls
-from flex_model.layouts.operation_log import Entry, Value, dtype_of
+from flex_model.layouts.logged import Value
+from flex_model.layouts.operation_log import dtype_of
 from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import (
@@ -44,44 +45,45 @@ class _Call:
         operation: As rules see it; None where torch has no operation of this name.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[logged.Op, ...]
     read: ArgumentReader
     operation: Operation | None = None
 
     @property
     def written(self) -> Any:
         """The value of its first output before an in-place operation."""
-        writes = self.entries[0][5]
-        return writes[0][0] if writes else None
+        writes = self.entries[0].writes
+        return writes[0].before if writes else None
 
 
-def follow_operation(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
+def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None:
     """Note the placements of the results of an operation that all ranks ran."""
-    _, name, _, _, outputs, _, _ = entries[0]
+    name, outputs = entries[0].name, entries[0].outputs
     call = _read(proofs, name, entries)
     operation, values = call.operation, [one.value for one in call.read.operands]
     found: _Found = [None] * len(outputs)
     if name == "aten::copy_" and call.written in proofs.received and values[1] is None:
         # Gloo's own copy into the result of a collective, when it is waited for.
         found = [proofs.placements.get(call.written)]
-        proofs.received.add(outputs[0][0])
+        proofs.received.add(outputs[0].value)
     elif operation is not None:
         with suppress(ArgumentsDifferError):
             found = _infer(proofs, call, operation)
     text = name.removeprefix("aten::") + OF_OTHERS * call.read.are_others
     inputs = tuple(v for v in values if isinstance(v, int)) or tuple(call.read.sized_by)
     for i, output in enumerate(outputs):
-        value, stated = output[0], decode(output[3] and output[3][proofs.index])  # by a DTensor
-        proofs.shapes[value] = tuple(tuple(entry[4][i][4]) for entry in entries)
+        value, placements = output.value, output.placements
+        stated = decode(placements and placements[proofs.index])  # by a DTensor
+        proofs.shapes[value] = tuple(entry.outputs[i].local_shape for entry in entries)
         proofs.note_step(value, text, inputs)
         proofs.set_placement(value, found[i] if stated is None else stated)
         if operation is not None:
             _note_facts(proofs, call, operation, value, i)
     rule = "" if operation is None else operation.name
     if name.startswith(("aten::", opaque_calls.PREFIX)) and _passes_gradients(rule):
-        made = [value for value, _, dtype, *_ in outputs if _has_gradient(dtype)]
-        proofs.gradients.note_made([entry[6] for entry in entries], made)
-    follow_writes(proofs, outputs, [entry[5] for entry in entries], text)
+        made = [output.value for output in outputs if _has_gradient(output.dtype)]
+        proofs.gradients.note_made([entry.carriers for entry in entries], made)
+    follow_writes(proofs, outputs, [entry.writes for entry in entries], text)
 
 
 # ---- How results are placed ----------------------------------------------------------------------
@@ -113,7 +115,7 @@ def _infer(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     ranges = positions.infer_ranges(operation, proofs.ranges)
     # All of a dim is no range: `torch.arange(x.shape[1])`.
     if ranges is not None and not (is_known and call.read.sized_by):
-        proofs.ranges[call.entries[0][4][0][0]] = ranges
+        proofs.ranges[call.entries[0].outputs[0].value] = ranges
         if not is_known and positions.follow_each_other(ranges):
             found = [Shard(0)]
     if call.written in proofs.templates and factories.is_draw(operation):
@@ -132,11 +134,11 @@ def _readings(proofs: AxisProofs, operation: Operation) -> Iterator[Operation]:
 
 def _of_own_rows(proofs: AxisProofs, operation: Operation, found: _Found) -> _Found:
     """Return the placements of what each rank computes of its own rows alone: all of them joined
-    again, or a norm by their statistics.
+    again, or filled in, or a norm by their statistics.
     """
-    joined = own_rows.infer_joined(operation, proofs.own_rows)
-    if joined is not None:
-        return [joined]
+    rows = own_rows.infer_joined(operation, proofs.own_rows) or own_rows.infer_filled(operation)
+    if rows is not None:
+        return [rows]
     if operation.name in BATCH_NORMS and operation.operands[0].placement == Shard(0):
         return [Shard(0), *found[1:]]
     return found
@@ -144,7 +146,7 @@ def _of_own_rows(proofs: AxisProofs, operation: Operation, found: _Found) -> _Fo
 
 def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     outputs: _Found = [None] * len(operation.outputs)
-    if not call.entries[0][1].startswith("aten::") and not rules.has_rule(operation.name):
+    if not call.entries[0].name.startswith("aten::") and not rules.has_rule(operation.name):
         return outputs
     if factories.makes_blank(operation.name):
         return outputs  # unknown until all of it is written
@@ -233,7 +235,7 @@ def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Val
 # ---- The operation that was called ---------------------------------------------------------------
 
 
-def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Call:
+def _read(proofs: AxisProofs, full_name: str, entries: tuple[logged.Op, ...]) -> _Call:
     """Read the call from the entries of all ranks."""
     overload = overload_of(full_name)
     if full_name.startswith(opaque_calls.PREFIX):
@@ -248,8 +250,8 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[Entry, ...]) -> _Ca
     is_factory = name in factories.BY_SIZES or not reader.operands
     may_be_split = is_factory and (proofs.axis == "dp" or factories.is_fill(name))
     outputs = tuple(
-        Operand(tuple(tuple(entry[4][i][1]) for entry in entries), dtype_of(entries[0][4][i][2]))
-        for i in range(len(entries[0][4]))
+        Operand(tuple(entry.outputs[i].shape for entry in entries), dtype_of(output.dtype))
+        for i, output in enumerate(entries[0].outputs)
     )
     made = {size for output in outputs for shape in output.shapes for size in shape}
     unsettled = proofs.split_sizes & made if may_be_split or name == "expand" else set()

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
+
 from flex_model.distributed.placement import Shard
 from flex_model.layouts.propagation.operation import REPLICATED, Operation
 from flex_model.layouts.propagation.slicing import SPLITS, follow_to_end, range_taken
@@ -59,3 +61,20 @@ def infer_joined(operation: Operation, known: Mapping[Any, OwnRows]) -> Shard | 
     if len(totals) != 1 or not follow_to_end([(one.start, one.stop) for one in rows], *totals):
         return None
     return Shard(operation.get("dim", 0) % operation.outputs[0].ndim)
+
+
+def infer_filled(operation: Operation) -> Shard | None:
+    """Return the split of rows in which a mask replaces elements by those of the rank's own rows,
+    in their order: image features at the places of their tokens. None for all else.
+    """
+    arguments = operation.arguments[0]
+    if operation.name == "masked_scatter":
+        mask, values = arguments["mask"], arguments["source"]
+        is_by_rows = mask.ndim == arguments["self"].ndim
+    elif operation.name == "index_put" and len(arguments["indices"]) == 1:
+        (mask,), values = arguments["indices"], arguments["values"]
+        is_by_rows = mask.dtype is torch.bool and not arguments["accumulate"]
+    else:
+        return None
+    is_in_rows = all(one.placement == Shard(0) for one in (arguments["self"], mask, values))
+    return Shard(0) if is_by_rows and is_in_rows else None

@@ -10,18 +10,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
-from flex_model.layouts import chunks, positions
+from flex_model.layouts import chunks, logged, positions
 from flex_model.layouts.alignment import align
 from flex_model.layouts.contracts.collectives import follow_collective
 from flex_model.layouts.contracts.experts import follow_experts
 from flex_model.layouts.contracts.logged_calls import follow_call
 from flex_model.layouts.gradient_placements import Gradients
-from flex_model.layouts.operation_log import Chunk, Entry, Value
+from flex_model.layouts.logged import Entry, Value
+from flex_model.layouts.operation_log import Chunk
 from flex_model.layouts.operations import follow_operation
 from flex_model.layouts.own_rows import OwnRows
 from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation.operation import Shape, full_size
 from flex_model.layouts.sizes import Expression
+
+_CONTRACTS: dict[type, Any] = {
+    logged.Op: follow_operation,
+    logged.Collective: follow_collective,
+    logged.Call: follow_call,
+    logged.Experts: follow_experts,
+}
 
 #: In the text of an operation that follows one which not all ranks ran.
 DIFFERS = ": the ranks' control flow differs, not all ran "
@@ -195,10 +203,10 @@ class AxisProofs:
     def _skip(self, entry: Entry) -> None:
         """Note an entry that not all ranks have."""
         self.gradients.skip(entry)
-        if entry[0] == "read":
-            self.note_read(entry[1])
-        elif entry[0] == "op":
-            self.difference = self.difference or entry[1].removeprefix("aten::")
+        if isinstance(entry, logged.Read):
+            self.note_read(entry.value)
+        elif isinstance(entry, logged.Op):
+            self.difference = self.difference or entry.name.removeprefix("aten::")
 
     def _place(
         self,
@@ -225,54 +233,48 @@ class AxisProofs:
                 shape[placement.dim] for shape in self.shapes.get(value, ()) if shape
             )
 
-    def _follow_entry(self, entries: tuple[Entry, ...]) -> None:
-        kind = entries[0][0]
-        if kind == "op":
-            follow_operation(self, entries)
-        elif kind == "collective":
-            follow_collective(self, entries)
-        elif kind == "call":
-            follow_call(self, entries)
-        elif kind == "experts":
-            follow_experts(self, entries)
-        elif kind == "placed":
-            found = [decode(entry[2] and entry[2][self.index]) for entry in entries]
-            shapes = [entry[3] for entry in entries]
-            self._place(entries[0][1], found, shapes, "set by a hook")
-            self.gradients.note_replaced([entry[4] for entry in entries], entries[0][1])
-        elif kind == "stated":
+    def _follow_entry(self, entries: tuple[Any, ...]) -> None:
+        first, gradients = entries[0], self.gradients
+        follow = _CONTRACTS.get(type(first))
+        if follow is not None:
+            follow(self, entries)
+        elif isinstance(first, logged.Placed):
+            found = [decode(one.placements and one.placements[self.index]) for one in entries]
+            self._place(first.value, found, [one.shape for one in entries], "set by a hook")
+            gradients.note_replaced([one.before for one in entries], first.value)
+        elif isinstance(first, logged.Stated):
             self._follow_statement(entries)
-        elif kind == "read":
-            self.note_read(*(entry[1] for entry in entries))
-        elif kind == "invalidated":
+        elif isinstance(first, logged.Read):
+            self.note_read(*(one.value for one in entries))
+        elif isinstance(first, logged.Invalidated):
             for entry in entries:
-                self.gradients.invalidate(entry[1], "memory that unrecorded code wrote to")
-                for value in entry[1]:
+                gradients.invalidate(entry.values, "memory that unrecorded code wrote to")
+                for value in entry.values:
                     self.placements.pop(value, None)
                     self.open.pop(value, None)
-        elif kind == "joint":
+        elif isinstance(first, logged.Joint):
             self._follow_joint(entries)
-        elif kind == "named":
+        elif isinstance(first, logged.Named):
             self._follow_named(entries)
-        elif kind == "detached":
-            self.gradients.note_detached(entries[0][1])
-        elif kind == "hooked":
-            self.gradients.note_hooked([entry[1] for entry in entries])
-        elif kind == "output":
-            self.gradients.note_output(*entries[0][1:])
-        elif kind == "node":
-            self.gradients.note_node(entries)
-        elif kind == "enter":
-            self._modules.append(entries[0][1].rpartition("/")[0])
-        elif kind == "exit" and self._modules:
+        elif isinstance(first, logged.Detached):
+            gradients.note_detached(first.values)
+        elif isinstance(first, logged.Hooked):
+            gradients.note_hooked([one.value for one in entries])
+        elif isinstance(first, logged.Output):
+            gradients.note_output(first.value, first.part)
+        elif isinstance(first, logged.Node):
+            gradients.note_node(entries)
+        elif isinstance(first, logged.Enter):
+            self._modules.append(first.path.rpartition("/")[0])
+        elif isinstance(first, logged.Exit) and self._modules:
             self._modules.pop()
 
-    def _follow_joint(self, entries: tuple[Entry, ...]) -> None:
+    def _follow_joint(self, entries: tuple[logged.Joint, ...]) -> None:
         """Set the placement of a joint value: that of the tensor if all ranks have the same one, or
         that of the whole if each has its piece of one.
         """
-        _, value, before = entries[0]
-        of_ranks = [entry[2] for entry in entries]
+        value, before = entries[0]
+        of_ranks = [entry.before for entry in entries]
         if all(one == before for one in of_ranks):
             self.joint[value] = before
             return
@@ -283,11 +285,11 @@ class AxisProofs:
             self.steps[value] = Step("each rank's piece", tuple(dict.fromkeys(of_ranks)))
             self.set_placement(value, combined)
 
-    def _follow_named(self, entries: tuple[Entry, ...]) -> None:
+    def _follow_named(self, entries: tuple[logged.Named, ...]) -> None:
         """Copy what is known of a value to the new value of a tensor that had it."""
-        value, values = entries[0][1:3]
-        self.gradients.note_named([entry[3] for entry in entries], value)
-        if any(entry[2] != values for entry in entries):
+        value, values, _ = entries[0]
+        self.gradients.note_named([entry.source for entry in entries], value)
+        if any(entry.values != values for entry in entries):
             return
         if isinstance(values, tuple):
             self.shapes[value] = self.shapes.get(values[0], ())
@@ -301,20 +303,20 @@ class AxisProofs:
             if values in table:
                 table[value] = table[values]
 
-    def _follow_statement(self, entries: tuple[Entry, ...]) -> None:
+    def _follow_statement(self, entries: tuple[logged.Stated, ...]) -> None:
         """Apply a statement of the user: it completes the proof; a contradiction is noted as a
         conflict.
         """
-        _, value, before, placements, _, text, sizes = entries[0]
+        value, before, placements, _, text, sizes = entries[0]
         stated = decode(placements and placements[self.index])
         proven = None
-        if before is not None and all(entry[2] == before for entry in entries):
+        if before is not None and all(entry.before == before for entry in entries):
             proven = self.placement(before)
-        self.shapes[value] = tuple(tuple(entry[4]) for entry in entries)
+        self.shapes[value] = tuple(entry.shape for entry in entries)
         inputs = (before,) if isinstance(before, int) else ()
         self.steps[value] = Step(text, inputs)
         self.set_placement(value, stated or proven)
-        self.gradients.note_replaced([entry[2] for entry in entries], value)
+        self.gradients.note_replaced([entry.before for entry in entries], value)
         if isinstance(before, int) and before in self.open and self.placement(value) is None:
             self.open[value] = self.open[before]
         if stated is not None and proven is not None and stated != proven:

@@ -25,13 +25,14 @@ from flex_model.integrations.torch_private import (
     is_composite,
     reduction_of,
 )
-from flex_model.layouts import memory_map
+from flex_model.layouts import logged, memory_map
 from flex_model.layouts.active import active_recorders, all_paused
 from flex_model.layouts.argument_reader import ArgumentEncoder, Encoded
 from flex_model.layouts.contracts import logged_calls, opaque_calls
 from flex_model.layouts.function_recorder import FunctionRecorder
 from flex_model.layouts.graph_nodes import GraphNodes, is_framework_hook
-from flex_model.layouts.operation_log import Log, Source, Value
+from flex_model.layouts.logged import Value
+from flex_model.layouts.operation_log import Log, Source
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import CallSizes, expression_of, on_comparison, plain
 from flex_model.layouts.tensor_values import TensorValues, without_function_mode
@@ -99,7 +100,7 @@ class Recorder(DispatchMode):
         self._functions.__enter__()
         active_recorders().append(self)
         on_comparison.append(self._note_comparison)
-        self._calls = logged_calls.logged()
+        self._calls = logged_calls.being_logged()
         self._calls.__enter__()
         return self
 
@@ -245,7 +246,8 @@ class Recorder(DispatchMode):
         """
         before = None if original is None else self.value(original)
         value = self.log.new_value()
-        self.log.add("placed", value, placements, tuple(memory_map.plain(tensor).shape), before)
+        shape = tuple(memory_map.plain(tensor).shape)
+        self.log.add(logged.Placed(value, placements, shape, before))
         self._link(value)
         self.values.note(tensor, value)
         return value
@@ -268,7 +270,7 @@ class Recorder(DispatchMode):
         """
         before, value = self.value(tensor), self.log.new_value()
         shape = tuple(memory_map.plain(tensor).shape)
-        self.log.add("stated", value, before, placements, shape, text, sizes)
+        self.log.add(logged.Stated(value, before, placements, shape, text, sizes))
         self._revalue(tensor, before, value)
 
     def _revalue(self, tensor: Tensor, before: Any, value: Value) -> None:
@@ -288,7 +290,7 @@ class Recorder(DispatchMode):
         before, value = None if is_opaque else self.value(result), self.log.new_value()
         shape = tuple(memory_map.plain(result).shape)
         values = tuple(map(self.value, inputs))
-        self.log.add("experts", value, before, values, shape, refusal, is_opaque)
+        self.log.add(logged.Experts(value, before, values, shape, refusal, is_opaque))
         self._revalue(result, before, value)
         if is_opaque and (result.requires_grad or self.is_recomputed):
             self.nodes.add_function("experts", "whole", values, result)
@@ -309,7 +311,7 @@ class Recorder(DispatchMode):
     @without_function_mode
     def note_read(self, tensor: Tensor, is_shared: bool) -> None:
         """Log that Python reads the elements of a tensor; ``is_shared``: and may write to them."""
-        self.log.add("read", self.value(tensor))
+        self.log.add(logged.Read(self.value(tensor)))
         if is_shared:
             self.invalidate(tensor)
 
@@ -323,7 +325,7 @@ class Recorder(DispatchMode):
             return
         for _, value in lost:
             self._link(value)
-        self.log.add("invalidated", tuple(old for old, _ in lost))
+        self.log.add(logged.Invalidated(tuple(old for old, _ in lost)))
 
     # Operations.
 
@@ -410,10 +412,10 @@ class Recorder(DispatchMode):
         outputs, writes = self._outputs(tensors, bool(written), is_blank)
         overload = "" if schema is None else schema.overload_name
         full_name = f"{name}.{overload}" if overload else name
-        *arguments, carriers = encoded
+        arguments, named, carriers = encoded
         if carriers and name.startswith(("aten::", opaque_calls.PREFIX)):
             self.nodes.link(outputs, writes)
-        self.log.add("op", full_name, *arguments, outputs, writes, carriers)
+        self.log.add(logged.Op(full_name, arguments, named, outputs, writes, carriers))
         if carriers and schema is not None and not self.is_recomputed:
             self.nodes.note_results(schema, tensors, outputs)
 
@@ -423,7 +425,7 @@ class Recorder(DispatchMode):
     ) -> None:
         """Log a call with a contract; ``stated``: what its first input states, a DTensor."""
         outputs, _ = self._outputs(made, False)
-        self.log.add("call", name, tuple(inputs), outputs, stated)
+        self.log.add(logged.Call(name, tuple(inputs), outputs, stated))
 
     def _note_statistics(self, name: str, encoded: tuple[Any, ...], args: Sequence[Any]) -> None:
         """Log the statistics that a batch norm updated, as results of its functional form, which
@@ -434,26 +436,21 @@ class Recorder(DispatchMode):
             return
         written, writes = self._outputs(statistics, True)
         beside = [  # the result, and the statistics of the batch
-            (self.log.new_value(), memory_map.shape_of(one), str(one.dtype), None)
-            + (memory_map.shape_of(memory_map.plain(one)),)
-            for one in (args[0], *statistics)
+            self._made(self.log.new_value(), one, None) for one in (args[0], *statistics)
         ]
-        nothing = ((None, (), False),) * len(beside)
         functional = "aten::_native_batch_norm_legit_functional"
-        outputs = (*beside, *written)
-        self.log.add("op", functional, encoded[0][:8], (), outputs, (*nothing, *writes), ())
+        outputs, writes = (*beside, *written), (*[logged.Write()] * len(beside), *writes)
+        self.log.add(logged.Op(functional, encoded[0][:8], (), outputs, writes, ()))
 
     def _outputs(
         self, tensors: Sequence[Tensor], in_place: bool, is_blank: bool = False
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    ) -> tuple[tuple[logged.Made, ...], tuple[logged.Write, ...]]:
         outputs, writes = [], []
         for tensor in tensors:
             value = self.log.new_value()
-            shape, dtype = memory_map.shape_of(tensor), str(tensor.dtype)
             with self.paused():
                 stated = self.stated(tensor)
-            local = memory_map.shape_of(memory_map.plain(tensor))
-            outputs.append((value, shape, dtype, stated, local))
+            outputs.append(self._made(value, tensor, stated))
             if in_place:
                 writes.append(self._write(tensor, value))
             else:
@@ -462,18 +459,18 @@ class Recorder(DispatchMode):
                     self.values.note_blank(tensor)
         return tuple(outputs), tuple(writes)
 
-    def _write(self, tensor: Tensor, value: Value) -> tuple[Any, ...]:
-        """Record a write to the tensor's memory, and its effect on other values in that memory.
+    @staticmethod
+    def _made(value: Value, tensor: Tensor, stated: Placements) -> logged.Made:
+        shape, local = map(memory_map.shape_of, (tensor, memory_map.plain(tensor)))
+        return logged.Made(value, shape, str(tensor.dtype), stated, local)
 
-        Returns:
-            The overwritten value; for each value that overlaps it: old and new value, and for each
-            dim of the written tensor its dim there; whether all of the storage is written now.
-        """
+    def _write(self, tensor: Tensor, value: Value) -> logged.Write:
+        """Record a write to the tensor's memory, and its effect on other values in that memory."""
         before = self.value(tensor)
         if not isinstance(before, int) or not self.values.is_memory(tensor):
             self.invalidate(tensor)
             self.values.note(tensor, value)
-            return None, (), False
+            return logged.Write()
         return self.values.write(tensor, before, value)
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -491,9 +488,9 @@ class Recorder(DispatchMode):
                     self.values.note(tensor, value)
             return result
         outputs, writes = self._outputs(made, bool(written))
-        self._received.update(output[0] for output in outputs)
+        self._received.update(output.value for output in outputs)
         reduction = self._reduction(func._schema, args)
-        self.log.add("collective", name, reduction, axes, *encoded[:2], outputs, writes)
+        self.log.add(logged.Collective(name, reduction, axes, *encoded[:2], outputs, writes))
         if self.is_recomputed and "autograd" in func.namespace:
             self.nodes.add_function(name, None, [self.value(one) for one in inputs], result)
         return result

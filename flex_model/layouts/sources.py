@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from flex_model import _C
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Placement, Replicate, Shape, Shard
-from flex_model.integrations import adapters, dtensor, fsdp, layers, quantized
+from flex_model.integrations import dtensor, fsdp, layers, quantized, refused
 from flex_model.integrations.keyword_arguments import positional_names
 from flex_model.layouts.memory_map import version_of
 from flex_model.layouts.module_buffers import Buffers
@@ -32,21 +33,41 @@ _Weight = tuple["weakref.ref[Tensor]", str, nn.Module, str, "weakref.ref[Tensor]
 
 
 class Constants:
-    """Tensors that were plain attributes of modules before the first forward, such as the
+    """Tensors that plain attributes of modules held before the first forward, such as the
     frequencies of a rotary embedding: they are treated as buffers until they are written to.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._versions = {
-            id(value): (weakref.ref(value), version_of(value))
+            id(tensor): (weakref.ref(tensor), version_of(tensor))
             for module in root.modules()
-            for value in vars(module).values()
-            if isinstance(value, Tensor)
+            for value in attributes(module).values()
+            for tensor in tensors_in(value)
         }
 
     def __contains__(self, tensor: Tensor) -> bool:
         known = self._versions.get(id(tensor))
         return known is not None and known[0]() is tensor and known[1] == version_of(tensor)
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # such as parameters and buffers
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the module's plain attributes."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+
+
+def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Yield the tensors in an attribute, except for parameters, which DDP lists and which have
+    entries of their own.
+    """
+    if isinstance(value, Tensor):
+        if not isinstance(value, nn.Parameter):
+            yield value
+    elif depth and isinstance(value, (list, tuple, deque, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item, depth - 1)
 
 
 class Weights:
@@ -65,7 +86,7 @@ class Weights:
         constants: Constants | None = None,
         buffers: Buffers | None = None,
     ) -> None:
-        adapters.check_modules(root, mesh)  # they may be added after the model was wrapped
+        refused.check_adapters(root, mesh)  # they may be added after the model was wrapped
         self._root, self._mesh, self._statements = root, mesh, statements
         self._constants, self._buffers = constants, buffers
         self._is_stated = layers.states_tensor_parallelism(root, mesh)
@@ -84,7 +105,12 @@ class Weights:
     def enter(self, module: nn.Module, name: str) -> None:
         """Register the module's own weights, as they are now."""
         prefix = f"{name}." if name else ""
-        tables: list[Mapping[str, Any]] = [module._parameters, module._buffers, vars(module)]
+        held = {
+            leaf if tensor is value else f"{leaf}.{i}": tensor
+            for leaf, value in attributes(module).items()
+            for i, tensor in enumerate(tensors_in(value))
+        }
+        tables: list[Mapping[str, Any]] = [module._parameters, module._buffers, held]
         for table in tables:
             for leaf, tensor in table.items():
                 if not isinstance(tensor, Tensor) or self._weight(tensor) is not None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flex_model.integrations.torch_private import DisableTorchFunction
-from flex_model.layouts import memory_map
+from flex_model.layouts import logged, memory_map
+from flex_model.layouts.logged import Value
 from flex_model.layouts.memory_map import Geometry
-from flex_model.layouts.operation_log import Value, hash_of
+from flex_model.layouts.operation_log import hash_of
 
 # A tensor object, its storage, its place there, and its value at that time.
 _Known = tuple["weakref.ref[Tensor]", int, Geometry, Value]
@@ -203,13 +204,8 @@ class TensorValues:
         if storage is not None:
             self._entry(storage).note_blank(plain)
 
-    def write(self, tensor: Tensor, before: Value, value: Value) -> tuple[Any, ...]:
-        """Note that the value ``before`` in the tensor's memory was overwritten by another.
-
-        Returns:
-            The overwritten value; for each value that overlaps it: old and new value, and for each
-            dim of the written tensor its dim there; whether all of the storage is written now.
-        """
+    def write(self, tensor: Tensor, before: Value, value: Value) -> logged.Write:
+        """Note that the value ``before`` in the tensor's memory was overwritten by another."""
         storage, geometry = _place(tensor)
         entry = self._entry(storage)
         others = []
@@ -226,7 +222,7 @@ class TensorValues:
         self._replaced[before] = value
         entry.values[geometry] = [value if old == before else old for old in values] or [value]
         self.bind(tensor, value)
-        return before, tuple(others), entry.note_write(geometry)
+        return logged.Write(before, tuple(others), entry.note_write(geometry))
 
     def _entry(self, storage: Any) -> _Storage:
         entry = self._storages.get(storage._cdata)

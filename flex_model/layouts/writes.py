@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
-from flex_model.layouts import chunks, constants
-from flex_model.layouts.operation_log import Value
+from flex_model.layouts import chunks, constants, logged
+from flex_model.layouts.logged import Value
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED
 
@@ -17,30 +17,34 @@ if TYPE_CHECKING:
 
 
 def follow_writes(
-    proofs: AxisProofs, outputs: Sequence[Any], writes: Sequence[Any], text: str
+    proofs: AxisProofs,
+    outputs: Sequence[logged.Made],
+    writes: Sequence[Sequence[logged.Write]],
+    text: str,
 ) -> None:
     """Note the placements of values whose memory an operation has written to.
 
     Args:
-        writes: By rank, for each written output: the value before, the other values in its memory
-            (old, new, dims of the old one), and whether all blank memory is written now.
+        writes: By rank, for each written output.
         text: The name of the operation.
     """
     for i, output in enumerate(outputs):
         if i >= len(writes[0]):
             return
-        _follow_write(proofs, output[0], [of_rank[i] for of_rank in writes], text)
+        _follow_write(proofs, output.value, [of_rank[i] for of_rank in writes], text)
 
 
-def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], text: str) -> None:
-    before = writes[0][0]
-    same = before is not None and all(write[0] == before for write in writes)
+def _follow_write(
+    proofs: AxisProofs, written: Value, writes: Sequence[logged.Write], text: str
+) -> None:
+    before = writes[0].before
+    same = before is not None and all(write.before == before for write in writes)
     new = proofs.placements.get(written)
     was = proofs.placements.get(before) if same else None
-    gradients = proofs.gradients
+    gradients, is_complete = proofs.gradients, all(write.is_complete for write in writes)
     if same and before in proofs.blank:
-        _fill(proofs, before, written, new, None, all(write[2] for write in writes))
-    for old, value, dims in {other for write in writes for other in write[1]}:
+        _fill(proofs, before, written, new, None, is_complete)
+    for old, value, dims in {other for write in writes for other in write.others}:
         proofs.shapes[value] = proofs.shapes.get(old, ())
         proofs.note_step(value, f"{text} (written through a view)", (old, written))
         gradients.note_made([old, written], [value])
@@ -56,7 +60,7 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[Any], tex
         elif same and old in proofs.blank:
             dims = _dims_of_piece(proofs, before, old) or dims
             gradients.note_filled(before, written)
-            _fill(proofs, old, value, new, dims, all(write[2] for write in writes))
+            _fill(proofs, old, value, new, dims, is_complete)
         elif same and old in proofs.open and isinstance(new, (Shard, Replicate)):
             # The rest holds one number: `cache[:, i] = h[:, -1]` shows the extent of all of it.
             dims = _dims_of_piece(proofs, before, old) or dims

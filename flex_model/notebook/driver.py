@@ -12,13 +12,15 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from IPython import get_ipython
+from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from flex_model.distributed.processes import identity
 from flex_model.hooks.function import HookFunction
-from flex_model.notebook import magics, rank_process, rank_report, remote
+from flex_model.notebook import rank_process, remote
 from flex_model.notebook.cell_run import CellError, CellRun, Engine, Failure
-from flex_model.notebook.rank_process import ByName, Request
-from flex_model.notebook.rank_report import MemoryReport, RanksReport
+from flex_model.notebook.rank_process import ByName, MemoryReport, RanksReport, Request
 from flex_model.notebook.wire import MemoryFile, Packer, Parcel, Reference, Unpacker
 from flex_model.runs.interrupts import deferred
 
@@ -65,7 +67,7 @@ class Ranks:
             self, client.close if processes is None else processes.close
         )
         self._join()
-        magics.register(self)
+        _register_magics(self)
 
     # ---- The world -------------------------------------------------------------------------------
 
@@ -303,11 +305,11 @@ class Ranks:
 
     def memory(self) -> MemoryReport:
         """Return the memory of each rank's process and device. Prints as a table."""
-        return MemoryReport(self._each(rank_report.memory))
+        return MemoryReport(self._each(rank_process.memory))
 
     def doctor(self) -> RanksReport:
         """Compare the ranks' hosts, devices and versions, and try a collective. Collective."""
-        return RanksReport(self._each(rank_report.examine))
+        return RanksReport(self._each(rank_process.examine))
 
     def _each(self, function: Callable[[], Any]) -> list[Any]:
         """Return ``function()`` of each rank."""
@@ -318,3 +320,34 @@ class Ranks:
         """Return ``function(*args)`` of each engine."""
         parts = [self.client[engine.id].apply_async(function, *args) for engine in engines]
         return CellRun(parts, engines, self._grace_s).wait()
+
+
+# ---- Magics --------------------------------------------------------------------------------------
+
+
+@magics_class
+class RanksMagics(Magics):
+    """The magics of `Ranks`, in place of ipyparallel's of the same name."""
+
+    def __init__(self, shell: Any, ranks: Ranks) -> None:
+        super().__init__(shell)
+        self._ranks = ranks
+
+    @no_var_expand
+    @line_cell_magic
+    @magic_arguments()
+    @argument("-t", "--targets", help="the ranks that run it, as 0 or 0,2 (default: all)")
+    def px(self, line: str, cell: str | None = None) -> None:
+        """Run the cell, or the rest of the line, on all ranks."""
+        if cell is None:
+            self._ranks.run_cell(line)
+            return
+        chosen = parse_argstring(self.px, line).targets
+        self._ranks.run_cell(cell, None if chosen is None else [*map(int, chosen.split(","))])
+
+
+def _register_magics(ranks: Ranks) -> None:
+    """Have ``%px`` and ``%%px`` of this IPython session, if there is one, run on these ranks."""
+    shell = get_ipython()
+    if shell is not None:
+        shell.register_magics(RanksMagics(shell, ranks))

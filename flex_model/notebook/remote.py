@@ -135,7 +135,7 @@ class RemoteFlexModel(Remote):
         finally:
             recording.__exit__(None)
         found = self._ranks.request(_value, recorded)
-        timeline.fill(list(found), found.ranks, found.num_forgotten, found.clock)
+        timeline.fill(list(found), found.ranks, found.num_forgotten)
 
     def show(self, *args: Any, html: str | None = None, show_all: bool = False) -> None:
         """Do as ``FlexModel.show`` does; in a notebook the page appears below the cell."""

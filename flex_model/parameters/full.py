@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from flex_model.layouts.expected_shape import check_expected_shape
 from flex_model.layouts.replicas import PendingReplica
 from flex_model.layouts.statements import Statements
 from flex_model.layouts.tensor_site import ParameterSources, Site
-from flex_model.names import clean, find_parameter, first_name, shapes_by_name
+from flex_model.names import clean, find_parameter, first_name
 from flex_model.records.records import owned_copy
 from flex_model.selection import Select
 from flex_model.selection.selectors import Selector, numbers, parse
@@ -155,12 +155,7 @@ class Parameters:
             if offload.is_offloaded(self._root, found.full_name):
                 offload.write(self._root, found.full_name, local)
 
-    def iterate(
-        self,
-        expected_shapes: Mapping[str, ExpectedShape] | None = None,
-        *,
-        raw: bool = False,
-    ) -> Iterator[tuple[str, Tensor]]:
+    def iterate(self, *, raw: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield clean names and full parameters, one at a time, tied ones once."""
         names = {name: clean(self._root, name) for name in self._names()}
         if not raw:
@@ -168,10 +163,8 @@ class Parameters:
                 name: quantized.name_of_values(self._root, name, shown)
                 for name, shown in names.items()
             }
-        shapes = shapes_by_name(expected_shapes, names)
         return (
-            (name, self.get(full_name, shapes.get(name), sharded=True, raw=raw))
-            for full_name, name in names.items()
+            (name, self.get(full_name, sharded=True, raw=raw)) for full_name, name in names.items()
         )
 
     def _names(self) -> list[str]:

@@ -29,8 +29,8 @@ from torch.distributed.pipelining._IR import (
 )
 from torch.distributed.pipelining._utils import PipeInfo
 
-from flex_model.pipelining.pass_through import PassThrough
 from flex_model.pipelining.splitting.pipeline import ModulePipe, pipeline
+from flex_model.pipelining.stand_ins import PassThrough
 from flex_model.runs.step import current_microbatch, current_rows
 
 __all__ = [

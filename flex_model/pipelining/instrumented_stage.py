@@ -25,9 +25,9 @@ from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
 from flex_model.integrations import cut, torch_pipelining
 from flex_model.integrations.torch_pipelining import to_meta
-from flex_model.pipelining.own_tensor import OwnTensor
 from flex_model.pipelining.row_proofs import StageRecording
 from flex_model.pipelining.stages import accepted_kwargs
+from flex_model.pipelining.stand_ins import OwnTensor
 from flex_model.runs.step import MicrobatchState
 from flex_model.runs.until import Site, Until
 

@@ -34,8 +34,13 @@ from flex_model.layouts.sources import Constants, named_inputs
 from flex_model.parameters.trainable import refuse_different
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.instrumented_stage import LocalSchedule, stages_of
-from flex_model.pipelining.stage_parameters import PipelineParameters, StageParameters
-from flex_model.pipelining.stages import LocalStages, StageIndex, describe_stage
+from flex_model.pipelining.stages import (
+    LocalStages,
+    PipelineParameters,
+    StageIndex,
+    StageParameters,
+    describe_stage,
+)
 from flex_model.runs.settings import Settings
 from flex_model.runs.step import MicrobatchState
 

@@ -26,7 +26,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Moment
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.inspection.tree import Node
-from flex_model.integrations import copied, cut, fsdp
+from flex_model.integrations import cut, fsdp, refused
 from flex_model.integrations.transformers_private import cache_of, pipeline_stage, with_cache_of
 from flex_model.names import find_parameter
 from flex_model.pipelining.instrumented_stage import LocalSchedule, one_forward
@@ -541,7 +541,7 @@ class ForwardRunner(ScheduleRunner):
                 "the model has a FlexModel already, which runs its forwards; restore() that one "
                 "first"
             )
-        copied.check_modules(model)
+        refused.check_copies(model)
         self._model, self._before = model, model.forward
         self._signature = inspect.signature(model.forward)
         self._called_with: Choice = EVERYTHING  # the hooks of a call of the FlexModel

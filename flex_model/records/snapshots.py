@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flex_model.distributed import kernels, memory, values
 from flex_model.distributed.transports import host_copies
-from flex_model.distributed.transports.to_host import to_host
+from flex_model.distributed.transports.host_gather import to_host
 from flex_model.hooks import cuda_graphs
 
 MAX_GPU_BYTES = 1 << 30  # of the clones on a rank's GPUs, together

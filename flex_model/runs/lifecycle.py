@@ -26,7 +26,7 @@ from flex_model.hooks.replaced_targets import Targets, refusal
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
-from flex_model.integrations import context_parallel, transformers_private
+from flex_model.integrations import refused, transformers_private
 from flex_model.integrations.compiled import HookGuards, between_graphs, outside_graphs
 from flex_model.integrations.torch_private import is_profiling
 from flex_model.parameters.trainable import Replicas
@@ -215,7 +215,7 @@ class Runs:
                 text = refusal(registration)
                 communicator.fail(text, HookError(text))
         if not communicator.is_local:
-            context_parallel.check_run()
+            refused.check_context_parallel_run()
         self._table.clear_records(new)
         run.hooks_seen.update(new)
         # Observers, and profilers, see only the hooks that Python runs, not the dispatcher.

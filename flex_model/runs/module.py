@@ -15,7 +15,7 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.site import Moment
 from flex_model.hooks.table import EVERYTHING
-from flex_model.integrations import adapters, copied, cut, fsdp, model_mesh, offload
+from flex_model.integrations import cut, fsdp, model_mesh, offload, refused
 from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.statements import Statement
 from flex_model.names import clean, find_module, module_names
@@ -67,8 +67,8 @@ class ModuleRunner:
         mesh, output_ptr = settings.find_mesh(module), settings.output_ptr
         if mesh.pp_size > 1:
             raise ValueError(model_mesh.pipeline_refusal(module, mesh.pp_size))
-        adapters.check_modules(module, mesh)
-        copied.check_modules(module)
+        refused.check_adapters(module, mesh)
+        refused.check_copies(module)
         records = output_ptr if isinstance(output_ptr, dict) else {}
         core = settings.make_core(module, mesh, records, Namespace(), settings.output_ranks)
         self.core = core

@@ -14,7 +14,7 @@ from torch import nn
 from flex_model.hooks.evidence import Part
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Tracking
-from flex_model.integrations import compiled, continuous_batching, past_positions
+from flex_model.integrations import compiled, past_positions, refused
 from flex_model.names import find_module, wrapped_chain
 from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.graphs import Graphs
@@ -113,7 +113,7 @@ class RootHooks:
             return
         self.runs.check_entry()
         if self._table.active_hooks.indices:
-            continuous_batching.check_arguments(kwargs)
+            refused.check_batching_arguments(kwargs)
         if backward_task() != -1:
             return
         self.runs.end_left()

@@ -105,7 +105,6 @@ def _timeline(picture: ModelMap) -> dict[str, Any]:
         "spans": spans,
         "texts": list(texts),
         "end": timeline.end_us,
-        "clock": timeline.clock,
         "forgotten": max(timeline.num_forgotten, default=0),
         "summary": timeline.shown(),
     }

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from flex_model.diagnostics.timeline import Timeline
-from flex_model.inspection import explain, layouts, text
-from flex_model.inspection.explain import HookCost
-from flex_model.inspection.layouts import NOT_RUN, SiteLayout
+from flex_model.inspection import hook_tables, text
+from flex_model.inspection.hook_tables import NOT_RUN, HookCost, SiteLayout
 from flex_model.inspection.tree import ModelTree, Node, is_called, named
 from flex_model.names import clean
 
@@ -169,10 +168,10 @@ def model_map(
 ) -> ModelMap:
     """Return the map of a FlexModel. Local."""
     registrations = core.table.registrations
-    costs = explain.explain(core)
+    costs, rows = hook_tables.explain(core), hook_tables.layouts(core, records)
     hooks = [
         _mark(registration, modules, core, layout, cost)
-        for registration, layout, cost in zip(registrations, layouts.layouts(core, records), costs)
+        for registration, layout, cost in zip(registrations, rows, costs)
     ]
     notes: dict[str, list[str]] = {}
     for mark in hooks:

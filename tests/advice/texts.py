@@ -25,7 +25,7 @@ ELSEWHERE = {
     "has a cache and gradients; run it under torch.no_grad()": "integrations/test_past_positions",
     "use a FlexModel of this model without dp_batch": "fingerprints/: refused runs",
     "give batches of that size, or make the stage without input_args": "pipelining/"
-    "test_pipelining_models: GPT-2, traced",
+    "test_pipelining_edges: stages that torch traced",
     "checkpoint(..., use_reentrant=False)": "layouts/test_gradients: recomputed blocks",
     "in continuous batching, which packs the rows": "test_continuous_batching",
     "flex_model was tested with": "integrations/test_versions",

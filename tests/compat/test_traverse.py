@@ -49,18 +49,6 @@ def test_flatten_and_unflatten():
     assert treedef != flatten([1, torch.ones(1)])[0]
 
 
-def test_wrong_arguments():
-    treedef, leaves = flatten([torch.ones(1)])
-    with pytest.raises(
-        ValueError, match=r"^unflatten: the spec has 1 leaves, got 2; pass as many as"
-    ):
-        unflatten(treedef, leaves * 2)
-    with pytest.raises(
-        TypeError, match=r"^unflatten: expected a TreeSpec, got list; call unflatten"
-    ):
-        unflatten(leaves, treedef)
-
-
 def test_internal_nodes(box_node):
     a, b = torch.ones(1), torch.zeros(1)
     treedef, leaves = flatten([Box(a, (b, 3), name="mine"), None])

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard
 
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed import kernels
-from flex_model.distributed.transports import nccl, peer_buffers
+from flex_model.distributed.transports import nccl, peer_memory
 from tests import models
 from tests.cuda.processes import join_ranks, run_rank
 
@@ -56,7 +56,7 @@ def with_one_visible_gpu(rank):
 @contextlib.contextmanager
 def with_little_memory(rank):
     """On one rank, there is no more memory when the buffers must grow; the other frees its part."""
-    allocate, allocated = peer_buffers.CudaIpc._allocate, []
+    allocate, allocated = peer_memory.CudaIpc._allocate, []
 
     def refuse(self, num_bytes):
         if rank == 1 and num_bytes > 3 << 20:
@@ -65,7 +65,7 @@ def with_little_memory(rank):
         allocated.append(weakref.ref(self._buffer.untyped_storage()))
         return handle
 
-    with patch.object(peer_buffers.CudaIpc, "_allocate", refuse):
+    with patch.object(peer_memory.CudaIpc, "_allocate", refuse):
         yield
         assert allocated[-1]() is None
 

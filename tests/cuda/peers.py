@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from flex_model.distributed import process_groups
-from flex_model.distributed.transports import on_gpu
+from flex_model.distributed.transports import choice
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.nccl import Nccl
-from flex_model.distributed.transports.peer_buffers import CudaIpc
-from flex_model.distributed.transports.peer_memory import PeerMemory
+from flex_model.distributed.transports.peer_memory import CudaIpc, PeerMemory
 from flex_model.distributed.transports.transport import Gathered
 from tests.cuda.processes import join_ranks, run_rank
 from tests.ops.test_ops import as_bytes, blocks, plan_of
@@ -39,7 +38,7 @@ def wait(works):
 def transport_of(means, group, device):
     on_cpu, _ = choose(group, wait, torch.device("cpu"))
     if means == "best":
-        return on_gpu.connect(on_cpu, "", wait, device)[0]
+        return choice.connect(on_cpu, "", wait, device)[0]
     if means == "nccl":
         return ByDevice(on_cpu, Nccl(on_cpu, wait, device))
     return ByDevice(on_cpu, PeerMemory(group, CudaIpc(on_cpu, wait, device)))

@@ -68,28 +68,6 @@ def test_a_copy_to_pinned_memory_is_not_waited_for():
     assert torch.equal(pinned, full)
 
 
-def test_memory_that_another_stream_uses_is_not_reused_before():
-    full, side = torch.randn(SIZES), torch.cuda.Stream()
-    on_gpu = full.cuda()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(1_000_000_000)
-        on_gpu.record_stream(side)
-        shard = split(on_gpu)
-        del on_gpu
-        assert torch.equal(shard.cpu(), full[:, :32])
-
-
-def test_a_memory_set_is_not_waited_for():
-    pinned, on_gpu = torch.zeros(SIZES, pin_memory=True), torch.zeros(SIZES, device="cuda")
-    torch.cuda._sleep(1_000_000_000)
-    on_gpu.fill_(1)
-    pinned.copy_(on_gpu, non_blocking=True)
-    assert not pinned.any()
-    torch.cuda.synchronize()
-    assert pinned.all()
-
-
 def test_freed_memory_goes_to_the_next_tensor_of_the_stream():
     """Also a smaller one, and before what used it there is done."""
     size = 123_457  # no other test frees memory of about this size

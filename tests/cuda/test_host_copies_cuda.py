@@ -27,14 +27,14 @@ CASES = [
 @pytest.fixture
 def page_locked():
     """A tensor that CUDA knows by its address alone, as the arena of a host's ranks."""
-    from flex_model.distributed import page_locks
+    from flex_model.distributed.transports import host_copies
 
     buffer = torch.full((8 << 20,), 255, dtype=torch.uint8)
     device = torch.device("cuda", torch.cuda.current_device())
-    page_locks.lock(buffer.data_ptr(), buffer.nbytes, device)
+    host_copies.lock(buffer.data_ptr(), buffer.nbytes, device)
     yield buffer
     torch.cuda.synchronize()
-    page_locks.unlock(buffer.data_ptr(), device)
+    host_copies.unlock(buffer.data_ptr(), device)
 
 
 @pytest.mark.parametrize("how", ["auto", "copy engine", "kernel"])
@@ -123,24 +123,24 @@ def interrupt(monkeypatch):
 @pytest.fixture
 def arena():
     from flex_model import _C
-    from flex_model.distributed import page_locks
+    from flex_model.distributed.transports import host_copies
 
     _C.arena_table()  # memory is pooled, as with peers
     yield
     torch.cuda.synchronize()
-    page_locks.of_arena.release()
+    host_copies.of_arena.release()
     _C.close_arena()
 
 
 def test_memory_of_an_interrupted_copy_is_given_to_nobody(arena, interrupt):
     from flex_model import _C
-    from flex_model.distributed import memory, page_locks
+    from flex_model.distributed import memory
     from flex_model.distributed.transports import host_copies
-    from flex_model.distributed.transports.to_host import to_host
+    from flex_model.distributed.transports.host_gather import to_host
 
     sevens = torch.full((1 << 20,), 7, dtype=torch.uint8, device="cuda")
     segment = _C.arena_segment(memory.empty([1 << 20], torch.uint8).data_ptr())
-    assert page_locks.of_arena.has(*segment, sevens.device)  # which waits for the GPU
+    assert host_copies.of_arena.has(*segment, sevens.device)  # which waits for the GPU
     interrupt()
     with pytest.raises(KeyboardInterrupt):
         to_host([(sevens, host_copies.ready_now(sevens))])
@@ -154,7 +154,7 @@ def test_memory_of_an_interrupted_copy_is_given_to_nobody(arena, interrupt):
 
 def test_records_of_one_process_are_in_page_locked_memory_while_it_is_wrapped():
     from flex_model import _C, FlexModel, HookFunction
-    from flex_model.distributed import page_locks
+    from flex_model.distributed.transports import host_copies
 
     model, records = torch.nn.Linear(64, 512, bias=False).cuda(), {}
     x = torch.randn(64, 64, device="cuda")
@@ -163,7 +163,7 @@ def test_records_of_one_process_are_in_page_locked_memory_while_it_is_wrapped():
         expected = flex(x)
         record = records[""][0]
         segment, num_bytes = _C.arena_segment(record.data_ptr())
-        assert num_bytes and page_locks.of_arena.has(segment, num_bytes, x.device)
+        assert num_bytes and host_copies.of_arena.has(segment, num_bytes, x.device)
     assert torch.equal(record, expected.cpu())
     records.clear()
     del record
@@ -227,11 +227,11 @@ def test_a_snapshot_is_not_overwritten_while_another_stream_reads_it():
 
 def test_a_refused_lock_leaves_no_error_behind(page_locked):
     """Locked already: the error is raised, and no later launch finds it."""
-    from flex_model.distributed import page_locks
+    from flex_model.distributed.transports import host_copies
 
     device = torch.device("cuda", torch.cuda.current_device())
     with pytest.raises(RuntimeError, match=r"page_lock: .* can't be page-locked"):
-        page_locks.lock(page_locked.data_ptr(), page_locked.nbytes, device)
+        host_copies.lock(page_locked.data_ptr(), page_locked.nbytes, device)
     assert torch.ones(3, device=device).sum().item() == 3
 
 

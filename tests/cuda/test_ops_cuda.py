@@ -1,12 +1,11 @@
 """torch.ops.flex_model on CUDA gives the CPU's bytes. Needs a GPU."""
 
-import itertools
-
 import pytest
 import torch
 
 import flex_model
-from flex_model._C import GatherPlan
+from tests.ops import test_ops
+from tests.ops.test_ops import blocks, plan_of, random_tensor
 
 pytestmark = [
     pytest.mark.cuda,
@@ -17,27 +16,13 @@ ops = torch.ops.flex_model
 DTYPES = [torch.bool, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.complex128]
 
 
-def random_tensor(sizes, dtype):
-    """Random bits; for bool, random truth."""
-    count = torch.Size(sizes).numel() * dtype.itemsize
-    high = 2 if dtype == torch.bool else 256
-    return torch.randint(0, high, (count,), dtype=torch.uint8).view(dtype).reshape(sizes)
-
-
 def as_bytes(tensor):
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return test_ops.as_bytes(tensor.cpu())
 
 
 def grid_plan(sizes, cuts, itemsize):
     """Rank r holds the r-th block of a tensor cut at ``cuts[dim]``."""
-    edges = [[0, *cut, size] for cut, size in zip(cuts, sizes, strict=True)]
-    blocks = list(itertools.product(*(list(itertools.pairwise(edge)) for edge in edges)))
-    shards = [[stop - start for start, stop in block] for block in blocks]
-    boxes = [
-        (rank, [start for start, _ in block], [0] * len(sizes), shards[rank])
-        for rank, block in enumerate(blocks)
-    ]
-    return GatherPlan(list(sizes), shards, boxes, itemsize)
+    return plan_of(sizes, blocks(sizes, cuts), itemsize)
 
 
 def check(full, cuts, gap=0):
@@ -74,22 +59,20 @@ def test_every_width_of_chunk(run, gap):
     check(random_tensor((333, 2 * run), torch.uint8), [[], [run]], gap)
 
 
-def test_uneven_blocks_over_three_dims():
-    check(random_tensor((70, 33, 129), torch.bfloat16), [[1, 40], [16], [5, 64, 100]])
-
-
-def test_more_boxes_than_one_launch_holds():
-    check(random_tensor((8, 300), torch.float32), [[], list(range(1, 300))])
-
-
-def test_empty_tensors_and_shards():
-    check(random_tensor((4, 0), torch.float32), [[2], []])
-    check(random_tensor((4, 6), torch.float32), [[], [0, 3, 3]])
-
-
-def test_many_boxes_and_a_large_one():
-    """The blocks of a launch go to copies of very different sizes."""
-    check(random_tensor((64, 5000), torch.float32), [[], [*range(1, 600), 601]])
+@pytest.mark.parametrize(
+    ("sizes", "cuts"),
+    [
+        ((70, 33, 129), [[1, 40], [16], [5, 64, 100]]),
+        ((8, 300), [[], list(range(1, 300))]),  # more boxes than one launch holds
+        ((4, 0), [[2], []]),
+        ((4, 6), [[], [0, 3, 3]]),
+        ((64, 5000), [[], [*range(1, 600), 601]]),  # copies of very different sizes
+        ((4096, 5000), [[], [1250, 2500, 3750]]),
+    ],
+    ids=str,
+)
+def test_any_boxes(sizes, cuts):
+    check(random_tensor(sizes, torch.bfloat16), cuts)
 
 
 @pytest.mark.parametrize("run", [33, 40, 257, 1001])
@@ -158,10 +141,6 @@ def test_a_copy_of_more_than_4_gib():
     full = torch.randint(0, 256, (2 * rows,), dtype=torch.uint8, device="cuda")
     plan = grid_plan((2 * rows,), [[rows]], 1)
     assert torch.equal(ops.split(full, plan.code, 1, [rows]), full[rows:])
-
-
-def test_a_large_tensor():
-    check(random_tensor((4096, 5000), torch.float32), [[], [1250, 2500, 3750]])
 
 
 def test_runs_on_the_current_stream():

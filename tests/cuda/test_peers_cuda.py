@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flex_model.distributed.bounded_store import BoundedStore
-from flex_model.distributed.transports import nccl, peer_buffers
+from flex_model.distributed.transports import nccl, peer_memory
 from flex_model.distributed.transports.transport import UnavailableError
 from tests.cuda.processes import run_ranks
 from tests.ops.test_ops import blocks, plan_of
@@ -181,7 +181,7 @@ def of_one_rank(kind, store, limit_s=20.0):
 
 
 def ipc_of_one_rank():
-    buffers = of_one_rank(peer_buffers.CudaIpc, dist.HashStore())
+    buffers = of_one_rank(peer_memory.CudaIpc, dist.HashStore())
     buffers.allocate(1 << 20)
     return buffers
 
@@ -196,7 +196,7 @@ class SilentStore:
         return lambda *args: self.is_back.wait()
 
 
-@pytest.mark.parametrize("kind", [peer_buffers.CudaIpc, nccl.Nccl])
+@pytest.mark.parametrize("kind", [peer_memory.CudaIpc, nccl.Nccl])
 def test_a_store_that_does_not_answer_ends_the_set_up(kind):
     store, start = SilentStore(), time.monotonic()
     with pytest.raises(UnavailableError, match=r"ranks \[0\]: .*did not answer in 0.2 s"):
@@ -209,12 +209,12 @@ def test_a_buffer_stays_where_a_store_does_not_say_who_has_it_open():
     """Memory must not be freed while another process has it open."""
     buffers, store = ipc_of_one_rank(), SilentStore()
     buffers.group.bounded_store = BoundedStore(store, 0.2)
-    num_kept, start = len(peer_buffers._kept), time.monotonic()
+    num_kept, start = len(peer_memory._kept), time.monotonic()
     buffers.close()
-    assert len(peer_buffers._kept) == num_kept + 1
+    assert len(peer_memory._kept) == num_kept + 1
     assert time.monotonic() - start < 20
     store.is_back.set()
-    del peer_buffers._kept[num_kept:]
+    del peer_memory._kept[num_kept:]
 
 
 def test_buffers_are_freed_after_their_last_transfer():

@@ -105,7 +105,6 @@ def test_the_doctor_tries_two_ranks():
     trials = {trial["transport"]: trial for trial in report["trials"]}
     assert report["is_well"] and report["build"]["torch"] == torch.__version__
     assert trials["shared_memory"]["works"] and trials["gloo"]["works"]
-    assert trials["shared_memory"]["header_us"] > 0 and trials["gloo"]["gather_ms"] > 0
     assert trials["nccl"]["works"] == (torch.cuda.device_count() > 1)
     assert "communicate by shared_memory: the ranks are on one host" in run.stderr
 
@@ -135,7 +134,7 @@ def test_the_doctor_finds_a_gpu_that_torch_does_not(monkeypatch, lacking, what, 
     monkeypatch.setattr(doctor.glob, "glob", lambda pattern: ["/dev/nvidia0"])
     lacking(monkeypatch)
     gpus, missing = doctor._gpus()
-    report = doctor.Report({}, gpus, missing, {}, {}, {}, [doctor.Trial("gloo", True, "", 1, 1)])
+    report = doctor.Report({}, gpus, missing, {}, {}, {}, [doctor.Trial("gloo", True, "")])
     assert not report.is_well and json.loads(report.json())["missing"][0]["what"] == missing[0].what
     assert f"\nmissing: {what}" in str(report) and f"\n  to mend it: {mend}" in str(report)
 

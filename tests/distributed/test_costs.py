@@ -1,13 +1,7 @@
-"""What is recorded of transfers: against what real runs, and the kernel, count."""
+"""What is predicted of transfers, against what real runs count; and what leaves a host."""
 
-import contextlib
-import json
-import os
+import math
 import re
-import socket
-import struct
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,16 +15,13 @@ from flex_model import FlexModel, HookFunction, cli
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.costs import SUMMED_BYTES
 from flex_model.distributed.gather import TensorSpec
+from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import GRID, Mesh
 from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.inspection.offline import run_on_shapes
-from recorded_traffic import TrafficRecorder
 from shared_edits import double
 from tiers import grid_but
-
-PREAMBLE_BYTES = 48  # of each message of gloo's
-
 
 # ---- Real runs -----------------------------------------------------------------------------------
 
@@ -94,6 +85,8 @@ def check_run(tp, dp, settings, sites):
     x = full.chunk(dp)[mesh.get_local_rank("dp")]
     dry = flex.dry_run(x)
     assert all(row.layout is not None for row in dry), dry
+    largest = max((math.prod(row.full_shape) for row in dry if row.edits), default=0)
+    assert dry.edited_bytes == 2 * 8 * largest
     counter = Counter(flex._core.communicator)
     for _ in range(2):  # what the first one has to find out, the second one knows
         records.clear()
@@ -106,7 +99,10 @@ def check_run(tp, dp, settings, sites):
     in_all = sum(record.nbytes for of_one in records.values() for record in of_one)
     for predicted, counted in ((dry.forward, forward), (dry.backward, backward)):
         assert (predicted.headers, predicted.payloads) == counted, dry
-    for row, cost in zip(dry, flex.explain()):
+    counted = flex.explain()
+    assert set(counted.transports.values()) == {("shared_memory", "the ranks are on one host")}
+    assert "bytes moved" in str(counted) and "the ranks are on one host" in str(counted)
+    for row, cost in zip(dry, counted):
         moved = (row.forward + row.backward).bytes_by_rank or (0,) * tp * dp
         assert moved[dist.get_rank()] == cost.bytes_moved, (row, cost)
     if dist.get_rank() == 0:
@@ -148,230 +144,53 @@ def test_a_run_on_two_ranks_moves_what_is_predicted(tp, dp, settings, sites):
     check_run(tp, dp, settings, sites)
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(4, timeout=120)
-@pytest.mark.parametrize("settings, sites", CASES, ids=str)
-@pytest.mark.parametrize("tp, dp", [(4, 1), (2, 2), (1, 4)])
-def test_a_run_on_four_ranks_moves_what_is_predicted(tp, dp, settings, sites):
-    check_run(tp, dp, settings, sites)
-
-
-def recorded(recorder, transfer, *args):
-    """What a transfer of tensors without values moves between hosts."""
-    return recorder.record(lambda to: transfer(to, *args))
-
-
-def sum_over(to, axes, size):
-    to.all_reduce_sum(axes, torch.ones(size))
-
-
-def broadcast(to, size, dtype=torch.int64):
-    full = torch.zeros(size, dtype=dtype)
-    return to.broadcast(full + 1 if to.mesh.group_rank == 0 else None, full)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("where", ["two hosts", "interleaved hosts", "a host of each"])
-def test_sums_and_broadcasts_move_what_is_predicted(where, monkeypatch):
-    made = counting(monkeypatch)
-    with hosts(where):
-        communicator = Communicator(Mesh.from_sizes(2, 1, 2), 30.0)
-        names = tuple(communicator.transport(GRID).group.hosts.names)
-        recorder = TrafficRecorder(communicator.mesh, names)
-        for axes in (("dp", "tp"), ("dp",), ("tp",)):
-            communicator.transport(axes)
-            for size in (3, 3000, 100_003):
-                take(made, names)
-                sum_over(communicator, axes, size)
-                of_run = recorded(recorder, sum_over, axes, size)
-                none = (0,) * len(set(names))
-                predicted = of_run.sent or none, of_run.received or none, of_run.messages or none
-                assert predicted == take(made, names), (axes, size)
-                num_hosts = len(none)
-                if size > 10_000 and len(axes) == 2:  # in parts: not each summand to each host
-                    parts = (4 // num_hosts + 1) * 4 * size * (num_hosts - 1) / num_hosts
-                    assert max(of_run.sent) <= 1.001 * parts
-        for size in (3, 3000, 100_003):
-            take(made, names)
-            assert torch.equal(broadcast(communicator, size), torch.ones(size, dtype=torch.int64))
-            of_run = recorded(recorder, broadcast, size)
-            assert (of_run.sent, of_run.received, of_run.messages) == take(made, names)
-        communicator.close()
-
-
 def sharded():
     """For the command: the model of ``check_run`` on two data- by two tensor-parallel ranks."""
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"].get_group()
     return models.tensor_parallel(models.seeded(Model).double(), group)
 
 
-def command(folder, edit_on):
-    """What the command predicts of some hooks, by what they are in."""
-    hooks = folder / "hooks.txt"
-    hooks.write_text(
-        "# of all kinds\n\nfc1 edit  # the first\npos read\nac? edit forward_pre\n"
-        "fc* read full_backward_pre\n"
-    )
-    arguments = [f"{__file__}:sharded", "--tp", "2", "--dp", "2", "--json"]
-    arguments += ["--input", "8,6:float64", "--hooks", str(hooks), "--edit-on", edit_on]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "flex_model", "inspect", *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+# ---- Between hosts -------------------------------------------------------------------------------
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(4, timeout=200)
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
-def test_the_command_predicts_what_a_run_moves(edit_on, tmp_path):
-    mesh, rank = models.mesh(2, 2), dist.get_rank()
-    flex = FlexModel(sharded(), records := {}, device_mesh=mesh, edit_on=edit_on)
-    for name, edit, kind in (
-        ("fc1", double, "forward"),
-        ("pos", None, "forward"),
-        ("act", double, "forward_pre"),
-        ("fc1", None, "full_backward_pre"),
-        ("fc2", None, "full_backward_pre"),
-    ):
-        flex._register(HookFunction(name, None, edit, output_name=name + kind), kind)
-    x = models.random(8, 6).chunk(2)[mesh.get_local_rank("dp")].requires_grad_()
-    counter = Counter(flex._core.communicator)
-    for _ in range(2):
-        records.clear()
-        counter.take()
-        output = flex(x)
-        counts = [counter.take()]
-        output.square().sum().backward()
-        counts.append(counter.take())
-    flex.restore()
-    if rank > 0:
-        return
-    predicted = command(tmp_path, edit_on)
-    rows = [predicted["forward"], predicted["backward"]]
-    assert [(row["headers"], row["transfers"]) for row in rows] == counts
-    kept = sum(record.nbytes for of_one in records.values() for record in of_one)
-    assert sum(row["record_bytes"] for row in rows) == kept
-
-
-# ---- The kernel's counts -------------------------------------------------------------------------
-
-
-def tcp_sockets(stack):
-    """The TCP sockets of this process, by what the kernel calls them."""
-    found = {}
-    for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            name = os.readlink(f"/proc/self/fd/{number}")
-            if name.startswith("socket:"):
-                one = stack.enter_context(socket.socket(fileno=os.dup(int(number))))
-                is_tcp = one.family in (socket.AF_INET, socket.AF_INET6)
-                if is_tcp and one.type == socket.SOCK_STREAM:
-                    found[name] = one
-    return found
-
-
-def bytes_sent(sockets):
-    """As the kernel counts them: tcpi_bytes_sent in tcp_info, without tcpi_bytes_retrans."""
-    infos = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 216) for one in sockets]
-    counts = [struct.unpack_from("<2Q", info, 200) for info in infos]
-    return sum(sent - again for sent, again in counts)
-
-
-@pytest.mark.grid
 @pytest.mark.ranks(4)
-def test_the_kernel_counts_what_is_recorded_of_gloo():
-    """Four hosts of a rank."""
-    with contextlib.ExitStack() as stack, hosts("a host of each"):
-        before = tcp_sockets(stack)
-        communicator = Communicator(Mesh.from_sizes(4, 1, 1), 30.0)
-        stack.callback(communicator.close)
-        now = tcp_sockets(stack)
-        made = [one for name, one in now.items() if name not in before]
-        check_transfers(communicator, made)
-
-
-ROWS = [20_000, 30_000, 0, 10_000]
-
-
-def transfer(to, number, full=None):
-    """One transfer of each kind."""
-    full = torch.empty(sum(ROWS), dtype=torch.int64) if full is None else full
-    rank, shapes = to.mesh.group_rank, [(n,) for n in ROWS]
+@pytest.mark.parametrize("where", ["two hosts", "a host of each"])
+def test_what_leaves_a_host(where, monkeypatch):
+    """As docs/transports.md has it: by hosts, what gloo sends."""
+    made = counting(monkeypatch)
+    with hosts(where):
+        to = Communicator(Mesh.from_sizes(4, 1, 1), 30.0)
+    names = to.transport(GRID).group.hosts.names
+    rank, num_hosts = to.mesh.group_rank, len(set(names))
+    rows, full = [80, 40, 0, 60], torch.arange(180 * 64).reshape(180, 64)
+    of_hosts = [sum(part) * 512 for part in (rows[:2], rows[2:])]
+    shard, on_first = full.split(rows)[rank], full if rank == 0 else None
+    shapes = [(n, 64) for n in rows]
     spec = TensorSpec.of(to, ShardLayout(tp=Shard(0)), shapes, full.dtype)
-    axes, shard, on_first = spec.axes, full.split(ROWS)[rank], full if rank == 0 else None
-    kinds = [
-        lambda: to.exchange(torch.arange(9)),
-        lambda: to.all_gather(axes, shard, spec.plan),
-        lambda: to.all_reduce_sum(axes, torch.zeros(SUMMED_BYTES // 8 + 1000).double()),
-        lambda: to.gather_to_first(axes, [Gathered(spec.plan, list(range(4)), shard)]),
-        lambda: to.scatter_from_first(axes, on_first, shard, spec.plan),
-        lambda: to.broadcast(on_first, full),
-    ]
-    kinds[number]()
-    return number + 1 < len(kinds)
+    axes, plan = spec.axes, spec.plan
 
+    def moved(transfer):
+        take(made, names)
+        transfer()
+        return take(made, names)
 
-def check_transfers(communicator, sockets):
-    rank = communicator.mesh.group_rank
-    names = tuple(communicator.transport(GRID).group.hosts.names)
-    assert len(set(names)) == 4
-    recorder, full = TrafficRecorder(communicator.mesh, names), torch.arange(sum(ROWS))
-    number, has_more = 0, True
-    while has_more:
-        predicted = recorded(recorder, transfer, number)
-        assert any(predicted.sent)
-        dist.barrier()
-        start = bytes_sent(sockets)
-        has_more = transfer(communicator, number, full)
-        dist.barrier()
-        more = bytes_sent(sockets) - start - predicted.sent[rank]
-        # Of each message one is sent before it, and one comes back; or one of them.
-        most = 2 * (predicted.messages[rank] + max(predicted.messages))
-        assert more % PREAMBLE_BYTES == 0 and 0 <= more <= PREAMBLE_BYTES * most, (number, more)
-        number += 1
-
-
-def to_first_and_back(to, back):
-    """A gather of 10 bytes of each rank, or their scatter."""
-    layout, shapes = ShardLayout(dp=Shard(0), tp=Shard(1)), [(1, 10)] * 16
-    spec = TensorSpec.of(to, layout, shapes, torch.uint8)
-    shard = torch.empty(1, 10, dtype=torch.uint8)
-    if back:
-        return spec.scatter_from_first(torch.empty(2, 80, dtype=torch.uint8), shard)
-    return spec.gather_to_first(shard)
-
-
-def test_messages_of_eight_hosts():
-    """Eight hosts of two ranks."""
-    names = tuple(f"host {rank // 2}" for rank in range(16))
-    mesh = Mesh(tuple(range(16)), 0, 1, 2, 8)
-    recorder = TrafficRecorder(mesh, names)
-
-    def exchange(to):
-        return to.exchange(torch.empty(64, dtype=torch.uint8))
-
-    header = recorded(recorder, exchange)
-    assert (header.most_bytes, header.most_messages) == (7 * 128, 3)
-    assert header.sent == header.received == (7 * 128,) * 8
-    sent, large = (recorded(recorder, broadcast, n, torch.uint8) for n in (1000, 80_000))
-    assert (large.most_bytes, large.most_messages) == (2 * 70_000, 7 + 3)
-    assert sent.sent == (3000, 2000, 1000, 1000, 0, 0, 0, 0)
-    assert sent.received == (0, *[1000] * 7)
-    there, back = (recorded(recorder, to_first_and_back, back) for back in (False, True))
-    assert there.received == back.sent == (140, *[0] * 7)
-    assert (there + back).most_bytes == 140
-    # Each pair of data-parallel ranks is on two hosts, and all eight pairs sum at once.
-    summed = recorded(recorder, lambda to: to.all_reduce_sum(("dp",), torch.zeros(5).short()))
-    assert (summed.messages, summed.sent) == ((2,) * 8, (20,) * 8)
-    one = TrafficRecorder(mesh, ("host",) * 16)
-    for moved in recorded(one, exchange), recorded(one, broadcast, 9):
-        assert moved.most_bytes == moved.most_messages == 0
+    _, _, messages = moved(lambda: to.check_consistency(Header("tensor", site=7), "a header"))
+    assert set(messages) == {math.ceil(math.log2(num_hosts))}
+    sent, received, messages = moved(lambda: to.all_gather(axes, shard, plan))
+    assert max(messages) == math.ceil(math.log2(num_hosts))  # none of what is empty
+    there = moved(lambda: to.gather_to_first(axes, [Gathered(plan, list(range(4)), shard)]))
+    back = moved(lambda: to.scatter_from_first(axes, on_first, shard, plan))
+    if num_hosts == 2:
+        assert sent == (of_hosts[0], of_hosts[1]) == received[::-1]
+        assert there[0] == (0, of_hosts[1]) and there[2] == (0, 1)
+        assert back[0] == (of_hosts[1], 0)
+    summand = torch.zeros(SUMMED_BYTES // 8 + 1000).double()
+    sent, _, _ = moved(lambda: to.all_reduce_sum(axes, summand))
+    parts = 4 / num_hosts * (num_hosts - 1) / num_hosts
+    assert max(sent) <= 1.01 * (parts + 1) * summand.nbytes
+    sent, _, _ = moved(lambda: to.broadcast(on_first, torch.empty_like(full)))
+    assert full.nbytes <= sent[0] < 2 * full.nbytes
+    to.close()
 
 
 # ---- The command ---------------------------------------------------------------------------------

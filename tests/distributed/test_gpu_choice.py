@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from flex_model.distributed import process_groups
-from flex_model.distributed.transports import on_gpu
-from flex_model.distributed.transports.choice import choose
-from flex_model.distributed.transports.on_gpu import Rank, candidates
+from flex_model.distributed.transports import choice
+from flex_model.distributed.transports.choice import Rank, candidates, choose
 from flex_model.distributed.transports.transport import UnavailableError, on_every_rank
 from flex_model.errors import HookError
 
@@ -53,7 +52,7 @@ def test_ranks_without_gpus_stay_with_the_cpu():
     try:
         device = torch.device("cpu")
         on_cpu, why = choose(group, lambda works: [work.wait() for work in works], device)
-        to, reason = on_gpu.connect(on_cpu, why, lambda works: None, device)
+        to, reason = choice.connect(on_cpu, why, lambda works: None, device)
         assert to is on_cpu
         assert reason.startswith(why)
         assert "peer_memory, nccl: ranks [0, 1] have no GPU" in reason
@@ -100,10 +99,10 @@ def ranks_with(wanted="auto", **means):
             work.wait()
 
     try:
-        patch.setattr(on_gpu, "_rank", lambda device: Rank(dist.get_rank() + 1, True))
-        patch.setattr(on_gpu, "_MEANS", {n: partial(make, n) for n in on_gpu.NAMES})
+        patch.setattr(choice, "_rank", lambda device: Rank(dist.get_rank() + 1, True))
+        patch.setattr(choice, "_MEANS", {n: partial(make, n) for n in choice.NAMES})
         on_cpu, why = choose(group, wait, torch.device("cpu"))
-        yield made, lambda: on_gpu.connect(on_cpu, why, wait, torch.device("cpu"), wanted)
+        yield made, lambda: choice.connect(on_cpu, why, wait, torch.device("cpu"), wanted)
     finally:
         patch.undo()
         group.release()

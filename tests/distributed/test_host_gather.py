@@ -3,7 +3,6 @@ when. Copies of the stand-in are made when they are waited for, and to page-lock
 """
 
 import contextlib
-import gc
 import os
 import random
 import signal
@@ -17,9 +16,9 @@ from torch.distributed.tensor import Shard
 
 import models
 from flex_model import _C, FlexModel, HookFunction
-from flex_model.distributed import group_pool, memory, page_locks
+from flex_model.distributed import group_pool, memory
 from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.transports import host_copies, on_gpu
+from flex_model.distributed.transports import choice, host_copies
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
@@ -28,7 +27,6 @@ from flex_model.records.snapshots import Snapshots
 from tests.distributed.test_transports import (
     bits,
     cases,
-    run_hooked,
     same_bits,
     shards_of,
     transport,
@@ -108,9 +106,9 @@ def is_not_pooled(tensor):
 def gpu(patch, is_refused=False, has_gpu=True):
     """CPU tensors are this rank's GPU's, or are not, and the ranks gather in host memory."""
     gpu = StandIn(is_refused)
-    patch.setattr(page_locks, "lock", gpu.lock)
-    patch.setattr(page_locks, "unlock", gpu.unlock)
-    patch.setattr(page_locks, "of_arena", page_locks.PageLocks())
+    patch.setattr(host_copies, "lock", gpu.lock)
+    patch.setattr(host_copies, "unlock", gpu.unlock)
+    patch.setattr(host_copies, "of_arena", host_copies.PageLocks())
     patch.setattr(host_copies, "is_on_gpu", is_not_pooled if has_gpu else lambda tensor: False)
     patch.setattr(host_copies, "ready_now", gpu.ready_now)
     patch.setattr(host_copies, "of_process", host_copies.HostCopies())
@@ -118,14 +116,14 @@ def gpu(patch, is_refused=False, has_gpu=True):
     patch.setattr(host_copies.HostCopies, "start", lambda *args: gpu.start_checked(*args))
     patch.setattr(group_pool, "choose", choose_host_gather)
     yield gpu
-    page_locks.of_arena.release()
+    host_copies.of_arena.release()
     assert not gpu.queue
 
 
 def choose_host_gather(group, wait, device):
     on_cpu, why = choose(group, wait, device)
     reasons = [why]
-    gather = on_gpu.connect_host_gather(on_cpu, device, reasons)
+    gather = choice.connect_host_gather(on_cpu, device, reasons)
     return ByDevice(on_cpu, None, gather), "; ".join(reasons)
 
 
@@ -167,52 +165,14 @@ def test_two_ranks(monkeypatch, name, large):
         assert stand_in.num_locks < 12
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("dp", [1, 2])
-def test_four_ranks_that_differ(monkeypatch, dp):
-    """Some may not lock memory, and some have their shards on the CPU: nobody needs to know."""
-    rank = dist.get_rank()
-    for refused, without in ([], []), ([0], []), ([1, 2], [3]), ([3], [0, 1]):
-        with (
-            gpu(monkeypatch, rank in refused, rank not in without) as stand_in,
-            transport("shared_memory", dp) as communicator,
-        ):
-            gathers_all(communicator, large=False)
-            gathers_all(communicator, large=True)
-            assert (stand_in.num_copies > 0) == (rank not in (*refused, *without))
-            ((_, why),) = communicator.transports().values()
-            assert [f"rank {r}: {REFUSED}" in why for r in range(4)] == [
-                r in refused for r in range(4)
-            ]
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2, alone=True)  # a wrapper that another test left behind would hold the arena
-def test_memory_is_locked_once_and_unlocked_before_it_is_unmapped(monkeypatch):
-    gc.collect()
-    with gpu(monkeypatch) as stand_in:
-        with transport("shared_memory") as first, transport("shared_memory") as second:
-            for communicator in (first, second, first):
-                gathers_all(communicator, large=True)
-            # the probe's segment; of what rank 0 gathers in, rank 1 has a mapping of its own
-            assert 1 <= len(stand_in.locked) == stand_in.num_locks < 24
-            kept = memory.empty([1 << 20], torch.uint8).fill_(1)  # outlives the pool
-        assert not stand_in.locked  # `unlock` looked at the mapping
-        assert kept.sum() == 1 << 20
-        with transport("shared_memory") as communicator:  # and again, in new memory
-            gathers_all(communicator, large=True)
-        assert not stand_in.locked
-
-
 @pytest.mark.ranks(2)
 def test_a_forked_child_does_not_touch_the_gpu(monkeypatch):
     with gpu(monkeypatch), transport("shared_memory") as communicator:
         gathers_all(communicator, large=True)
         pid = os.fork()
         if pid == 0:
-            monkeypatch.setattr(page_locks, "unlock", lambda *_: os._exit(1))
-            page_locks.of_arena.release()
+            monkeypatch.setattr(host_copies, "unlock", lambda *_: os._exit(1))
+            host_copies.of_arena.release()
             communicator.host_gather.group.locks.release()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -265,20 +225,6 @@ def is_stale(tensor):
     return tensor.device.type != "cpu" or tensor.is_inference() or not tensor.is_contiguous()
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("settings", [{}, {"edit_on": "rank0"}, {"output_ranks": "all"}], ids=str)
-def test_a_model_with_hooks_gives_the_same_bits(monkeypatch, settings):
-    parallelism = models.FOUR_RANKS["tp x dp"]
-    batch = models.random(8, 6)
-    with transport("gloo", dp=2):
-        expected = run_hooked(parallelism, batch, **settings)
-    with gpu(monkeypatch), transport("shared_memory", dp=2):
-        results = run_hooked(parallelism, batch, **settings)
-    for got, tensor in zip(results, expected, strict=True):
-        assert torch.equal(got, tensor)
-
-
 @pytest.mark.ranks(2)
 def test_the_oldest_snapshots_move_to_the_cpu(monkeypatch):
     """And all do where the GPU is full."""
@@ -310,7 +256,7 @@ def raise_out_of_memory(*_, **__):
 def dying_in_between(group, rank, victim, kind):
     """Gathers until one of the ranks ends in the middle of it."""
     with pytest.MonkeyPatch.context() as patch, gpu(patch) as stand_in:
-        place = SimpleNamespace(rank=rank, size=group.size, locks=page_locks.PageLocks())
+        place = SimpleNamespace(rank=rank, size=group.size, locks=host_copies.PageLocks())
         gather = HostGather(place, group, torch.device("cpu"))
         plan = end_to_end([300_000] * group.size)
         shard = torch.full((300_000,), rank, dtype=torch.uint8)

@@ -52,23 +52,10 @@ def check_exchanges(gloo, rank, size):
         assert gloo.exchange(torch.empty(0, 2)).shape == (size, 0, 2)
 
 
-@pytest.mark.ranks(2)
-def test_two_ranks_exchange_bytes(monkeypatch):
-    with connected(monkeypatch) as communicator:
-        check_exchanges(communicator.transport(GRID), dist.get_rank(), 2)
-
-
 @pytest.mark.ranks(3)
 def test_three_ranks_exchange_bytes(monkeypatch):
     with connected(monkeypatch) as communicator:
         check_exchanges(communicator.transport(GRID), dist.get_rank(), 3)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(5, timeout=120)
-def test_five_ranks_exchange_bytes(monkeypatch):
-    with connected(monkeypatch) as communicator:
-        check_exchanges(communicator.transport(GRID), dist.get_rank(), 5)
 
 
 @pytest.mark.ranks(5, timeout=120)

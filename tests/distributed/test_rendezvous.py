@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from flex_model.distributed import processes, rendezvous
+from flex_model.distributed import rendezvous
 from flex_model.distributed.bounded_store import BoundedStore, LostStoreError
 from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.errors import HookError
@@ -46,12 +46,6 @@ def outcomes(size, place, timeouts, delays=None, ranks=None, stale=()):
     return found
 
 
-def come(rank, size):
-    """Write to the log, as a rank that ends before it does more."""
-    meeting = Rendezvous(("test",), tuple(range(size)), rank, 20)
-    meeting.bounded_store.append("place/log", meeting._line(f"text of {rank}"))
-
-
 def texts(size):
     return [f"text of {rank}" for rank in range(size)]
 
@@ -81,36 +75,6 @@ def test_ranks_that_do_not_come_are_named_and_may_come_later(store):
         found[1]
     )
     assert outcomes(5, "place", [20] * 5) == dict.fromkeys(range(5), texts(5))
-
-
-def test_a_rank_that_ended_is_named_at_once(store, monkeypatch):
-    monkeypatch.setattr(processes, "ended", lambda ranks: [rank for rank in ranks if rank == 2])
-    start = time.monotonic()
-    found = outcomes(3, "place", [20] * 3, ranks=[0, 1])
-    assert time.monotonic() - start < 5
-    for error in found.values():
-        assert "global ranks [2] ended or died" in str(error)
-
-
-def test_a_rank_that_ended_after_it_came_is_not_missed(store, monkeypatch):
-    """Whoever needs it next reports it."""
-    monkeypatch.setattr(processes, "ended", lambda ranks: [rank for rank in ranks if rank == 1])
-    come(1, 3)
-    found = outcomes(3, "place", [20] * 3, delays=[0, 0, 0.5], ranks=[0, 2])
-    assert found == dict.fromkeys([0, 2], texts(3))
-
-
-def test_the_last_rank_may_end_before_it_tells(store, monkeypatch):
-    """The log decides."""
-    monkeypatch.setattr(rendezvous, "_READ_S", 0.2)
-    found = {}
-    waiting = threading.Thread(
-        target=lambda: found.update(outcomes(2, "place", [5] * 2, ranks=[0]))
-    )
-    waiting.start()
-    come(1, 2)
-    waiting.join(4)
-    assert found == {0: texts(2)}
 
 
 class NoStore:

@@ -202,22 +202,10 @@ def check_all(sharding, edits):
 
 
 @pytest.mark.ranks(2)
-def test_tensor_parallel():
+@pytest.mark.parametrize("sharding", grid_but(["tp", "dp", "pp"], "tp", "pp"))
+def test_the_numbers_of_one_process(sharding):
     pytest.importorskip("transformers")
-    check_all("tp", {**EDITS, **WHOLE_BATCH})
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(2)
-def test_data_parallel():
-    pytest.importorskip("transformers")
-    check_all("dp", {**EDITS, **WHOLE_BATCH})
-
-
-@pytest.mark.ranks(2)
-def test_pipeline():
-    pytest.importorskip("transformers")
-    check_all("pp", EDITS)
+    check_all(sharding, EDITS if sharding == "pp" else EDITS | WHOLE_BATCH)
 
 
 @pytest.mark.ranks(2)

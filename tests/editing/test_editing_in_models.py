@@ -2,16 +2,13 @@
 hooks. `test_editing` has the shardings.
 """
 
-from argparse import Namespace
-
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 import models
-from flex_model import FlexModel, HookError, HookFunction, editing
+from flex_model import FlexModel, HookError, editing
 
 
 @pytest.fixture
@@ -44,14 +41,6 @@ def test_positions_while_generating(flex):
         counts(positions=3)
 
 
-def test_capture_is_of_one_module(flex):
-    kept = editing.capture()
-    for i in range(2):
-        flex.register_forward_hook(kept.at(f"model.layers.{i}"))
-    with pytest.raises(HookError, match="another module"):
-        flex(TOKENS)
-
-
 def test_lens_of_other_models():
     pytest.importorskip("transformers")
     flex = FlexModel(models.gpt2(), {})
@@ -75,9 +64,6 @@ def test_lens_of_other_models():
     assert_close(torch.cat(best.take(flex)["transformer.h.1"], 1), text[:, 5:])
     assert_close(read[0], flex(TOKENS).logits, rtol=1e-6, atol=1e-8)
     assert lens.take(flex) == {}
-    plain = HookFunction("transformer.h.1", editing_function=lens)
-    with flex.register_forward_hook(plain), pytest.raises(HookError, match="register it with"):
-        flex(TOKENS)
 
 
 # ---- Experiments ---------------------------------------------------------------------------------
@@ -189,21 +175,6 @@ def test_batches_of_patches_and_an_interrupted_map(flex, tmp_path):
     editing.activation_patching(flex, TOKENS, OTHER, [rows], metric)
 
 
-def test_a_map_takes_a_tenth_of_the_forwards():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(12)))
-    clean, corrupted = models.random(2, 64, 4), models.random(2, 64, 4, seed=5)
-    calls = []
-    model.double().register_forward_hook(lambda *_: calls.append(1))
-    flex, sites = FlexModel(model, {}), [str(i) for i in range(12)]
-    weights = models.random(2, 64, 4, seed=6)
-    sums = lambda out: (out * weights).sum()  # noqa: E731
-    expected = editing.activation_patching(flex, clean, corrupted, sites, sums)
-    num_single = len(calls)
-    found = editing.activation_patching(flex, clean, corrupted, sites, sums, batch=32)
-    assert num_single == 2 + 12 * 64 and 10 * (len(calls) - num_single) < num_single
-    assert_close(found.values, expected.values)
-
-
 def test_path_patching(flex):
     model = flex.module
     first, second = (f"model.layers.{i}.self_attn.o_proj" for i in range(2))
@@ -257,20 +228,12 @@ def test_what_experiments_refuse(flex):
         editing.activation_patching(flex, TOKENS, OTHER, site, fails)
     with pytest.raises(HookError, match="no such answer"):
         editing.attribution_patching(flex, TOKENS, OTHER, site, fails)
-    with pytest.raises(ValueError, match="differ in shape"):
-        editing.activation_patching(flex, TOKENS, OTHER[:, :4], site, metric)
-    with pytest.raises(ValueError, match="give positions="):
-        editing.activation_patching(flex, TOKENS[0], OTHER[0], site, metric)
     with pytest.raises(ValueError, match="layers"):
         editing.activation_patching(flex, TOKENS, OTHER, ["model.layers.7"], metric)
-    with pytest.raises(ValueError, match="give metric="):
-        editing.attribution_patching(flex, TOKENS, OTHER, site)
     with pytest.raises(ValueError, match="one number"):
         editing.attribution_patching(flex, TOKENS, OTHER, site, lambda logits: logits.mean(0))
     with pytest.raises(TypeError, match="expected a Site"):
         editing.activation_patching(flex, TOKENS, OTHER, [3], metric)
-    with flex.active(), pytest.raises(RuntimeError, match="outside of active"):
-        editing.activation_patching(flex, TOKENS, OTHER, site, metric)
     flex.wrapped_module_requires_grad(False)
     with pytest.raises(ValueError, match="no gradient reaches the metric"):
         editing.attribution_patching(flex, TOKENS, OTHER, site, metric)
@@ -278,9 +241,6 @@ def test_what_experiments_refuse(flex):
     with pytest.raises(ValueError, match="no gradient reaches 'model"):
         editing.attribution_patching(flex, TOKENS, OTHER, site, metric)
     assert not flex.hook_functions and not flex.output_ptr
-    on_rank0 = FlexModel(flex.restore(), edit_on="rank0")
-    with pytest.raises(ValueError, match="edit_on='all'"):
-        editing.attribution_patching(on_rank0, TOKENS, OTHER, site, metric)
 
 
 def test_edits_without_gradients(flex):
@@ -290,32 +250,3 @@ def test_edits_without_gradients(flex):
     for off in (torch.no_grad, torch.inference_mode):
         with off():
             assert_close(flex(TOKENS).logits, expected.detach())
-
-
-def test_edits_run_on_shapes_alone():
-    """As tools that check an editing function without computing do."""
-    edit = (
-        editing.zero(units=[1, 5], positions=2)
-        | editing.mean(heads=1, num_heads=2)
-        | editing.steer(torch.ones(8), positions=torch.arange(5) > 2)
-        | editing.project_out(torch.ones(8))
-        | editing.resample(seed=1)
-        | editing.noise(1.0, rows=[0, 2])
-    )
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        made = edit(None, torch.empty(3, 5, 8), Namespace(), {})
-    assert made.shape == (3, 5, 8)
-
-
-def test_modules_that_are_called_twice_are_refused():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.layer(self.layer(x))
-
-    x = models.random(2, 3, 8, dtype=torch.float32)
-    with FlexModel(Twice()) as flex, pytest.raises(ValueError, match="is called 2 times"):
-        editing.attribution_patching(flex, x, -x, ["layer"], lambda out: out.sum())

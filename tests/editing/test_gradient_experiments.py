@@ -1,7 +1,6 @@
 """Edge scores by integrated gradients, and the Jacobian lens: beside plain torch, and sharded."""
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -180,64 +179,3 @@ def test_the_lens_is_the_mean_jacobian(tmp_path):
     content = torch.load(tmp_path / "lens.pt", weights_only=True)
     assert content["source_layers"] == [0, 3] and content["d_model"] == 32
     assert content["n_prompts"] == 4 and content["J"][3].shape == (32, 32)
-
-
-def induction_model(**options):
-    from transformers import AutoModelForCausalLM
-
-    folder = Path(__file__).parents[2] / "examples" / "induction_model"
-    options = {"dtype": torch.float32, "attn_implementation": "eager", **options}
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
-
-
-def induction_flex(name):
-    from transformers.distributed import DistributedConfig
-
-    if name == "tp":
-        return FlexModel(induction_model(distributed_config=DistributedConfig(tp_size=2)), {})
-    if name == "ddp":
-        return FlexModel(models.TWO_RANKS["ddp"].shard(induction_model()), {})
-    return FlexModel(induction_model(), {}, process_group=pipelines.alone_group())
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", grid_but(["one", "tp", "ddp"], "tp"))
-def test_the_induction_heads_of_the_example_come_first(name):
-    """Text that comes twice, against text whose second part is another one. The heads that attend
-    from a token to what came after it before write to the logits; they read what the head that
-    attends to the token before wrote.
-    """
-    generator = torch.Generator().manual_seed(0)
-    first, second = torch.randint(240, (2, 4, 24), generator=generator)
-    clean, corrupted = torch.cat([first, first], 1), torch.cat([second, first], 1)
-    heads = [
-        editing.Site(f"model.layers.{i}.self_attn.o_proj", "input", {"heads": h, "num_heads": 4})
-        for i in range(4)
-        for h in range(4)
-    ]
-    readers = [editing.Site(f"model.layers.{i}.input_layernorm", "input") for i in range(4)]
-
-    def answers(logits):
-        guesses = logits[:, 24:-1].log_softmax(-1)
-        return guesses.gather(-1, first[:, 1:, None]).mean()
-
-    mine = models.TWO_RANKS["ddp"].my_rows if name == "ddp" else lambda rows: rows
-    with induction_flex(name) as flex:
-        found = editing.integrated_gradients(
-            flex,
-            mine(clean),
-            mine(corrupted),
-            heads,
-            [*readers, editing.Site("model.norm", "input")],
-            answers,
-            embedding="model.embed_tokens",
-        )
-    with torch.no_grad():
-        patterns = torch.cat(induction_model()(clean, output_attentions=True).attentions, 1)
-    after, before = (
-        patterns.diagonal(offset, dim1=-2, dim2=-1)[..., -24:].mean((0, 2)) for offset in (-23, -1)
-    )
-    known = set((after > 0.5).nonzero().flatten().tolist())
-    assert known == {8, 9, 10, 11} and before.argmax() == 4
-    assert set(found[:, -1].topk(len(known)).indices.tolist()) == known
-    assert found[:, 2].argmax() == before.argmax()

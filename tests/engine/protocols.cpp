@@ -279,7 +279,7 @@ struct Peers {
   }
 };
 
-// peers.cu, peer_buffers.py: a pad is zero before its address is known to others.
+// peers.cu, peer_memory.py: a pad is zero before its address is known to others.
 struct Zeroing {
   bool before_exchange = true;
 

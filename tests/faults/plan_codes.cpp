@@ -1,5 +1,5 @@
 // Any numbers as the code of a plan: refused by name, or a plan whose copies stay inside its
-// buffers. The entry point is libFuzzer's; without it, `main` here mutates valid codes at random.
+// buffers. `main` mutates valid codes at random.
 //
 //   plan_codes SEED RUNS
 
@@ -46,9 +46,7 @@ void copy(const BoxPlan& plan) {
   }
 }
 
-}  // namespace
-
-extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+void check_code(const uint8_t* data, size_t size) {
   std::vector<int64_t> code(size / sizeof(int64_t));
   if (!code.empty()) std::memcpy(code.data(), data, code.size() * sizeof(int64_t));
   try {
@@ -57,12 +55,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     copy(plan);
   } catch (const std::invalid_argument&) {
   }
-  return 0;
 }
-
-#ifndef FLEX_MODEL_LIBFUZZER
-
-namespace {
 
 using Random = std::mt19937_64;
 
@@ -121,9 +114,7 @@ int main(int, char** arguments) {
       ++accepted;
     } catch (const std::invalid_argument&) {
     }
-    LLVMFuzzerTestOneInput(reinterpret_cast<const uint8_t*>(code.data()), code.size() * 8);
+    check_code(reinterpret_cast<const uint8_t*>(code.data()), code.size() * 8);
   }
   std::printf("%ld\n", static_cast<long>(accepted));
 }
-
-#endif

@@ -108,20 +108,6 @@ def test_hundred_pairs_of_hook_sets_of_which_none_is_taken_for_the_other(transpo
     flex.restore()
 
 
-@pytest.mark.ranks(2)
-def test_groups_that_differ_between_ranks_are_found():
-    rank = dist.get_rank()
-    flex = models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5))
-    for site in ("inp", "fc2"):
-        flex.register_forward_hook(HookFunction(site, editing_function=double))
-        flex.update_hook_groups(site, site)
-    with pytest.raises(HookMismatchError, match=r"(?s)'inp'.*'fc2'|'fc2'.*'inp'"):
-        flex(BATCH, groups=["inp", "fc2"][rank])
-    expected = models.mlp()
-    expected = expected.out(expected.fc2(expected.act(expected.fc1(2 * expected.inp(BATCH)))))
-    assert torch.equal(flex(BATCH, groups="inp"), expected)
-
-
 class TalkingMLP(models.MLP):
     """Its ranks meet between two of its modules, as those of tensor parallelism do."""
 
@@ -173,19 +159,3 @@ def test_data_parallel_ranks_of_different_numbers_of_calls_are_advised():
                 generate(flex)
             assert ("synced_gpus=True" in str(error.value)) == is_advised
             assert ('FlexModel(dp_batch="local")' in str(error.value)) == is_advised
-
-
-@pytest.mark.ranks(2)
-def test_a_run_without_hooks_on_one_rank_is_not_taken_for_the_next_one():
-    """Rank 0 chooses a hook that rank 1 does not: what rank 1 runs next does not answer for it."""
-    records = {}
-    flex = models.replicas(FlexModel(models.mlp(), records, tensor_parallel_size=2, timeout=5))
-    for site in ("inp", "fc2"):
-        flex.register_forward_hook(HookFunction(site))
-        flex.update_hook_groups(site, site)
-    flex(BATCH)
-    if dist.get_rank() == 1:
-        flex(BATCH, groups=())  # goes through: nothing is asked of it
-    with pytest.raises(HookMismatchError, match=r"(?s)'inp'.*'fc2'|'fc2'.*'inp'"):
-        flex(BATCH, groups=["inp", "fc2"][dist.get_rank()])
-    assert records.get("inp", []) == []

@@ -96,11 +96,3 @@ def test_a_killed_rank_is_named_by_all_others(size, transport):
 def test_a_rank_killed_in_a_settled_edit_is_named_by_the_other():
     for seed in range(3):
         kill_one(2, "shared_memory", random.Random(seed), decode)
-
-
-@pytest.mark.parametrize("transport", grid_but(TRANSPORTS, "shared_memory"))
-@pytest.mark.parametrize("size", grid_but([2, 4], 2))
-def test_a_rank_killed_at_any_moment_is_named_by_all_others(size, transport):
-    choose = random.Random(f"{size} {transport}")
-    took = [kill_one(size, transport, choose) for _ in range(13)]
-    print(f"{len(took)} kills, slowest {max(took):.2f} s")

@@ -85,22 +85,6 @@ def test_inside_one_run():
 
 
 @pytest.mark.ranks(2)
-def test_runs_of_several_calls():
-    flex, _, parallelism = hooked("dp")
-
-    def run(number, groups="all"):
-        with flex.active(groups):
-            for part in parallelism.my_rows(BATCHES[number]).split(1):
-                flex.module(part)
-
-    def apart(is_early):
-        run(1, () if is_early else "all")
-        run(2, "all" if is_early else ())
-
-    check_found(lambda: run(0), apart)
-
-
-@pytest.mark.ranks(2)
 def test_backward_hooks_only():
     flex, _, parallelism = hooked("dp")
     handle = flex.register_full_backward_hook(HookFunction("fc2", output_name="grad"))

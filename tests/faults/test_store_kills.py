@@ -104,11 +104,3 @@ def kill_until_done(folder, num_kills, choose):
 
 def test_a_rank_killed_while_both_write(tmp_path):
     kill_until_done(tmp_path / "store", 3, random.Random(0))
-
-
-@pytest.mark.grid
-def test_many_ranks_killed_while_both_write(tmp_path):
-    choose = random.Random(1)
-    partial = sum(kill_until_done(tmp_path / str(i), 4, choose) for i in range(5))
-    print(f"{partial} of 20 kills left a part of the batches")
-    assert partial > 3

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import models
 from flex_model import _C, FlexModel, HookFunction
@@ -92,23 +91,6 @@ def test_a_rank_that_dies_before_it_wraps_anything_is_named_at_the_timeout():
     assert outcome.kind == "HookError" and "global ranks [1] did not arrive" in outcome.text, (
         outcome
     )
-
-
-@pytest.mark.ranks(2)
-def test_a_wrap_may_be_collected_while_the_next_one_is_made(monkeypatch):
-    """On one rank: its group is one that the ranks have just told that they hold."""
-    old, original = FlexModel(models.mlp(), tensor_parallel_size=2), Rendezvous.all_gather
-
-    def all_gather(rendezvous, place, *args, **options):
-        if dist.get_rank() == 0 and place.startswith("meeting"):
-            old.restore()
-        return original(rendezvous, place, *args, **options)
-
-    monkeypatch.setattr(Rendezvous, "all_gather", all_gather)
-    with models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=5)) as flex:
-        flex.register_forward_hook(HookFunction("fc1"))
-        flex(models.random(4, 6))
-    old.restore()
 
 
 class Unopenable:

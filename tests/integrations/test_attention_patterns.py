@@ -191,15 +191,10 @@ def test_generation_with_a_cache():
 
 def test_what_is_refused():
     flex = FlexModel(make("Llama", "sdpa"))
-    with pytest.raises(ValueError, match="LlamaMLP does not compute attention"):
-        flex.attention("model.layers.1.mlp")
     with pytest.raises(ValueError, match=r"no module.*nearest"):
         flex.attention("model.layers.1.attn")
     with pytest.raises(TypeError, match="queries: expected an int"):
         flex.attention(LAYER, queries="first")
-    flex.attention(LAYER, queries=[1])
-    with pytest.raises(ValueError, match=r"computed for queries=\[1\]"):
-        flex.attention(LAYER, queries="last")
     flex.register_forward_hook(flex.attention(LAYER, heads=4, queries=[1]))
     with pytest.raises(IndexError, match="4 is out of range"):
         flex(TOKENS)
@@ -207,14 +202,6 @@ def test_what_is_refused():
     flex = FlexModel(make("Llama", "sdpa"))
     flex.register_forward_hook(flex.attention(LAYER, queries=[9, -1]))
     with pytest.raises(ValueError, match="repeat an index"):
-        flex(TOKENS)
-    model = make("Llama", "sdpa")
-    model.config.attention_dropout = 0.5
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.5
-    flex = FlexModel(model.train())
-    flex.register_forward_hook(flex.attention(LAYER))
-    with pytest.raises(HookError, match="dropout of attention is active"):
         flex(TOKENS)
     other = make("Llama", "sdpa")
     other.config._attn_implementation = "mine"
@@ -311,38 +298,6 @@ def check_patterns_of_shards(kind, family, kernel, queries):
         if rank == 0:
             assert_close(found, expected, **rounding)
     flex.restore()
-
-
-@pytest.mark.ranks(2)
-def test_patterns_of_a_model_that_transformers_shards(tmp_path):
-    model = make("Llama", "eager")
-    whole = FlexModel(copy.deepcopy(model), {}, process_group=pipelines.alone_group())
-    flex = FlexModel(models.loaded_by_transformers(model, tmp_path), {})
-    found = []
-    for one in (whole, flex):
-        records = hooked(one, [7, 2])
-        logits = one(TOKENS).logits
-        logits.square().mean().backward()
-        found.append((logits.detach(), records))
-    assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-6)
-    if dist.get_rank() == 0:
-        assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.ranks(2)
-def test_an_error_on_one_rank_is_raised_on_both():
-    """Attention drops on one rank only."""
-    rank = dist.get_rank()
-    model = make("Llama", "sdpa")
-    model = models.tensor_parallel_llama(model, init_device_mesh("cpu", (2,)))
-    flex = FlexModel(model, timeout=20)
-    flex.register_forward_hook(flex.attention(LAYER, mix))
-    flex(TOKENS)
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.5 * rank
-    model.train()
-    with pytest.raises(HookError, match="dropout of attention is active"):
-        flex(TOKENS)
 
 
 @pytest.mark.ranks(2)

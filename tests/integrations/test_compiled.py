@@ -1,6 +1,5 @@
 """torch.compile: hooks fire whenever they are registered; an idle wrapper breaks no graph."""
 
-import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -13,8 +12,6 @@ from flex_model import FlexModel, HookError, HookFunction
 from tiers import grid_but
 
 BATCH = models.random(4, 6)
-SITES = ("inp", "fc1", "act", "fc2", "out")
-
 # Dynamo's own, at any break of a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -23,86 +20,11 @@ def double(module, full, save_ctx, modules):
     return full * 2
 
 
-WAYS = {
-    "whole": compiling.whole,
-    "in place": compiling.in_place,
-    "parts": compiling.modules(SITES),
-}
-
-
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("called_before", [False, True])
-@pytest.mark.parametrize("site", grid_but(["", "fc1", "act"], "", "act"))
-def test_a_hook_fires_before_and_after_the_first_compiled_call(way, called_before, site):
-    expected_model, records, expected = models.mlp(), {}, {}
-    plain = FlexModel(expected_model, expected)
-    flex = FlexModel(WAYS[way](models.mlp()), records)
-    if called_before:
-        assert_close(flex(BATCH), plain(BATCH))
-    for wrapper in (plain, flex):
-        wrapper.register_forward_hook(HookFunction(site, editing_function=double))
-    for _ in range(2):
-        assert torch.equal(flex(BATCH), plain(BATCH))
-        assert torch.equal(records[site][0], expected[site][0])
-        assert len(records[site]) == 1
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_groups_come_and_go(way):
-    base = models.mlp()(BATCH)
-    records = {}
-    flex = FlexModel(WAYS[way](models.mlp()), records)
-    flex(BATCH)
-    handle = flex.register_forward_hook(HookFunction("fc1", editing_function=double))
-    flex.register_forward_hook(HookFunction("act"))
-    flex.update_hook_groups("act", "looks")
-    edited = flex(BATCH)
-    assert not torch.equal(edited, base)
-    for groups, seen in (((), []), (["looks"], ["act"]), ("all", ["act", "fc1"]), ((), [])):
-        records.clear()
-        output = flex(BATCH, groups=groups)
-        assert sorted(records) == seen
-        assert torch.equal(output, edited if "fc1" in seen else base)
-    handle.remove()
-    records.clear()
-    assert torch.equal(flex(BATCH), base)
-    assert sorted(records) == ["act"]
-    flex.restore()
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_backward_hooks_see_the_same_gradients(way):
-    seen = []
-    for model in (models.mlp(), WAYS[way](models.mlp())):
-        records = {}
-        flex = FlexModel(model, records)
-        flex(BATCH).square().sum().backward()
-        flex.register_full_backward_hook(HookFunction("fc2", editing_function=double))
-        flex.register_full_backward_pre_hook(HookFunction("act"))
-        model.zero_grad()
-        flex(BATCH).square().sum().backward()
-        weight = next(p for n, p in model.named_parameters() if n.endswith("fc1.weight"))
-        seen.append([records["fc2"][0], records["act"][0], weight.grad])
-    for plain, compiled in zip(*seen):
-        assert_close(compiled, plain)
-
-
-def test_a_model_compiled_after_it_was_wrapped():
-    records = {}
-    model = models.mlp()
-    flex = FlexModel(model, records)
-    model.compile(backend="eager")
-    flex(BATCH)
-    flex.register_forward_hook(HookFunction("fc1"))
-    flex(BATCH)
-    assert len(records["fc1"]) == 1
 
 
 def keep_a_function(model):
@@ -149,71 +71,6 @@ def test_a_hook_fires_in_code_that_is_compiled_beside_the_model(
             wrapper.register_forward_hook(HookFunction(site, editing_function=double))
     flex.restore()
     assert torch.equal(call(BATCH), models.mlp()(BATCH))
-
-
-def generating(model, device_is_cuda):
-    """As ``generate`` does by itself on CUDA: decoding with a static cache runs compiled."""
-    from transformers.generation.configuration_utils import CompileConfig
-
-    if device_is_cuda:
-        config = CompileConfig(backend="eager", mode=None)
-        config._compile_all_devices = True
-        model.generation_config.compile_config = config
-    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    more = {"cache_implementation": "static", "output_scores": True}
-    return lambda flex: flex.generate(
-        torch.tensor([[1, 2, 3, 4]]), return_dict_in_generate=True, **settings, **more
-    )
-
-
-def generations(model, compiles, name, **sizes):
-    """What some runs of ``generate`` give: tokens, scores, records."""
-    records, runs = {}, []
-    flex = FlexModel(model, records, output_ranks="all", **sizes)
-    if not compiles:  # the oracle, of which every rank has all
-        models.replicas(flex)
-    generate = generating(model, compiles)
-
-    def run():
-        records.clear()
-        output = generate(flex)
-        runs.append((output.sequences, output.scores, dict(records)))
-
-    run()
-    handle = flex.register_forward_hook(HookFunction(name, editing_function=double))
-    run()
-    flex.register_forward_hook(HookFunction("model.norm"))
-    run()
-    handle.remove()
-    run()
-    assert hasattr(model, "_compiled_call") == compiles
-    flex.restore()
-    return runs
-
-
-def check_generation(plain, compiled, name, **sizes):
-    """The same calls of a model that compiles and of one that does not."""
-    for expected, found in zip(
-        generations(plain, False, name, **sizes), generations(compiled, True, name, **sizes)
-    ):
-        assert torch.equal(found[0], expected[0])
-        assert_close(found[1:], expected[1:])
-        assert all(len(tensors) == 4 for tensors in expected[2].values())
-
-
-@pytest.mark.grid
-def test_generation_with_a_static_cache_as_on_cuda():  # hooks were called by the prefill only
-    check_generation(models.llama(), models.llama(), "model.layers.0.mlp")
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(2)
-def test_generation_with_a_static_cache_over_two_tensor_parallel_ranks():
-    sharded = models.tensor_parallel_llama(models.llama(), models.mesh(1, 2)["tp"])
-    with warnings.catch_warnings():  # Dynamo's, of breaks
-        warnings.simplefilter("ignore")
-        check_generation(models.llama(), sharded, "model.layers.0.mlp", tensor_parallel_size=2)
-    torch.compiler.reset()
 
 
 @pytest.mark.parametrize("called_before", [False, True])
@@ -276,29 +133,3 @@ def test_an_idle_wrapper_adds_no_graph_break():
     flex = FlexModel(model)
     flex.register_forward_hook(HookFunction("fc1")).remove()
     assert torch._dynamo.explain(model)(BATCH).graph_break_count == 0
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("way", grid_but(WAYS, "whole"))
-def test_a_compiled_tensor_parallel_model(way):
-    with warnings.catch_warnings():  # Dynamo's, of breaks and of autograd functions in the model
-        warnings.simplefilter("ignore")
-        check_tensor_parallel(way)
-
-
-def check_tensor_parallel(way):
-    parallelism, records = models.TWO_RANKS["tp"], {}
-    model = parallelism.shard(models.mlp())
-    flex = FlexModel(WAYS[way](model), records, tensor_parallel_size=2)
-    flex(BATCH)
-    flex.register_forward_hook(HookFunction("fc1", (None, 8), double))
-    flex.register_forward_hook(HookFunction("act", (None, 8)))
-    expected = {}
-    plain = models.mlp()
-    plain.fc1.register_forward_hook(lambda m, a, output: expected.update(fc1=output) or output * 2)
-    plain.act.register_forward_hook(lambda m, a, output: expected.update(act=output))
-    assert_close(flex(BATCH), plain(BATCH))
-    for name, tensors in records.items():
-        assert_close(tensors[0], expected[name])
-    flex.restore()
-    torch.compiler.reset()

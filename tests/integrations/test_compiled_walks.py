@@ -195,7 +195,7 @@ def check(walk):
             raise
 
 
-@pytest.mark.parametrize("way", grid_but(WAYS, "whole"))
+@pytest.mark.parametrize("way", grid_but(WAYS, "whole", "blocks"))
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.grid)])
 def test_a_compiled_model(way, dynamic):
     check(Walk(models.ONE_RANK, way, seed=len(way), dynamic=dynamic))

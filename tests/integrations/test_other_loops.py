@@ -3,9 +3,6 @@ resized, generated with, beside a DataLoader. Right, or an error that says what 
 """
 
 import copy
-import io
-import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
-import compiling
 import models
-import scripts
 from flex_model import FlexModel, HookError, HookFunction
 
-TESTS = Path(__file__).parent.parent
 BATCH = models.random(4, 6)
 IDS = 1 + models.random(2, 5, seed=6).argsort()
 
@@ -36,57 +30,6 @@ def wrapped(model, *names, edit=mix, **settings):
 
 
 # ---- Compiled ------------------------------------------------------------------------------------
-
-
-def bert():
-    from transformers import BertConfig, BertForMaskedLM
-
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
-    config = BertConfig(vocab_size=64, num_hidden_layers=2, **sizes)
-    return models.seeded(BertForMaskedLM, config).double().eval()
-
-
-def mamba():
-    from transformers import MambaConfig, MambaForCausalLM
-
-    config = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=8)
-    return models.seeded(MambaForCausalLM, config).double().eval()
-
-
-def compile_model(flex):
-    compiling.in_place(flex.module)
-    return flex
-
-
-@pytest.mark.grid
-@pytest.mark.filterwarnings("ignore::flex_model.HookNotCalledWarning")
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")  # Mamba's
-@pytest.mark.parametrize(
-    ("make", "compiled"),
-    [
-        (models.gpt2, compiling.whole),
-        (models.gpt2, compiling.in_place),
-        (bert, compiling.whole),
-        (bert, compile_model),
-        (mamba, compile_model),
-    ],
-)
-def test_compiled_with_hooks_on_every_module(make, compiled):
-    torch.compiler.reset()
-    seen = []
-    for compile_it in (lambda flex: flex, compiled):
-        flex = FlexModel(make(), {})
-        for name in flex.wrapped_module_names:
-            edit = mix if name.endswith(("dense", "c_proj", "out_proj")) else None
-            flex.register_forward_hook(HookFunction(name, editing_function=edit))
-        call = compile_it(flex)
-        for _ in range(2):
-            with torch.no_grad():
-                logits = call(IDS).logits
-        seen.append((logits, flex.output_ptr))
-    assert len(seen[0][1]) > 10
-    assert_close(seen[1], seen[0])
-    torch.compiler.reset()
 
 
 # ---- Copied and pickled --------------------------------------------------------------------------
@@ -125,26 +68,6 @@ def test_a_copy_of_a_hooked_model_on_two_ranks():
     base, edited = models.mlp()(BATCH), edited_by_torch(models.mlp(), "fc1")(BATCH)
     model = models.TWO_RANKS["dtensor"].shard(models.mlp())
     check_a_copy(model, base, edited, tensor_parallel_size=2)
-
-
-@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy])
-def test_a_flex_model_is_not_copied(copies):
-    with pytest.raises(TypeError, match=r"can't be copied.*copy flex.module and wrap the copy"):
-        copies(wrapped(models.mlp(), "fc1"))
-
-
-def test_a_hooked_model_is_pickled_after_restore():
-    """Before, pickle named a local function of this library."""
-    flex = wrapped(models.mlp(), "fc1")
-    with pytest.raises(TypeError, match=r"a FlexModel can.t be pickled; save flex\.state_dict"):
-        torch.save(flex, io.BytesIO())
-    for save in (pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"an? MLP with hooks of a FlexModel can't be pickled"):
-            save(flex.module)
-    flex(BATCH)  # nothing has happened to it
-    pickle.loads(pickle.dumps(flex.module.state_dict()))
-    again = pickle.loads(pickle.dumps(flex.restore()))
-    assert torch.equal(again(BATCH), models.mlp()(BATCH))
 
 
 # ---- Modules that were replaced ------------------------------------------------------------------
@@ -238,22 +161,6 @@ def test_embeddings_that_are_resized():
     assert_close(logits[..., :64], reference(IDS).logits.detach())
 
 
-@pytest.mark.ranks(2)
-def test_embeddings_that_are_resized_on_two_ranks():
-    """The embeddings are whole on both ranks; the layers are sharded."""
-    sharded = models.tensor_parallel_llama(models.llama(), models.mesh(1, 2)["tp"])
-    flex = wrapped(sharded, "model.layers.0.mlp", "model.layers.0.mlp.act_fn")
-    reference = edited_by_torch(models.llama(), "model.layers.0.mlp")
-    edited_by_torch(reference, "model.layers.0.mlp.act_fn")
-    for size in (64, 70):
-        with torch.no_grad():
-            flex.resize_token_embeddings(size, mean_resizing=False)
-            logits = flex(IDS).logits
-        assert logits.shape[-1] == size
-        assert_close(logits[..., :64], reference(IDS).logits.detach())
-    flex.restore()
-
-
 def generated(model, **settings):
     return model.generate(
         IDS[:1],
@@ -289,14 +196,6 @@ def check_assisted(model, draft, hooked_draft):
 def test_assisted_generation_has_the_edits():
     hooked = wrapped(models.llama(layers=1), "model.layers.0.mlp", edit=None)
     check_assisted(models.llama(), models.llama(layers=1), hooked)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(2)
-def test_assisted_generation_on_two_ranks():
-    shard, mesh = models.tensor_parallel_llama, models.mesh(1, 2)["tp"]
-    hooked = wrapped(shard(models.llama(layers=1), mesh), "model.layers.0.mlp")
-    check_assisted(shard(models.llama(), mesh), models.llama(layers=1), hooked)
 
 
 def test_a_hooked_model_is_saved_without_its_hooks(tmp_path):
@@ -337,75 +236,3 @@ def test_a_hooked_model_is_saved_from_two_ranks(tmp_path):
 
 
 # ---- A DataLoader that is made after the wrap ----------------------------------------------------
-
-LOADING = """
-import sys
-import torch
-from torch.utils.data import DataLoader, Dataset
-
-sys.path.insert(0, {tests!r})
-import models
-from flex_model import FlexModel, HookFunction
-
-
-class Rows(Dataset):
-    def __init__(self, held=None):
-        self.held, self.rows = held, models.random(8, 6)
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return self.rows[index]
-
-
-def double(module, full, save_ctx, modules):
-    return full * 2
-
-
-if __name__ == "__main__":  # as torch asks of scripts that spawn
-    ranks = int(sys.argv[1])
-    model = models.mlp()
-    if ranks > 1:
-        torch.distributed.init_process_group("gloo")
-        model = models.TWO_RANKS["tp"].shard(model)
-    flex = FlexModel(model, records := {{}}, tensor_parallel_size=ranks)
-    flex.register_forward_hook(HookFunction("fc1", editing_function=double))
-    reference = models.mlp()
-    reference.fc1.register_forward_hook(lambda module, args, output: output * 2)
-    for way, persistent in (("fork", False), ("fork", True), ("spawn", True)):
-        loader = DataLoader(
-            Rows(),
-            batch_size=4,
-            num_workers=1 if way == "spawn" else 2,
-            multiprocessing_context=way,
-            persistent_workers=persistent,
-        )
-        for epoch in range(2):
-            for rows in loader:
-                output = flex(rows)
-                torch.testing.assert_close(output, reference(rows))
-                output.sum().backward()
-        del loader
-    try:
-        list(DataLoader(Rows(flex), num_workers=1, multiprocessing_context="spawn"))
-    except TypeError as error:
-        assert "a FlexModel can't be pickled" in str(error), error
-    else:
-        raise AssertionError("a FlexModel was pickled")
-    flex(models.random(4, 6))
-    flex.restore()
-    if ranks > 1:
-        torch.distributed.destroy_process_group()
-    print("loaded", flush=True)
-"""
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_workers_of_a_loader_that_is_made_after_the_wrap(ranks, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(LOADING.format(tests=str(TESTS)))
-    launcher = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", "2"]
-    output = scripts.run(tmp_path, *launcher, str(script), str(ranks))
-    assert output.count("loaded") == ranks

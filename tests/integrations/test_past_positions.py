@@ -8,27 +8,22 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import frameworks
+import models
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError, Select, editing
 
 transformers = pytest.importorskip("transformers")
 
 LENGTH, NEW = 6, 4
+SETTINGS = {"max_new_tokens": NEW, "do_sample": False}
 POSITIONS = [2, 5, 7, 8, 20]  # of the prompt, of what is generated, and of what never comes
 
 
 def llama():
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).double().eval()
+    return models.llama(pad_token_id=0, eos_token_id=None)
+
+
+def tensor_parallel():
+    return models.tensor_parallel_llama(llama(), models.mesh(1, 2)["tp"])
 
 
 def prompts(num_rows=4):
@@ -80,9 +75,7 @@ def test_positions_of_the_sequence_are_edited_in_the_call_that_has_them(hook, ca
     records = {}
     with FlexModel(llama(), records) as flex:
         flex.register_forward_hook(hook(POSITIONS))
-        tokens = flex.generate(
-            prompts(), max_new_tokens=NEW, do_sample=False, cache_implementation=cache
-        )
+        tokens = flex.generate(prompts(), **SETTINGS, cache_implementation=cache)
     assert torch.equal(tokens, expected(hook, prompts(), POSITIONS))
     assert not torch.equal(tokens, expected(hook, prompts(), []))
 
@@ -93,7 +86,7 @@ def test_records_have_the_positions_of_each_call():
         with FlexModel(llama(), records) as flex:
             select = Select(**settings) if settings else None
             flex.register_forward_hook(HookFunction("model.layers.0", select=select))
-            flex.generate(prompts(), max_new_tokens=NEW, do_sample=False)
+            flex.generate(prompts(), **SETTINGS)
     assert [one.shape[1] for one in parts["model.layers.0"]] == [2, 1, 1, 0]
     every = torch.cat(whole["model.layers.0"], 1)
     assert torch.equal(torch.cat(parts["model.layers.0"], 1), every[:, 4:8])
@@ -119,32 +112,16 @@ def test_without_a_cache_they_are_positions_of_the_call(recomputes):
     torch.testing.assert_close(found, gradients(in_call, recomputes))
 
 
-def tensor_parallel(model):
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    plan = {}
-    for i in range(2):
-        for name in ("q", "k", "v"):
-            plan[f"model.layers.{i}.self_attn.{name}_proj"] = ColwiseParallel()
-        plan[f"model.layers.{i}.self_attn.o_proj"] = RowwiseParallel()
-    return parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("hook", [by_select, ready])
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 def test_on_tensor_parallel_ranks(hook, edit_on):
     records = {}
-    with FlexModel(tensor_parallel(llama()), records, edit_on=edit_on) as flex:
+    with FlexModel(tensor_parallel(), records, edit_on=edit_on) as flex:
         flex.register_forward_hook(hook(POSITIONS))
         head = Select(positions=slice(4, 8), units=[3, 20], of="sequence")
         flex.register_forward_hook(HookFunction("model.layers.1.self_attn.q_proj", select=head))
-        tokens = flex.generate(prompts(), max_new_tokens=NEW, do_sample=False)
+        tokens = flex.generate(prompts(), **SETTINGS)
     assert torch.equal(tokens, expected(hook, prompts(), POSITIONS))
     if frameworks.rank() == 0:
         shapes = [tuple(one.shape) for one in records["model.layers.1.self_attn.q_proj"]]
@@ -163,7 +140,7 @@ def test_gradients_on_tensor_parallel_ranks(edit_on):
         return edited
 
     for is_sharded in (False, True):
-        model = tensor_parallel(llama()) if is_sharded else llama()
+        model = tensor_parallel() if is_sharded else llama()
         embeds = model.get_input_embeddings()(prompts()).detach().requires_grad_()
         flex = FlexModel(model, edit_on=edit_on) if is_sharded else None
         if flex is None:
@@ -187,7 +164,7 @@ def test_on_data_parallel_ranks(hook):
     rows = prompts().chunk(2)[frameworks.rank()]
     with FlexModel(DistributedDataParallel(llama())) as flex:
         flex.register_forward_hook(hook(POSITIONS))
-        tokens = flex.generate(rows, max_new_tokens=NEW, do_sample=False)
+        tokens = flex.generate(rows, **SETTINGS)
     assert torch.equal(tokens, expected(hook, rows, POSITIONS))
 
 
@@ -266,7 +243,7 @@ def test_a_teacher_in_an_editing_function_has_positions_of_its_own():
 
         select = Select(positions=slice(0, 100), of="sequence")
         flex.register_forward_hook(HookFunction("model.layers.1", None, edit, select=select))
-        flex.generate(tokens, max_new_tokens=NEW, do_sample=False)
+        flex.generate(tokens, **SETTINGS)
     assert seen == [[2]] + [[1]] * (NEW - 1)
 
 

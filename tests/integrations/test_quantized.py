@@ -79,23 +79,6 @@ def test_hooks_on_quantised_layers_see_and_edit_as_torchs_hooks(kind):
     check_whole_batch(kind, FlexModel(build(kind), records), records, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_trainable_module_learns_beside_frozen_quantised_weights(kind):
-    flex = FlexModel(build(kind))
-    flex.register_trainable_module("probe", models.seeded(nn.Linear, 16, 16))
-
-    def through(module, full, save_ctx, modules):
-        return modules["probe"](full)
-
-    flex.register_forward_hook(HookFunction("blocks.0", editing_function=through))
-    flex(BATCH).square().sum().backward()
-    plain = build(kind)
-    probe = models.seeded(nn.Linear, 16, 16)
-    plain.blocks[0].register_forward_hook(lambda module, args, output: probe(output))
-    plain(BATCH).square().sum().backward()
-    assert_close(flex.trainable_modules["probe"].weight.grad, probe.weight.grad, rtol=0, atol=0)
-
-
 def computed_by(layer):
     """The weight with which a layer computes: its output for unit vectors, without its bias."""
     size = layer.in_features
@@ -224,24 +207,6 @@ def tp_mesh():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "bitsandbytes 8 bits"])
-def test_hooks_under_data_parallelism_see_what_one_process_sees(kind):
-    output, gradient, seen = unhooked(kind)
-    records = {}
-    flex = FlexModel(build(kind), records, data_parallel_size=2, output_ranks="all")
-    hooked(flex)
-    rank, rows = dist.get_rank(), BATCH.chunk(2)[dist.get_rank()]
-    batch = rows.clone().requires_grad_()
-    ours = flex(batch)
-    (2 * ours * rows).sum().backward()  # each rank's loss counts half
-    assert_close(ours.detach(), output.chunk(2)[rank])
-    assert_close(batch.grad / 2, gradient.chunk(2)[rank])
-    assert_close(records["blocks.0.act"], [seen["act"]])
-    assert_close(records["blocks.1.up"], [seen["up"]])
-    assert_close(records["gradient"], [seen["gradient"]])
-
-
-@pytest.mark.ranks(2)
 def test_outliers_of_a_batch_are_not_those_of_its_parts():
     """bitsandbytes' 8 bits may treat units by the largest value of all rows."""
     flex = FlexModel(build("bitsandbytes 8 bits"), data_parallel_size=2)
@@ -359,22 +324,6 @@ def test_replicas_that_differ_in_their_scales_are_an_error():
         layer.weight_scale_inv.data += 1
     with pytest.raises(ValueError, match="data-parallel ranks hold different values"):
         flex.get_module_parameter("weight")
-
-
-@pytest.mark.ranks(2)
-def test_hooks_under_tensor_parallelism_see_what_one_process_sees_once_layouts_are_stated():
-    kind = "int8 beside scales"
-    model, records = build(kind), {}
-    model = quantized_layers.split_by_hand(model, dist.get_rank(), 2)
-    flex = FlexModel(model, records, tensor_parallel_size=2, output_ranks="all")
-    handle = flex.register_forward_hook(HookFunction("blocks.0.up"))
-    with pytest.raises(ValueError, match="is not known"):  # half the bytes: packed, or a shard
-        flex(BATCH)
-    handle.remove()
-    quantized_layers.state_layouts(flex)
-    check_whole_batch(kind, flex, records)
-    packed = build(kind).blocks[0].up.weight.detach()
-    assert torch.equal(flex.get_module_parameter(WEIGHT, raw=True), packed)
 
 
 # ---- Sequential runs -----------------------------------------------------------------------------

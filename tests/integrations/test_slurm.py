@@ -53,18 +53,6 @@ def ranks(text, **changed):
     return {name: variables[name] for name in NAMES if name in variables}
 
 
-def many_hosts(rank, per_host=8, hosts=128, job=4_000_123):
-    """The 1,024 tasks of a job."""
-    return " ".join(
-        [
-            f"SLURM_JOB_ID={job} SLURM_STEP_ID=0 SLURM_PROCID={rank} SLURM_NODEID={rank // 8}",
-            f"SLURM_LOCALID={rank % 8} SLURM_STEP_NUM_TASKS={per_host * hosts}",
-            f"SLURM_STEP_TASKS_PER_NODE={per_host}(x{hosts})",
-            "SLURM_STEP_NODELIST=nid[001001-001064,001100-001131],r[1-2]n[01-16]-ib",
-        ]
-    )
-
-
 def test_a_step_on_one_host():
     first, second = ranks(ONE_HOST, SLURM_PROCID="0", SLURM_LOCALID="0"), ranks(ONE_HOST)
     assert first == {**second, "RANK": "0", "LOCAL_RANK": "0"}
@@ -80,14 +68,6 @@ def test_an_uneven_step_on_some_hosts_of_a_job():
     assert last == {**found, "RANK": "4", "LOCAL_RANK": "0"}
 
 
-def test_a_thousand_ranks():
-    of_all = [ranks(many_hosts(rank)) for rank in range(1024)]
-    assert [int(one["RANK"]) for one in of_all] == list(range(1024))
-    assert [int(one["LOCAL_RANK"]) for one in of_all] == [rank % 8 for rank in range(1024)]
-    assert {(one["WORLD_SIZE"], one["MASTER_ADDR"]) for one in of_all} == {("1024", "nid001001")}
-    assert len({one["MASTER_PORT"] for one in of_all}) == 1
-
-
 def test_steps_and_jobs_at_the_same_time_have_ports_of_their_own():
     steps = [ranks(UNEVEN, SLURM_STEP_ID=str(step))["MASTER_PORT"] for step in range(20)]
     jobs = [ranks(UNEVEN, SLURM_JOB_ID=str(job))["MASTER_PORT"] for job in range(7700, 7800)]
@@ -95,29 +75,19 @@ def test_steps_and_jobs_at_the_same_time_have_ports_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "nodelist, hosts",
+    "nodelist, host",
     [
-        ("login", ["login"]),
-        ("a,b7", ["a", "b7"]),
-        ("node[01-04,07]", ["node01", "node02", "node03", "node04", "node07"]),
-        ("node[9-11]", ["node9", "node10", "node11"]),
-        ("n[098-101]", ["n098", "n099", "n100", "n101"]),
-        ("a[1,3],b,c[2-3]-ib", ["a1", "a3", "b", "c2-ib", "c3-ib"]),
-        ("r[1-2]n[05-06]", ["r1n05", "r1n06", "r2n05", "r2n06"]),
-        ("gpu[3].example.org", ["gpu3.example.org"]),
-        ("node[5-5]", ["node5"]),
+        ("login", "login"),
+        ("a,b7", "a"),
+        ("node[01-04,07]", "node01"),
+        ("node[9-11]", "node9"),
+        ("a[1,3],b,c[2-3]-ib", "a1"),
+        ("r[1-2]n[05-06],a", "r1n05"),
+        ("gpu[3].example.org", "gpu3.example.org"),
     ],
 )
-def test_lists_of_hosts(nodelist, hosts):
-    assert slurm.hosts_of(nodelist) == hosts
-
-
-@pytest.mark.parametrize(
-    "nodelist", ["", "node[1", "node1]", "node[]", "node[3-1]", "node[a-b]", "node[[1]]", "a b"]
-)
-def test_no_lists_of_hosts(nodelist):
-    with pytest.raises(ValueError, match="is not a list of Slurm's hosts"):
-        slurm.hosts_of(nodelist)
+def test_the_first_host(nodelist, host):
+    assert ranks(ONE_HOST, SLURM_STEP_NODELIST=nodelist)["MASTER_ADDR"] == host
 
 
 def test_torchruns_variables_are_left_alone():
@@ -152,20 +122,13 @@ def test_without_slurm_and_in_the_script_of_one_task_nothing_is_set():
         (UNEVEN, {"SLURM_PROCID": None}, "SLURM_PROCID is not set"),
         (UNEVEN, {"SLURM_LOCALID": ""}, "SLURM_LOCALID is not set"),
         (UNEVEN, {"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST is not set"),
-        (UNEVEN, {"SLURM_STEP_TASKS_PER_NODE": None}, "SLURM_STEP_TASKS_PER_NODE is not set"),
         (UNEVEN, {"SLURM_STEP_ID": None}, "SLURM_STEP_ID is not set"),
         (UNEVEN, {"SLURM_PROCID": "x"}, "SLURM_PROCID must be a number, got 'x'"),
-        (UNEVEN, {"SLURM_PROCID": "5"}, "contradict each other.*SLURM_PROCID=5"),
-        (UNEVEN, {"SLURM_LOCALID": "2"}, "contradict each other.*SLURM_LOCALID=2"),
-        (UNEVEN, {"SLURM_NODEID": "3"}, "contradict each other.*SLURM_NODEID=3"),
-        (UNEVEN, {"SLURM_STEP_NUM_TASKS": "6"}, "contradict each other"),
-        (UNEVEN, {"SLURM_STEP_NODELIST": "node[08-11]"}, "contradict each other"),
-        (UNEVEN, {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, "contradict each other"),
-        (UNEVEN, {"SLURM_STEP_TASKS_PER_NODE": "2(2)"}, r"is not a list such as '4\(x2\),3'"),
         (UNEVEN, {"RANK": "0"}, "RANK is '0' in the environment, .* make it 3"),
         (UNEVEN, {"WORLD_SIZE": "10"}, "WORLD_SIZE is '10' in the environment"),
         (UNEVEN, {"LOCAL_RANK": "3"}, "LOCAL_RANK is '3' in the environment"),
         (UNEVEN, {"SLURM_DISTRIBUTION": "arbitrary"}, "set MASTER_ADDR"),
+        (UNEVEN, {"SLURM_STEP_NODELIST": ",a"}, "set MASTER_ADDR"),
         (UNEVEN, {"SLURM_HET_SIZE": "2"}, "one component of this heterogeneous job"),
     ],
 )
@@ -177,46 +140,23 @@ def test_what_is_missing_or_contradicts_is_an_error_and_sets_nothing(text, chang
     assert variables == before
 
 
-def test_the_users_address_is_enough_where_slurms_order_of_hosts_is_not_known():
-    changed = {"SLURM_DISTRIBUTION": "arbitrary", "MASTER_ADDR": "node10"}
-    assert ranks(UNEVEN, **changed)["MASTER_ADDR"] == "node10"
-
-
 SCRIPT = """
-import json, sys
-import torch
+import json
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from flex_model import FlexModel, HookFunction
 from flex_model.integrations import slurm
 
 slurm.set_ranks()
 dist.init_process_group("gloo")
-torch.manual_seed(0)
-whole = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-x = torch.randn(5, 6)
-
-def mixed(module, full, save_ctx, modules):
-    return full.flip(-1) + full.mean(-1, keepdim=True)
-
-handle = whole[0].register_forward_hook(lambda m, args, out: mixed(m, out, None, None))
-expected = whole(x)
-handle.remove()
-mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-parallelize_module(whole, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-with FlexModel(whole, {}) as flex:
-    flex.register_forward_hook(HookFunction("0", editing_function=mixed))
-    torch.testing.assert_close(flex(x), expected)
-print(json.dumps([dist.get_rank(), dist.get_world_size(), init_device_mesh("cpu", (2,)).size()]))
+ranks = [None] * dist.get_world_size()
+dist.all_gather_object(ranks, dist.get_rank())
+print(json.dumps([dist.get_rank(), ranks]))
 """
 
 
 @pytest.mark.slow
 def test_a_job_with_slurms_variables_only(tmp_path):
-    """Two processes, as srun would start them, with edits that mix their shards."""
+    """Two processes, as srun would start them."""
     (tmp_path / "train.py").write_text(SCRIPT)
     others = {
         name: value
@@ -251,4 +191,6 @@ def test_a_job_with_slurms_variables_only(tmp_path):
     finally:
         for process in started:
             process.kill()
-    assert [json.loads(out.splitlines()[-1]) for out, _ in ended] == [[0, 2, 2], [1, 2, 2]], ended
+    assert [json.loads(out.splitlines()[-1]) for out, _ in ended] == [[0, [0, 1]], [1, [0, 1]]], (
+        ended
+    )

@@ -27,6 +27,7 @@ class Around(nn.Module):
         self.before, self.behind = nn.Identity(), nn.Identity()
         self.register_buffer("groups", torch.tensor([0, 2, 1, 0, 2]))
         self.register_buffer("table", models.random(4, WIDTH, seed=8))
+        self.tables = {"scale": models.random(WIDTH, seed=9), "steps": [models.random(LENGTH)]}
         self.lines = lines
 
     def forward(self, x):

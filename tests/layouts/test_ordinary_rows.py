@@ -120,6 +120,31 @@ def put_where_a_token_is(model, h):
     return embedded
 
 
+def tokens_of_images(h):
+    """A mask of two tokens in each row."""
+    mask = torch.zeros_like(h[..., 0], dtype=torch.bool)
+    mask[:, 1:3] = True
+    return mask
+
+
+def filled_in(model, h):
+    """Features of images at the places of their tokens, as models of images and text have them."""
+    features = h[:, :2].reshape(-1, WIDTH).sin()
+    return (h * 2).masked_scatter(tokens_of_images(h)[..., None].expand_as(h), features)
+
+
+def put_at_tokens(model, h):
+    """The same by an index, of as many features as a rank's mask has places."""
+    filled = h * 2
+    filled[tokens_of_images(h)] = h[:, :2].reshape(-1, WIDTH).sin()
+    return filled
+
+
+def held_in_containers(model, h):
+    """Tables that a module holds in a dict or a list, which no one registered."""
+    return h * model.tables["scale"] + model.tables["steps"][0].unsqueeze(-1)
+
+
 def literal_slices(model, h):
     """By numbers in variables that are as large as some ranks' rows."""
     one, two, three = 1, 2, 3
@@ -168,6 +193,9 @@ LINES = [
     positions_of_several_kinds,
     joined_heads,
     put_where_a_token_is,
+    filled_in,
+    put_at_tokens,
+    held_in_containers,
     literal_slices,
     shared_mask,
     zeros_of_rows,

@@ -1,10 +1,14 @@
-"""Every hook kind, site and edit, on every way to run the MLP on one and many ranks."""
+"""Every hook kind, site and edit, on every way to run the MLP on one and many ranks; the page of
+other rows.
+"""
 
 import pytest
 
 import models
+import parity_page
 from cells import EDITS, SITES, differences, table_cell
 from oracle import KINDS
+from rows import CASES
 from tiers import grid_but, ways
 
 
@@ -46,3 +50,8 @@ def test_four_ranks_equal_one(name, kind):
 @pytest.mark.parametrize("way", ways("tp", grid=["tp of 4", "tp x dp"]))
 def test_uneven_rows_and_columns_equal_one(way, kind):
     check_all_cells(way, kind, hidden=7)
+
+
+def test_the_page_is_what_the_results_give():
+    assert parity_page.PAGE.read_text() == parity_page.page()
+    assert set().union(*parity_page.results().values()) == set(CASES)

@@ -2,7 +2,6 @@
 to rank, odd edits, and stages that torch traced.
 """
 
-import copy
 import gc
 import time
 
@@ -13,15 +12,12 @@ from torch import nn
 
 from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError, HookMismatchError
-from flex_model.pipelining import SplitPoint, current_microbatch, pipeline
+from flex_model.pipelining import SplitPoint, pipeline
 from flex_model.pipelining.instrumented_stage import stages_of
 from pipelines import (
     ALL,
-    MLP,
     SINGLE,
-    Scaled,
     Transposed,
-    alone_group,
     make_mlp,
     make_schedule,
     my_indices,
@@ -36,16 +32,12 @@ from test_pipelining import (
     data,
     is_last,
     mix,
-    probe,
     rank_of,
 )
 from tiers import grid_but
 
 every = pytest.mark.parametrize(
     "kind", grid_but(ALL, ALL[1], ALL[4]), ids=lambda kind: kind.__name__
-)
-some = pytest.mark.parametrize(
-    "kind", grid_but([ALL[1], *ALL[4:6]], ALL[4]), ids=lambda kind: kind.__name__
 )
 
 
@@ -64,64 +56,8 @@ def compare(flex, records, script, model, x, y):
 # ---- Edits ---------------------------------------------------------------------------------------
 
 
-def in_place(module, x, save_ctx, modules):
-    x.mul_(0.5)
-
-
-def same_object(module, x, save_ctx, modules):
-    x.add_(0.1)
-    return x
-
-
 def nothing(module, x, save_ctx, modules):
     return None
-
-
-@pytest.mark.ranks(2)
-@some
-def test_several_edits_of_every_kind_at_the_edges_of_stages(kind):
-    def script(flex):
-        for i in (0, 3, 4, 7):
-            for n, function in enumerate((in_place, same_object, nothing, mix)):
-                for register in (
-                    flex.register_forward_hook,
-                    flex.register_forward_pre_hook,
-                    flex.register_full_backward_hook,
-                    flex.register_full_backward_pre_hook,
-                ):
-                    name = f"{register.__name__}.{i}.{n}"
-                    register(
-                        HookFunction(f"layers.{i}", editing_function=function, output_name=name)
-                    )
-            flex.register_hook(HookFunction(f"layers.{i}.fc1.weight", editing_function=mix))
-
-    model, (x, y) = make_mlp(), data()
-    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
-        script(flex)
-        for _ in range(2):
-            compare(flex, records, script, model, x, y)
-
-
-class ScaledInput(MLP):
-    def forward(self, x, scale=1):
-        return super().forward(x * scale if isinstance(self.emb, nn.Linear) else x)
-
-
-@pytest.mark.ranks(2)
-@every
-def test_an_argument_may_be_no_tensor(kind):
-    model, (x, y) = ScaledInput().eval(), data()
-
-    def script(flex):
-        flex.register_forward_hook(HookFunction("layers.5.fc1", editing_function=in_place))
-
-    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
-        script(flex)
-        flex(x, target=y, scale=3)
-        expected = unsplit(model, script, 3 * x, y, MSE)
-        check_parameters(flex, expected["grads"])
-        if rank_of(flex) == 0:
-            check(records, expected["records"])
 
 
 @pytest.mark.ranks(2)
@@ -142,86 +78,7 @@ def test_integer_inputs_can_be_edited():
             assert records["emb"][0].dtype == torch.int64
 
 
-@pytest.mark.ranks(2)
-@every
-def test_a_probe_of_a_frozen_model(kind):
-    model, (x, y) = make_mlp().requires_grad_(False), data()
-
-    def script(flex):
-        torch.manual_seed(7)
-        flex.register_trainable_module("probe", nn.Linear(8, 8))
-        for i in (2, 5):
-            flex.register_forward_hook(
-                HookFunction(f"layers.{i}", editing_function=probe, output_name=f"probe{i}")
-            )
-        for i in (3, 6):
-            flex.register_full_backward_pre_hook(HookFunction(f"layers.{i}"))
-
-    expected = unsplit(model, script, x, y, MSE)
-    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
-        script(flex)
-        flex(x, target=y)
-        if rank_of(flex) == 0:
-            check(records, expected["records"])
-        for name, parameter in flex.trainable_modules.named_parameters():
-            assert_near(parameter.grad, expected["trainable"][name], name, 3e-6)
-        assert all(parameter.grad is None for parameter in flex.parameters())
-
-
-@pytest.mark.ranks(2)
-@some
-def test_training_goes_as_that_of_the_unsplit_model(kind):
-    model, (x, y) = make_mlp(), data()
-
-    def script(flex):
-        torch.manual_seed(7)
-        flex.register_trainable_module("probe", nn.Linear(8, 8))
-        for i in (2, 5):
-            flex.register_forward_hook(
-                HookFunction(f"layers.{i}", editing_function=probe, output_name=f"probe{i}")
-            )
-        return torch.optim.SGD([*flex.parameters(), *flex.trainable_modules.parameters()], 0.1)
-
-    expected, found, losses = [], [], []
-    with FlexModel(copy.deepcopy(model), process_group=alone_group()) as flex:
-        optimizer = script(flex)
-        for _ in range(5):
-            optimizer.zero_grad()
-            expected.append(MSE(flex(x), y))
-            expected[-1].backward()
-            optimizer.step()
-    with FlexModel(make_schedule(kind, model, loss_fn=MSE)) as flex:
-        optimizer = script(flex)
-        for _ in range(5):
-            optimizer.zero_grad()
-            flex(x, target=y, losses=losses)
-            optimizer.step()
-            if is_last(flex):
-                found.append(torch.stack(losses).mean())
-    if found:
-        assert_near(torch.stack(found), torch.stack(expected))
-
-
 # ---- Modes ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.ranks(2)
-@every
-def test_forward_only_and_training_in_turn(kind):
-    def script(flex):
-        flex.register_forward_hook(HookFunction("layers.4", editing_function=mix))
-
-    model, (x, y) = make_mlp(), data()
-    expected = unsplit(model, script, x, y, MSE)
-    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
-        script(flex)
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                for keywords in ({}, {"target": y}):
-                    output = flex(x, **keywords)
-                    if is_last(flex):
-                        assert_near(output, expected["output"])
-            compare(flex, records, script, model, x, y)
 
 
 @pytest.mark.ranks(2)
@@ -290,57 +147,6 @@ def test_losses_and_outputs_that_are_asked_for():
 
 
 @pytest.mark.ranks(2, timeout=30)
-@every
-def test_an_edit_that_returns_a_wrong_shape(kind):
-    fails = True
-
-    def edit(module, x, save_ctx, modules):
-        return x[:, :3] if fails and current_microbatch() == 1 else x * 2
-
-    def script(flex):
-        flex.register_forward_hook(HookFunction("layers.5", editing_function=edit))
-        flex.register_full_backward_hook(
-            HookFunction("layers.2", editing_function=edit, output_name="gradient")
-        )
-
-    model, (x, y) = make_mlp(), data()
-    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
-        script(flex)
-        with pytest.raises(HookError, match=r"layers.5.*expected shape"):
-            flex(x, target=y)
-        fails = False
-        compare(flex, records, script, model, x, y)
-
-
-@pytest.mark.ranks(2, timeout=30)
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@some
-def test_an_interrupt_in_an_edit_brings_every_rank_out(kind, where):
-    fails = True
-
-    def edit(module, x, save_ctx, modules):
-        if fails and current_microbatch() == 2:
-            raise KeyboardInterrupt
-
-    def script(flex):
-        register = {
-            "forward": flex.register_forward_hook,
-            "backward": flex.register_full_backward_pre_hook,
-        }[where]
-        register(HookFunction("layers.5.fc1", editing_function=edit))
-
-    model, (x, y) = make_mlp(), data()
-    with FlexModel(make_schedule(kind, model, loss_fn=MSE), records := {}) as flex:
-        script(flex)
-        (stage,) = flex.stages_of("layers.5.fc1")
-        is_mine = stage in [one.stage_index for one in stages_of(flex.schedule)]
-        with pytest.raises(KeyboardInterrupt if is_mine else HookError):
-            flex(x, target=y)
-        fails = False
-        compare(flex, records, script, model, x, y)
-
-
-@pytest.mark.ranks(2, timeout=30)
 def test_ranks_that_do_not_do_the_same():
     x, y = data()
     with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE), timeout=3) as flex:
@@ -363,20 +169,6 @@ def test_ranks_that_do_not_do_the_same():
                 flex(x, target=y)
         else:
             time.sleep(4)
-
-
-@pytest.mark.ranks(2, timeout=20)
-def test_inputs_that_are_not_of_the_whole_batch():
-    x, y = data()
-    schedule = make_schedule(ALL[0], make_mlp(), cut=lambda *args: Scaled(part(*args)), loss_fn=MSE)
-    with FlexModel(schedule) as flex:
-        for rows in (4, 12):
-            with pytest.raises(ValueError, match=f"the batch has 8 rows, and target {rows}"):
-                flex(x, target=data(rows)[1])
-        with pytest.raises(ValueError, match=r"'scale' has 2 rows, as many as a micro-batch"):
-            flex(x, target=y, scale=torch.rand(2, 1))
-        for scale in (torch.rand(8, 1), torch.rand(1, 1), torch.tensor(2.0), 0.5):
-            flex(x, target=y, scale=scale)
 
 
 @pytest.mark.ranks(2, timeout=20)

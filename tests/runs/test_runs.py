@@ -301,25 +301,6 @@ def test_gradients_that_differ_between_replicas_are_not_given_as_one():
 
 
 @pytest.mark.ranks(2)
-def test_an_edit_uses_its_own_fsdp2_weights_and_accumulation_is_an_error():
-    model, sharded = models.mlp(), models.TWO_RANKS["fsdp2"].shard(models.mlp())
-    hook = HookFunction("fc1", parameters=["fc1.weight"])
-    hook.editing_function = lambda m, x, s, ms: (
-        x @ hook.parameters["fc1.weight"] @ model.fc1.weight.T
-    )
-    with FlexModel(sharded) as flex:
-        flex.register_forward_hook(hook)
-        flex.register_hook(HookFunction("out.weight"))
-        result = flex(BATCH.chunk(2)[dist.get_rank()])
-        expected = model.fc1(model.inp(BATCH))
-        assert result.shape[0] == expected.shape[0] // 2
-        result.sum().backward()
-        flex(BATCH.chunk(2)[dist.get_rank()])
-        with pytest.raises(ValueError, match=r"out.weight.*set gradients to None"):
-            flex(BATCH.chunk(2)[dist.get_rank()]).sum().backward()
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("in_one_run", [False, True])
 def test_a_request_to_stop_ends_the_run_on_all_ranks(in_one_run):
     """Made on one rank only, before a run or inside of one; the next run is right."""

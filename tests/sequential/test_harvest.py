@@ -15,6 +15,8 @@ tokenizers = pytest.importorskip("tokenizers")
 
 LINES = ["one two three", "", "two", "four one two one", "   ", "three three", "one"]
 
+SITES = ("model.layers.0", "model.layers.1.mlp", "model.layers.2")
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -36,18 +38,23 @@ def arguments(folder, *more):
     return [*given, "--out", str(folder / "out"), "--quiet", "--batch-size", "2", *more]
 
 
-def test_activations_equal_those_of_the_whole_model(folder, capsys):
+@pytest.mark.parametrize("kind", [None, "fp8"])
+def test_activations_equal_those_of_the_whole_model(folder, kind, capsys):
     modules = ["model.layers.1.mlp", r"re:model\.layers\.[02]$"]
+    if kind:
+        quantized_folders.DEQUANTISED[kind](folder / "model")
+        model = quantized_folders.from_pretrained(folder / "model")
+    else:
+        model = llama()  # not `from_pretrained`, which leaves weights where they lie in the file
     assert cli.main(arguments(folder, "--window", "2", "--modules", *modules)) == 0
     shown = capsys.readouterr()
-    assert "3 batches of model.layers.0, model.layers.1.mlp, model.layers.2" in shown.out
+    assert f"3 batches of {', '.join(SITES)}" in shown.out
     assert "6 loads of 3 targets" in shown.err
     store = ActivationStore(folder / "out")
-    model = llama()  # not `from_pretrained`, which leaves weights where they lie in the file
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     lines = [line for line in LINES if line.strip()]
     found = {}
-    for name in ("model.layers.0", "model.layers.1.mlp"):
+    for name in SITES:
         model.get_submodule(name).register_forward_hook(
             lambda m, a, output, name=name: found.update({name: output})
         )
@@ -58,31 +65,6 @@ def test_activations_equal_those_of_the_whole_model(folder, capsys):
             model(**batch, use_cache=False)
         for name, expected in found.items():
             assert torch.equal(store.batch(index)[name][0], expected)
-
-
-@pytest.mark.parametrize("kind", quantized_folders.DEQUANTISED)
-def test_activations_of_a_quantised_checkpoint(folder, kind):
-    quantized_folders.DEQUANTISED[kind](folder / "model")
-    assert cli.main(arguments(folder, "--window", "2", "--modules", "model.layers.1.mlp")) == 0
-    model = quantized_folders.from_pretrained(folder / "model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    found = []
-    model.model.layers[1].mlp.register_forward_hook(lambda m, a, output: found.append(output))
-    lines = [line for line in LINES if line.strip()]
-    for index in range(3):
-        batch = tokenizer(lines[2 * index : 2 * index + 2], return_tensors="pt", padding=True)
-        batch.pop("token_type_ids", None)
-        with torch.no_grad():
-            model(**batch, use_cache=False)
-        (stored,) = ActivationStore(folder / "out").batch(index)["model.layers.1.mlp"]
-        output = found[-1][0] if isinstance(found[-1], tuple) else found[-1]
-        assert stored.dtype == torch.bfloat16 and torch.equal(stored, output)
-
-
-def test_a_quantised_checkpoint_that_is_refused(folder, capsys):
-    quantized_folders.fp8(folder / "model", quant_method="torchao")
-    assert cli.main(arguments(folder, "--modules", "model.norm")) == 1
-    assert "quantised (torchao), and not dequantised" in capsys.readouterr().err
 
 
 def test_the_same_command_again_reads_nothing(folder, capsys):

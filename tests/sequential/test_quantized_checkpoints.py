@@ -142,37 +142,38 @@ def put(name, value):
     return lambda state: state.update({name: value})
 
 
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("make", "change", "match"),
     [
-        (without(f"{WEIGHT}_scale_inv"), rf"'{WEIGHT}' has no scales"),
-        (put(f"{WEIGHT}_g_idx", torch.zeros(32)), "weight_g_idx' is beside a quantised weight"),
-        (put(WEIGHT, torch.zeros(32, 32, dtype=torch.bfloat16)), "has no quantised tensor"),
+        (fp8, without(f"{WEIGHT}_scale_inv"), rf"'{WEIGHT}' has no scales"),
+        (fp8, put(f"{WEIGHT}_g_idx", torch.zeros(32)), "_g_idx' is beside a quantised weight"),
+        (
+            fp8,
+            put(WEIGHT, torch.zeros(32, 32, dtype=torch.bfloat16)),
+            "has no quantised tensor",
+        ),
+        (
+            DEQUANTISED["fp8 of experts"],
+            without(f"{EXPERTS}.2.up_proj.weight_scale_inv"),
+            rf"'{EXPERTS}.2.up_proj.weight' has no scales",
+        ),
+        (
+            DEQUANTISED["mxfp4"],
+            without(f"{EXPERTS}.down_proj_scales"),
+            rf"'{EXPERTS}.down_proj' has no scales",
+        ),
     ],
 )
-@pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_scales_that_miss_or_have_no_use_known(tmp_path, change, match, device):
-    fp8(tmp_path)
+def test_scales_that_miss_or_have_no_use_known(tmp_path, make, change, match, device):
+    make(tmp_path)
     state = read(tmp_path)
     change(state)
     write(tmp_path, state)
     refused(plain(tmp_path, device), tmp_path, match)
-
-
-def test_experts_that_lack_scales(tmp_path):
-    DEQUANTISED["fp8 of experts"](tmp_path)
-    state = read(tmp_path)
-    del state["model.layers.1.mlp.experts.2.up_proj.weight_scale_inv"]
-    write(tmp_path, state)
-    refused(plain(tmp_path), tmp_path, r"'model.layers.1.mlp.experts.2.up_proj.weight' has no sca")
-
-
-def test_mxfp4_without_scales(tmp_path):
-    DEQUANTISED["mxfp4"](tmp_path)
-    state = read(tmp_path)
-    del state["model.layers.1.mlp.experts.down_proj_scales"]
-    write(tmp_path, state)
-    refused(plain(tmp_path), tmp_path, r"'model.layers.1.mlp.experts.down_proj' has no scales")
 
 
 def test_smaller_blocks_at_an_edge_are_refused(tmp_path):

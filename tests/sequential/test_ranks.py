@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, sequential
@@ -167,67 +166,3 @@ def test_an_edit_that_fails_on_one_rank_is_an_error_on_both():
     for output, batch in zip(outputs, BATCHES):
         assert_close(output, unsharded()(batch))
     flex.restore()
-
-
-@pytest.mark.ranks(2)
-def test_gradients_are_recorded_in_batch_order():
-    records = {}
-    for name in ("tp", "unsharded"):
-        settings = SHARDED["tp"].sizes if name == "tp" else {"output_ranks": "all"}
-        if name == "unsharded":
-            settings["process_group"] = models.mesh(2, 1)["tp"].get_group()
-        model = SHARDED["tp"].shard(unsharded()) if name == "tp" else unsharded()
-        flex = FlexModel(model, records.setdefault(name, {}), **settings)
-        flex.register_full_backward_pre_hook(HookFunction("blocks.1.fc1"))
-        outputs = sequential.run(flex, BATCHES)
-        sum(output.square().sum() for output in outputs).backward()
-        flex.restore()
-    if dist.get_rank() == 0:
-        assert_close(records["tp"]["blocks.1.fc1"], records["unsharded"]["blocks.1.fc1"])
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", SHARDED)
-@pytest.mark.parametrize("window", [None, 2])
-def test_edits_that_are_computed_once_more_after_the_run(name, window):
-    class Checkpointed(Blocks):
-        def forward(self, x):
-            for block in self.blocks:
-                x = x + checkpoint(block, x, use_reentrant=False)
-            return x
-
-    def keep(module, x, save_ctx, modules):
-        save_ctx.factor = float(len(x))
-
-    def mix(module, x, save_ctx, modules):
-        return (x.flip(-1) * save_ctx.factor + torch.rand_like(x)).sin() * x
-
-    def gradients(model, run, **settings):
-        flex = FlexModel(model, {}, **settings)
-        flex.register_forward_pre_hook(HookFunction("blocks.0", editing_function=keep))
-        flex.register_forward_hook(HookFunction("blocks.1.fc1", editing_function=mix))
-        batches = [batch.clone().requires_grad_() for batch in BATCHES]
-        torch.manual_seed(7)
-        outputs = run(flex, batches)
-        total = [output.square().sum() * (i + 1) for i, output in enumerate(outputs)]
-        sum(total).backward()
-        flex.restore()
-        return [batch.grad for batch in batches]
-
-    def loop(flex, batches):
-        """Each backward in its own run: what is computed once more reads ``save_ctx`` as it is."""
-        outputs = []
-        for i, batch in enumerate(batches):
-            output = flex(batch)
-            (output.square().sum() * (i + 1)).backward()
-            outputs.append(torch.zeros((), dtype=output.dtype, requires_grad=True))
-        return outputs
-
-    model = models.seeded(Checkpointed).double()
-    group = models.mesh(2, 1)["tp"].get_group()  # of one rank
-    expected = gradients(model, loop, process_group=group)
-    way = SHARDED[name]
-    sharded = way.shard(models.seeded(Checkpointed).double())
-    found = gradients(sharded, lambda f, b: sequential.run(f, b, window=window), **way.sizes)
-    for one, other in zip(found, expected):
-        assert_close(one, other)

@@ -3,20 +3,16 @@
 import copy
 import json
 import os
-import random
-import shutil
-import signal
 import subprocess
 import sys
 import time
-import warnings
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from test_engine import BATCHES, Stack, assert_nothing_left, halve
+from test_engine import BATCHES, Stack
 
 from flex_model import FlexModel, HookFunction, sequential
 from flex_model.sequential import ActivationStore
@@ -145,95 +141,6 @@ def test_other_inputs_of_any_kind_have_another_hash():
         ({1, 2}, {1, 3}),
     ):
         assert hash_of([one]) == hash_of([copy.deepcopy(one)]) != hash_of([other])
-
-
-def test_what_does_not_belong_together_is_refused(tmp_path):
-    flex = wrapped()
-    sequential.run(flex, BATCHES[:2], store=ActivationStore(tmp_path / "a", key={"data": 1}))
-    with pytest.raises(ValueError, match=r"with key \{'data': 1\}, not \{'data': 2\}"):
-        ActivationStore(tmp_path / "a", key={"data": 2})
-    with pytest.raises(ValueError, match=r"batch 1 .* from other inputs"):
-        sequential.run(flex, [BATCHES[0], BATCHES[2]], store=ActivationStore(tmp_path / "a"))
-    flex.register_forward_hook(HookFunction("blocks.1", editing_function=halve))
-    with pytest.raises(ValueError, match="records of other hooks"):
-        sequential.run(flex, BATCHES, store=ActivationStore(tmp_path / "a"))
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "thesis.tex").write_text("mine")
-    with pytest.raises(ValueError, match="holds other files"):
-        ActivationStore(tmp_path / "b")
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "manifest.json").write_text(json.dumps({"format": "else"}))
-    with pytest.raises(ValueError, match="written by something else"):
-        ActivationStore(tmp_path / "c")
-    with pytest.raises(TypeError, match="a plain module has none"):
-        sequential.run(Stack(), BATCHES, store=ActivationStore(tmp_path / "d"))
-    with pytest.raises(TypeError, match="got a str"):
-        sequential.run(flex, BATCHES, store=str(tmp_path))
-    flex.restore()
-    assert_nothing_left(flex.module)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_killed_at_random_moments_it_ends_with_the_same_store(tmp_path):
-    torch.manual_seed(1)
-    expected = expected_records()
-    model = Stack(4)
-    safetensors.save_file(model.state_dict(), tmp_path / "weights.safetensors")
-    chance = random.Random(0)
-
-    def run_for(seconds):
-        """A run in a child that is killed after so long, or ends; whether it was killed."""
-        child = forked(lambda: harvest(tmp_path))
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if os.waitpid(child, os.WNOHANG) != (0, 0):
-                return False
-            time.sleep(0.001)
-        os.kill(child, signal.SIGKILL)
-        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-
-    start = time.monotonic()
-    assert not run_for(60)
-    whole_s = time.monotonic() - start  # a fork of a large process takes long
-    shutil.rmtree(tmp_path / "store")
-    num_killed = num_partial = num_complete = 0
-    for _ in range(100):
-        num_killed += run_for(chance.uniform(0.0, 1.1 * whole_s))
-        if not (tmp_path / "store" / "manifest.json").exists():
-            continue
-        store = ActivationStore(tmp_path / "store")  # never torn
-        for index in range(store.num_batches):
-            for name, records in store.batch(index).items():
-                assert torch.equal(records[0], expected[name][index])
-        num_partial += 0 < store.num_batches < len(BATCHES)
-        if store.is_complete:
-            num_complete += 1
-            assert_holds(store, expected)
-            assert not list((tmp_path / "store").glob("*.part"))
-            shutil.rmtree(tmp_path / "store")
-        if num_killed >= 8 and num_partial and num_complete:
-            return
-    pytest.fail(f"{num_killed} kills, {num_partial} partial and {num_complete} whole stores")
-
-
-def harvest(folder):
-    torch.manual_seed(1)
-    flex = wrapped(Stack(4).to("meta"), pause_s=0.02)
-    weights = folder / "weights.safetensors"
-    store = ActivationStore(folder / "store")
-    sequential.run(flex, BATCHES, weights=weights, window=2, store=store)
-
-
-def forked(function):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads: the child uses none of them
-        child = os.fork()
-    if child == 0:
-        try:
-            function()
-        finally:
-            os._exit(0)
-    return child
 
 
 @pytest.mark.slow

@@ -162,11 +162,6 @@ class Branch(Model):
         return self.around(x)
 
 
-class Number(Model):
-    def forward(self, x):
-        return self.around(x, max(0.0, x.max().item()))
-
-
 class Rows(Model):
     def forward(self, x):
         return self.around(torch.stack([row for row in x if row.sum() > 0]))
@@ -179,23 +174,15 @@ class CallsATarget(Model):
         return self.blocks[1](x)
 
 
-class AsksThroughAFunction(Model):
-    def forward(self, x):
-        return self.around(x) * (2 if is_large(x) else 3)
-
-
 def is_large(x):
     return bool(x.sum() > 1e9)
 
 
-@pytest.mark.parametrize("kind", [Branch, Number, Rows, CallsATarget, AsksThroughAFunction])
+@pytest.mark.parametrize("kind", [Branch, Rows, CallsATarget])
 def test_code_around_targets_that_reads_values(kind):
     """Subgraphs are for inputs with the sample's answers."""
     model, sample = kind(), X.abs() + 2
-    other = {
-        AsksThroughAFunction: sample * 1e12,
-        Rows: torch.cat([-sample[:1], sample[1:]]),
-    }.get(kind, -sample)
+    other = torch.cat([-sample[:1], sample[1:]]) if kind is Rows else -sample
     outputs = sequential.run(model, [sample, other])
     assert all(assert_equal(o, model(b)) is None for o, b in zip(outputs, [sample, other]))
     message = r"with this input, '\w+' is .*, and it was .*sequential\.run"

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from families import FAMILIES
-from test_engine import BATCHES, Stack, assert_equal, assert_nothing_left
+from test_engine import BATCHES, Stack, assert_equal, assert_nothing_left, halve
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -56,17 +56,20 @@ def test_families_from_a_folder(tmp_path, name):
     with torch.device("meta"):
         empty = type(model)(config).eval()
     state = tensors_of(empty)
-    flex = FlexModel(empty, found := {})
-    for site in sites:
-        flex.register_forward_hook(HookFunction(site))
-    outputs = sequential.run(flex, batches, weights=tmp_path, window=3)
-    flex.restore()
-    with torch.no_grad(), FlexModel(model, expected := {}) as whole:
+
+    def script(flex):
         for site in sites:
-            whole.register_forward_hook(HookFunction(site))
+            flex.register_forward_hook(HookFunction(site))
+        flex.register_forward_hook(HookFunction(sites[-1], None, halve, output_name="edited"))
+
+    with FlexModel(empty, found := {}) as flex:
+        script(flex)
+        outputs = sequential.run(flex, batches, weights=tmp_path, window=3)
+    with torch.no_grad(), FlexModel(model, expected := {}) as whole:
+        script(whole)
         for i, batch in enumerate(batches):
             assert_equal(outputs[i], whole(**batch))
-            for site in sites:
+            for site in [*sites, "edited"]:
                 assert torch.equal(found[site][i], expected[site][0])
     assert set(outputs.loads.values()) == {2}  # 4 batches, 3 at a time
     assert_as_before(empty, state)
@@ -102,19 +105,6 @@ def test_the_memory_of_weights_is_reused(monkeypatch, prefetch):
     settings = {"window": 2, "prefetch": prefetch, "device": "cpu"}
     sequential.run(on_meta(model), BATCHES, weights=model.state_dict(), **settings)
     assert len(made) == prefetch + 1
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"order": (2, 0, 0, 3, 0, 2)}, {"stops": True}, {"stops": True, "order": [0, 1] * 4}],
-)
-def test_control_flow_with_weights(settings):
-    model = Stack(**settings)
-    outputs = sequential.run(
-        on_meta(model), BATCHES, weights=sequential.DictWeights(model.state_dict()), window=3
-    )
-    for output, batch in zip(outputs, BATCHES):
-        assert torch.equal(output, model(batch))
 
 
 def test_targets_inside_targets_keep_the_outer_ones_weights():
@@ -203,26 +193,6 @@ def test_a_model_in_memory_gets_its_own_weights_back(tmp_path):
     assert not outputs[0].requires_grad
 
 
-@pytest.mark.parametrize("lacks", [["blocks.1.bias"], ["blocks.0.weight", "blocks.2.bias"]])
-def test_a_model_in_memory_keeps_no_parameter_of_its_own(lacks):
-    model, other = Stack(3), models.seeded(lambda: Stack(3).apply(redrawn))
-    model.register_buffer("kept", torch.ones(2), persistent=False)
-    before, state = tensors_of(model), other.state_dict()
-    for name in lacks:
-        del state[name]
-    more = f" and {len(lacks) - 1} more" if len(lacks) > 1 else ""
-    message = f"no source for '{lacks[0]}'{more}: the weights do not have it"
-    for weights in (state, sequential.DictWeights(state)):
-        with pytest.raises(ValueError, match=message):
-            sequential.run(model, iter(BATCHES), weights=weights)
-    assert_as_before(model, before)
-    own = {name: model.get_parameter(name) for name in lacks}
-    outputs = sequential.run(model, BATCHES, weights={**state, **own})
-    for name in lacks:
-        other.get_parameter(name).data = own[name].detach()
-    assert all(torch.equal(output, other(batch)) for output, batch in zip(outputs, BATCHES))
-
-
 def test_tied_weights_in_memory_need_one_of_their_names():
     model = models.seeded(Tied)
     state = {name: tensor * 2 for name, tensor in model.state_dict().items()}
@@ -263,28 +233,6 @@ def test_a_model_that_accelerate_dispatched_is_run_as_it_is():
     assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
 
 
-def test_an_output_that_is_a_weight_outlives_it():
-    class Table(nn.Module):
-        def __init__(self, value):
-            super().__init__()
-            self.table = nn.Parameter(torch.full((4, 6), float(value)))
-
-        def forward(self, x):
-            return self.table[: len(x)]
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(Table(i) for i in range(5))
-
-        def forward(self, x):
-            return torch.stack([block(x) for block in self.blocks])
-
-    model = Model()
-    outputs = sequential.run(on_meta(model), BATCHES[:2], weights=model.state_dict())
-    assert all(torch.equal(output, model(batch)) for output, batch in zip(outputs, BATCHES))
-
-
 def test_hooks_have_the_parameters_that_they_name():
     model = Stack(4)
 
@@ -322,25 +270,6 @@ def test_what_nothing_gives_is_named_before_the_first_batch(tmp_path):
     with pytest.raises(ValueError, match="no source for the buffer 'table'"):
         sequential.run(empty, batches(), weights=model.state_dict())
     assert_nothing_left(empty)
-
-
-def test_files_that_do_not_fit(tmp_path):
-    model = Stack(2)
-    with pytest.raises(FileNotFoundError, match=r"no nowhere|nowhere; give a"):
-        sequential.run(on_meta(model), BATCHES, weights=tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"no .safetensors file"):
-        sequential.run(on_meta(model), BATCHES, weights=tmp_path)
-    (tmp_path / "bad.safetensors").write_bytes(b"no header")
-    with pytest.raises(ValueError, match=r"bad.safetensors .* is not a safetensors file"):
-        sequential.run(on_meta(model), BATCHES, weights=tmp_path)
-    other = model.state_dict() | {"blocks.1.weight": torch.ones(3, 6)}
-    with pytest.raises(ValueError, match=r"'blocks.1.weight' has shape \(6, 6\) .* \(3, 6\)"):
-        sequential.run(on_meta(model), BATCHES, weights=other)
-    with pytest.raises(TypeError, match="weights must be None, a path"):
-        sequential.run(on_meta(model), BATCHES, weights=3)
-    other = {name: value.tolist() for name, value in model.state_dict().items()}
-    with pytest.raises(TypeError, match=r"the weights give a list for '.*'; read\(\) must return"):
-        sequential.run(on_meta(model), BATCHES, weights=other)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])

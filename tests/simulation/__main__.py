@@ -25,30 +25,12 @@ from simulation.job import Job, Plan  # noqa: E402
 
 def report(job: Job) -> str:
     """What was counted, beside what is predicted."""
-    wrap, runs, predicted = job.counted("wrap"), job.counted("runs"), job.predicted_by_host()
-    requests = job.predicted_requests()
+    wrap, runs, requests = job.counted("wrap"), job.counted("runs"), job.predicted_requests()
     rows = [
         ("requests of all ranks, wrap", sum(wrap.requests.values()), sum(requests)),
         ("requests of a rank at most, wrap", max(wrap.requests.values()), max(requests)),
         ("requests, runs", sum(runs.requests.values()), 0),
         ("bytes of the store, wrap", wrap.store_bytes, "-"),
-    ]
-    for what, counted, expected in (
-        ("messages", runs.messages, predicted.messages),
-        ("bytes sent", runs.sent, predicted.sent),
-        ("bytes received", runs.received, predicted.received),
-    ):
-        rows += [
-            (f"{what} of all hosts, runs", sum(counted.values()), sum(expected.values())),
-            (
-                f"{what} of a host at most, runs",
-                max(counted.values(), default=0),
-                max(expected.values(), default=0),
-            ),
-        ]
-    rows += [
-        ("virtual seconds, wrap", f"{job.seconds('wrap', 'runs'):.6f}", "-"),
-        ("virtual seconds, runs", f"{job.seconds('runs', 'end'):.6f}", f"{job.predicted_s():.6f}"),
     ]
     plan = job.plan
     title = f"{plan.num_ranks} ranks on {plan.num_hosts} hosts, {plan.num_runs} runs"
@@ -84,7 +66,7 @@ def main() -> None:
     if args.fail:
         fault = Fault(int(args.fail[1]), int(args.fail[2]), args.fail[0])
     is_whole = not (args.fail or args.slow)
-    plan = Plan(args.ranks, args.hosts, tp, args.pp, num_runs=args.runs, is_in_step=is_whole)
+    plan = Plan(args.ranks, args.hosts, tp, args.pp, num_runs=args.runs)
     start = time.perf_counter()
     job = Job(dataclasses.replace(plan, stays=not args.held), args.seed, speeds, fault).run()
     if is_whole and job.errors:

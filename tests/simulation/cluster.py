@@ -97,14 +97,10 @@ class Counted:
     Attributes:
         requests: To the store, by rank.
         store_bytes: That the store sent and received.
-        sent, received, messages: Of each host, on the links to others, without the store's.
     """
 
     requests: Counter[int] = field(default_factory=Counter)
     store_bytes: int = 0
-    sent: Counter[str] = field(default_factory=Counter)
-    received: Counter[str] = field(default_factory=Counter)
-    messages: Counter[str] = field(default_factory=Counter)
 
 
 class Cluster:
@@ -190,11 +186,6 @@ class Cluster:
         source.sends_until = start + seconds
         ends = max(start, target.receives_until) + seconds
         target.receives_until = ends
-        if source is not target:
-            counted = self.counted[sender.phase]
-            counted.sent[source.name] += num_bytes
-            counted.received[target.name] += num_bytes
-            counted.messages[source.name] += 1
 
         def arrives() -> None:
             if self.can_reach(source, target):

@@ -8,25 +8,21 @@ with the full tensor.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from counted_traffic import Connected
-from flex_model.distributed import rounds
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shard, ShardLayout
-from recorded_traffic import Traffic, TrafficRecorder
 from simulation.cluster import Cluster, Counted, Fault, Process, Speeds
 from simulation.product import simulated
-from simulation.scheduler import Signal, current_owner
+from simulation.scheduler import current_owner
 from simulation.store import Server
 
 _SITE = site_hash("simulated")
@@ -48,9 +44,6 @@ class Plan:
         threads: Of each thread of a rank, the ranks of the models that it wraps, one after the
             other; it leaves out those that it has no part in. Default: one thread, one model.
         is_turned: Whether each rank begins at the entry of its number, and turns round.
-        is_in_step: Whether ranks wait for one another before each transfer, at no cost: the times
-            of transfers add up then, which else overlap.
-        rest_s: How long the last rank rests before each run.
         stays: Whether the store is on a host of its own, which no fault ends; else it ends with
             rank 0.
     """
@@ -67,8 +60,6 @@ class Plan:
     threads: tuple[tuple[tuple[int, ...], ...], ...] = ()
     is_turned: bool = False
     num_runs: int = 2
-    is_in_step: bool = False
-    rest_s: float = 0.0
     stays: bool = True
 
 
@@ -78,7 +69,6 @@ class Job:
     Attributes:
         errors: The error of each rank that raised one.
         ended_s: When each rank ended, or raised its error.
-        began_s: When the last rank began each phase, ``"wrap"``, ``"runs"`` and ``"end"``.
     """
 
     def __init__(self, plan: Plan, seed: int, speeds: Speeds, fault: Fault | None = None) -> None:
@@ -87,8 +77,6 @@ class Job:
         self.cluster.fault = fault
         self.errors: dict[int, Exception] = {}
         self.ended_s: dict[int, float] = {}
-        self.began_s: dict[str, float] = {}
-        self._num_ready, self._all_ready = 0, Signal()
 
     def run(self) -> Job:
         """Run it. HangError: ranks wait forever."""
@@ -130,8 +118,6 @@ class Job:
             spec = self._spec(communicator)
             full, shard = self._tensors(mesh)
             for _ in range(plan.num_runs):
-                if plan.rest_s and rank == plan.num_ranks - 1:
-                    scheduler.sleep(plan.rest_s)
                 self._run_hooks(communicator, spec, full, shard)
             self._begin("end")
             communicator.close()
@@ -160,115 +146,32 @@ class Job:
         self, communicator: Communicator, spec: TensorSpec, full: Tensor, shard: Tensor
     ) -> None:
         def compare(kind: str) -> None:
-            self._step()
             _check(communicator, kind, shard)
 
         is_first = communicator.mesh.group_rank == 0
 
         def gather_to_first() -> None:
-            self._step()
             gathered = spec.gather_to_first(shard)
             assert torch.equal(gathered, full) if is_first else gathered is None
 
         compare("forward")  # an edit
-        self._step()
         assert torch.equal(spec.all_gather(shard), full)
         compare("forward_pre")  # an edit on rank 0
         gather_to_first()
-        self._step()
         scattered = spec.scatter_from_first(full * 2 if is_first else None, shard)
         assert torch.equal(scattered, shard * 2)
         compare("end of the run")
         gather_to_first()
-        self._step()
-
-    def _step(self) -> None:
-        """Let the calling rank wait until all are there, if they are in step."""
-        if not self.plan.is_in_step:
-            return
-        self._num_ready += 1
-        if self._num_ready % self.plan.num_ranks:
-            self.cluster.scheduler.wait(self._all_ready)
-        else:
-            self._all_ready.notify()
 
     def _begin(self, phase: str) -> None:
-        """Begin a phase of the calling rank."""
+        """Begin a phase of the calling rank: ``"wrap"``, ``"runs"`` or ``"end"``."""
         current_owner().phase = phase
-        self.began_s[phase] = self.cluster.scheduler.now
 
     def counted(self, phase: str) -> Counted:
         """What was counted in a phase of the ranks."""
         return self.cluster.counted[phase]
 
-    def seconds(self, phase: str, until: str) -> float:
-        """The virtual seconds from the last rank's begin of one phase to that of another."""
-        return self.began_s[until] - self.began_s[phase]
-
     # ---- What is predicted -----------------------------------------------------------------------
-
-    @cached_property
-    def predicted(self) -> list[Traffic]:
-        """What one run of each stage moves between hosts."""
-        return [self._predicted_of(first) for first in range(0, self.plan.num_ranks, self._stage)]
-
-    def _predicted_of(self, first: int) -> Traffic:
-        mesh = self.mesh(first)
-        hosts = tuple(self.cluster.processes[rank].host.name for rank in mesh.stage_ranks)
-
-        def run(communicator: Communicator) -> None:
-            spec, (full, shard) = self._spec(communicator), self._tensors(communicator.mesh)
-            _check(communicator, "forward", shard)
-            spec.all_gather(shard)
-            _check(communicator, "forward_pre", shard)
-            spec.gather_to_first(shard)
-            is_first = communicator.mesh.group_rank == 0
-            spec.scatter_from_first(full if is_first else None, shard)
-            _check(communicator, "end of the run", shard)
-            spec.gather_to_first(shard)
-
-        return TrafficRecorder(mesh, hosts).record(run)
-
-    def predicted_by_host(self) -> Counted:
-        """The same of all stages and runs together, by host."""
-        counted = Counted()
-        for first, traffic in zip(range(0, self.plan.num_ranks, self._stage), self.predicted):
-            ranks = range(first, first + self._stage)
-            of_stage = dict.fromkeys(self.cluster.processes[rank].host.name for rank in ranks)
-            for what in ("sent", "received", "messages"):
-                for name, number in zip(of_stage, getattr(traffic, what)):
-                    getattr(counted, what)[name] += number * self.plan.num_runs
-        return counted
-
-    def predicted_s(self) -> float:
-        """The seconds of all runs; stages run at the same time."""
-        return max(map(self._seconds_of, range(0, self.plan.num_ranks, self._stage))) * (
-            self.plan.num_runs
-        )
-
-    def _seconds_of(self, first: int) -> float:
-        """Those of one run of a stage, by the rounds of its transfers."""
-        processes = self.cluster.processes[first : first + self._stage]
-        num_ranks = list(Counter(process.host.name for process in processes).values())
-        places, speeds = range(len(num_ranks)), self.cluster.speeds
-        shards = [n * self.plan.rows * self.plan.columns * _DTYPE.itemsize for n in num_ranks]
-
-        def seconds(of_hosts: list[list[rounds.Round]]) -> float:
-            moved = [
-                sum(stop - start for one in of_host for _, start, stop in one[way])
-                for of_host in of_hosts
-                for way in (0, 1)
-            ]
-            steps = sum(any(sends for sends, _ in at_once) for at_once in zip(*of_hosts))
-            return max(moved) / speeds.bytes_per_s + steps * speeds.latency_s
-
-        def all_gather(sizes: list[int]) -> float:
-            return seconds([rounds.all_gather(place, sizes)[1] for place in places])
-
-        there = seconds([rounds.gather_to_first(place, shards) for place in places])
-        back = seconds([rounds.scatter_from_first(place, shards) for place in places])
-        headers = all_gather([64 * n for n in num_ranks])
-        return 3 * headers + all_gather(shards) + 2 * there + back
 
     @property
     def _stage(self) -> int:

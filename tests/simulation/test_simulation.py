@@ -1,4 +1,4 @@
-"""Many ranks in one process: what is counted is what is predicted."""
+"""Many ranks in one process: their requests to the store, and what fails at any step."""
 
 import functools
 from dataclasses import replace
@@ -13,57 +13,40 @@ from simulation.product import simulated
 from simulation.store import Server
 
 SIZES = [
-    Plan(2, 1, tp=2, is_in_step=True),
-    Plan(2, 2, tp=1, is_in_step=True),
-    Plan(6, 3, tp=2, rows=3, is_in_step=True),
-    Plan(12, 3, tp=2, columns=7, is_in_step=True),
-    Plan(14, 7, tp=7, is_in_step=True),
-    Plan(32, 8, tp=4, pp=2, is_in_step=True),
-    Plan(64, 8, tp=8, is_in_step=True),
+    Plan(2, 1, tp=2),
+    Plan(2, 2, tp=1),
+    Plan(6, 3, tp=2, rows=3),
+    Plan(12, 3, tp=2, columns=7),
+    Plan(14, 7, tp=7),
+    Plan(32, 8, tp=4, pp=2),
+    Plan(64, 8, tp=8),
 ]
 SMALL = Plan(6, 3, tp=2)  # ranks 0, 2 and 4 are the first ones of their hosts
 HELD = replace(SMALL, stays=False)  # rank 0 has the store
 
 
 def check(job):
-    plan, wrap, runs = job.plan, job.counted("wrap"), job.counted("runs")
+    """The numbers that ranks gather are right, and so are those of their requests."""
     assert not job.errors
-    predicted = job.predicted_by_host()
-    assert +runs.sent == +predicted.sent
-    assert +runs.received == +predicted.received
-    assert +runs.messages == +predicted.messages
-    requests = job.predicted_requests()
-    assert [wrap.requests[rank] for rank in range(plan.num_ranks)] == requests
-    assert not runs.requests
-    if plan.num_hosts > 1:
-        assert job.seconds("runs", "end") == pytest.approx(job.predicted_s(), rel=1e-3)
+    requests = job.counted("wrap").requests
+    assert [requests[rank] for rank in range(job.plan.num_ranks)] == job.predicted_requests()
+    assert not job.counted("runs").requests
 
 
 @pytest.mark.parametrize(
     "plan", SIZES, ids=lambda plan: f"{plan.num_ranks} ranks on {plan.num_hosts} hosts"
 )
-def test_what_is_counted_is_what_is_predicted(plan):
+def test_requests_are_those_that_are_predicted(plan):
     check(Job(plan, 0, Speeds()).run())
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_slow_host_moves_what_a_fast_one_does(host):
+def test_a_slow_host_is_no_error(host):
     slow = Job(SMALL, 0, Speeds(slow_host=host, times=1e3)).run()
-    counted, predicted = slow.counted("runs"), slow.predicted_by_host()
     assert not slow.errors
-    assert +counted.messages == +predicted.messages and +counted.sent == +predicted.sent
     assert sum(slow.counted("wrap").requests.values()) == sum(slow.predicted_requests())
     fast = Job(SMALL, 0, Speeds()).run()
     assert max(slow.ended_s.values()) > 3 * max(fast.ended_s.values())
-
-
-def test_ranks_that_wait_for_long_ask_the_store_about_once_a_second():
-    rest_s, requests_of_look = 15.0, 5
-    plan = replace(SMALL, rest_s=rest_s)
-    job = Job(plan, 0, Speeds()).run()
-    assert not job.errors
-    most = max(job.counted("runs").requests.values())
-    assert 0 < most < plan.num_runs * (rest_s + 8) * requests_of_look
 
 
 def test_a_seed_decides_all():
@@ -126,23 +109,9 @@ def test_what_fails_while_groups_that_overlap_wrap_is_named(kind):
     explore(2, kind, 0, every=9, plan=Plan(4, 2, tp=1, threads=(((0, 1), (2, 3), (0, 1, 2, 3)),)))
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2])
-def test_two_threads_that_wrap_at_once_end_in_time(num_hosts):
-    """Which is not supported with several ranks: it works, or is an error."""
-    works = 0
-    for threads in (PAIRS[:2], PAIRS[2:4]), (PAIRS[:2], PAIRS[4:]), (PAIRS[4:], PAIRS[4:]):
-        for seed in range(5):
-            plan = Plan(4, num_hosts, tp=1, threads=threads, late_s=1e-3)
-            job = Job(plan, seed, Speeds(jitter=1.0)).run()
-            assert max(job.ended_s.values()) < 2 * plan.timeout_s + 4
-            assert all(isinstance(error, HookError) for error in job.errors.values())
-            works += not job.errors
-    assert works
-
-
 @pytest.mark.grid
 def test_a_thousand_ranks():
-    check(Job(Plan(1024, 128, tp=8, is_in_step=True), 0, Speeds()).run())
+    check(Job(Plan(1024, 128, tp=8), 0, Speeds()).run())
 
 
 # ---- Faults --------------------------------------------------------------------------------------

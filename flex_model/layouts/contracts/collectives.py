@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flex_model.distributed.placement import Partial, Placement, Shard
+from flex_model.layouts import logged
 from flex_model.layouts.argument_reader import ArgumentReader
-from flex_model.layouts.operation_log import Entry
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
 from flex_model.layouts.propagation.views import TO_SIZES
@@ -36,17 +36,17 @@ _SPLITS = {"split", "split_with_sizes", "chunk", "tensor_split"}
 SAME_ELEMENTS = {"clone", "contiguous", "alias", "detach", "_to_copy", "to"}
 
 
-def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
+def follow_collective(proofs: AxisProofs, entries: tuple[logged.Collective, ...]) -> None:
     """Note the placements of the results of a collective that all ranks called."""
-    _, name, reduction, axes, args, _, outputs, _ = entries[0]
+    name, reduction, axes, args, _, outputs, _ = entries[0]
     reader = ArgumentReader(proofs)
     for i in range(len(args)):
-        reader.read([entry[4][i] for entry in entries], "")
+        reader.read([entry.args[i] for entry in entries], "")
     inputs = tuple(one.value for one in reader.operands if isinstance(one.value, int))
     base = name.partition("::")[2]
     for i, output in enumerate(outputs):
-        value = output[0]
-        proofs.shapes[value] = tuple(tuple(entry[6][i][4]) for entry in entries)
+        value = output.value
+        proofs.shapes[value] = tuple(entry.outputs[i].local_shape for entry in entries)
         of = f"{name}, {reduction}," if reduction else name
         proofs.note_step(value, f"{of} along {axes}", inputs)
         place = _source_index(base, len(reader.operands), i)
@@ -59,7 +59,7 @@ def follow_collective(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
             found = None
         proofs.set_placement(value, found)
         proofs.received.add(value)
-    follow_writes(proofs, outputs, [entry[7] for entry in entries], name)
+    follow_writes(proofs, outputs, [entry.writes for entry in entries], name)
 
 
 def _source_index(base: str, num_operands: int, output: int) -> int:

@@ -14,7 +14,7 @@ from torch import nn
 
 from flex_model.distributed.placement import Shard
 from flex_model.integrations import transformers_private
-from flex_model.layouts.operation_log import Entry
+from flex_model.layouts import logged
 from flex_model.layouts.propagation.operation import REPLICATED
 
 if TYPE_CHECKING:
@@ -54,15 +54,15 @@ def refusal(module: nn.Module) -> str:
     return next((name for name in _CAPACITIES if getattr(config, name, None)), "")
 
 
-def follow_experts(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
+def follow_experts(proofs: AxisProofs, entries: tuple[logged.Experts, ...]) -> None:
     """Note the placement of the result of a call of experts: as it was followed inside, else that
     of all its inputs, if they are replicated, or split along dp by rows. Along tp this holds where
     nothing inside is followed, since expert parallelism completes each row on all ranks.
     """
-    _, value, before, inputs, _, why_not, is_opaque = entries[0]
-    proofs.shapes[value] = tuple(tuple(entry[4]) for entry in entries)
-    followed = proofs.placement(before) if all(one[2] == before for one in entries) else None
-    given = {proofs.placement(one) for one in inputs if all(e[3] == inputs for e in entries)}
+    value, before, inputs, _, why_not, is_opaque = entries[0]
+    proofs.shapes[value] = tuple(entry.shape for entry in entries)
+    followed = proofs.placement(before) if all(one.before == before for one in entries) else None
+    given = {proofs.placement(one) for one in inputs if all(e.inputs == inputs for e in entries)}
     place = given.pop() if len(given) == 1 else None
     is_kept = (proofs.axis == "dp" or is_opaque) and place == REPLICATED
     if proofs.axis == "dp" and isinstance(place, Shard):
@@ -70,4 +70,4 @@ def follow_experts(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
     text = f"experts with {why_not}, so that rows depend on each other" if why_not else "experts"
     proofs.note_step(value, text, tuple(one for one in inputs if isinstance(one, int)))
     proofs.set_placement(value, place if followed is None and is_kept and not why_not else followed)
-    proofs.gradients.note_replaced([entry[2] for entry in entries], value)
+    proofs.gradients.note_replaced([entry.before for entry in entries], value)

@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_iter
 from flex_model.distributed.placement import Placement
 from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import DisableTorchFunction
+from flex_model.layouts import logged
 from flex_model.layouts.active import active_recorders, all_paused
 from flex_model.layouts.contracts import functions, opaque_calls
-from flex_model.layouts.operation_log import Entry
 from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED
@@ -47,7 +47,7 @@ _replaced = ExitStack()
 
 
 @contextmanager
-def logged() -> Iterator[None]:
+def being_logged() -> Iterator[None]:
     """Log such calls inside."""
     global _num_followers
     if _num_followers == 0:
@@ -205,36 +205,34 @@ def _as_operation(run: Callable[..., Any], signature: Any, name: str) -> Callabl
     return call
 
 
-def follow_call(proofs: AxisProofs, entries: tuple[Entry, ...]) -> None:
+def follow_call(proofs: AxisProofs, entries: tuple[logged.Call, ...]) -> None:
     """Note the placements of the results of such a call."""
-    _, name, _, outputs, _ = entries[0]
+    name, _, outputs, stated = entries[0]
     inputs = [
         values[0] if all(value == values[0] for value in values) else None
-        for values in zip(*(entry[2] for entry in entries))
+        for values in zip(*(entry.inputs for entry in entries))
     ]
     placements = [None if one is None else proofs.placement(one) for one in inputs]
     if name.startswith(_DTENSOR):
-        found = [
-            _of_dtensor(proofs.index, name, placements, entries[0], output) for output in outputs
-        ]
+        found = [_of_dtensor(proofs.index, name, placements, stated, output) for output in outputs]
     else:
         found = functions.infer_forward(name, placements, len(outputs))
     for i, (output, placement) in enumerate(zip(outputs, found)):
-        value = output[0]
-        proofs.shapes[value] = tuple(tuple(entry[3][i][4]) for entry in entries)
+        value = output.value
+        proofs.shapes[value] = tuple(entry.outputs[i].local_shape for entry in entries)
         proofs.note_step(value, name, tuple(one for one in inputs if isinstance(one, int)))
         proofs.set_placement(value, placement)
 
 
 def _of_dtensor(
-    index: int, name: str, placements: Sequence[Placement | None], entry: Entry, output: Any
+    index: int, name: str, placements: Sequence[Placement | None], stated: Any, output: logged.Made
 ) -> Placement | None:
     """Return the placement of a conversion's result: the one that the DTensor states, the result or
     the input; along other axes than its mesh's the input's. None where it states one that is no
     layout, such as a maximum that is due.
     """
     is_plain = name in ("DTensor.to_local", "DTensor.full_tensor")
-    stated = entry[4] if is_plain else output[3]
+    stated = stated if is_plain else output.placements
     if stated is None:
         return None
     if stated[index] is None:

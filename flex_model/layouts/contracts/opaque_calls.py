@@ -44,6 +44,6 @@ def arguments_of(
 
 def schema_of(name: str, entries: Sequence[Any]) -> SimpleNamespace:
     """Return the schema of a logged call, whose arguments all have names."""
-    names = sorted({argument for entry in entries for argument, _ in entry[3]})
+    names = sorted({argument for entry in entries for argument, _ in entry.kwargs})
     arguments = [SimpleNamespace(name=one, default_value=None) for one in names]
     return SimpleNamespace(name=name, arguments=arguments, is_mutable=False)

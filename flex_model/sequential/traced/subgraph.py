@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from flex_model.errors import TraceError
 from flex_model.integrations.keyword_arguments import takes_keyword
+from flex_model.integrations.torch_private import restored
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
 from flex_model.sequential.traced import trace_check
 from flex_model.sequential.traced.trace_check import NoneForSampleError, Structures, run
@@ -156,7 +157,7 @@ def trace_subgraphs(
             if module in ancestors
         }
         while True:
-            with trace_check.unchanged_attributes(ancestors):
+            with restored(t for one in ancestors for t in (vars(one), one._buffers)):
                 graph = _trace(model, attributes, tracer, path, concrete_args, ignore)
                 trace_check.check_targets(model, graph, targets)
                 partitions = topological_partition(graph, targets, targets_per_subgraph)
@@ -192,7 +193,7 @@ def _trace(
     """
     try:
         with (
-            trace_check.unchanged_attributes(tracer.ancestors),
+            restored(t for one in tracer.ancestors for t in (vars(one), one._buffers)),
             tracer.leaf_functions(path, set(ignore)),
         ):
             graph = GraphModule(model, tracer.trace(model, concrete_args))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from flex_model import _C
 from flex_model.errors import TraceError
+from flex_model.integrations.torch_private import restored
 
 if TYPE_CHECKING:
     from flex_model.sequential.traced.subgraph import Subgraph
@@ -58,33 +59,17 @@ def _is_of_transformers(hook: Any) -> bool:
 
 
 @contextlib.contextmanager
-def unchanged_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """A context after which modules have the attributes and buffers that they had before."""
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            for table, values in ((vars(module), attributes), (module._buffers, buffers)):
-                table.clear()
-                table.update(values)
-
-
-@contextlib.contextmanager
 def unchanged_buffers(model: nn.Module) -> Iterator[None]:
     """A context after which the model has its buffers, with the values that they had."""
-    before = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    values = [(b, b.clone()) for _, table in before for b in table.values() if b is not None]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in values:
-                if not buffer.is_meta and not torch.equal(buffer, value):
-                    buffer.copy_(value)
-        for table, entries in before:
-            table.clear()
-            table.update(entries)
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    with restored(module._buffers for module in model.modules()):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in values:
+                    if not buffer.is_meta and not torch.equal(buffer, value):
+                        buffer.copy_(value)
 
 
 def check_unchanged(model: nn.Module, before: dict[str, dict[str, Any]]) -> None:

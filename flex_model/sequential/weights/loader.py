@@ -209,11 +209,10 @@ def _initializer(model: nn.Module, name: str) -> Callable[[nn.Module], Any] | No
 def _made(weight: Weight, initialize: Callable[[nn.Module], Any]) -> Tensor | None:
     """Return the buffer as the model's own initialization writes it; None if that does not."""
     module, name = weight.places[0]
-    tables: tuple[dict[str, Any], ...] = module._parameters, module._buffers
-    before, generator = [dict(table) for table in tables], torch.get_rng_state()
     made = torch.empty_like(weight.tensor, device="cpu")
     version = made._version
-    try:
+    tables = module._parameters, module._buffers
+    with torch_private.restored(tables), torch.random.fork_rng(devices=[]):
         for key, buffer in module._buffers.items():  # they are written together
             if buffer is not None and buffer.is_meta:
                 module._buffers[key] = torch.empty_like(buffer, device="cpu")
@@ -223,11 +222,6 @@ def _made(weight: Weight, initialize: Callable[[nn.Module], Any]) -> Tensor | No
                 module._parameters[key] = nn.Parameter(parameter.detach().to("meta"), False)
         with torch.no_grad(), contextlib.suppress(NotImplementedError):
             initialize(module)
-    finally:
-        torch.set_rng_state(generator)
-        for table, entries in zip(tables, before):
-            table.clear()
-            table.update(entries)
     return made if made._version != version else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.autograd import Function
 
 from flex_model.integrations.transformers_private import stand_ins
 
@@ -29,3 +30,20 @@ class PassThrough(nn.Module):
 def is_stand_in(module: nn.Module) -> bool:
     """Return whether the module stands in for one that another stage has: ours or transformers'."""
     return isinstance(module, (PassThrough, *stand_ins()))
+
+
+# ---- Tensors that may be changed and detached in place -------------------------------------------
+
+
+class OwnTensor(Function):
+    """Identity whose result is neither a leaf nor a view: zero-bubble schedules detach a stage's
+    outputs in place, and its first block may change its input in place.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
