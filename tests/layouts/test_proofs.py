@@ -551,17 +551,9 @@ def test_views_in_place_copies_of_blank_tensors_and_recurrent_layers(rows, infer
 @pytest.mark.ranks(2)
 def test_a_view_by_numbers_does_not_tell_one_row_from_other_dims_of_size_1():
     """Was the second dim: the median's view of (1, row, 1, length) drops the first one."""
-
-    class Median(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.median = nn.Identity()
-
-        def forward(self, x):
-            return self.median(x.quantile(0.5, 0))
-
+    median = Sites(lambda m, x: m.median(x.quantile(0.5, 0)), "median")
     mine = models.random(3, 2, 1).chunk(2, 1)[dist.get_rank()]
-    found, _, _ = follow(Median(), mesh_of(dp_size=2), [mine], [(Shard(1), R)])
+    found, _, _ = follow(median, mesh_of(dp_size=2), [mine], [(Shard(1), R)])
     assert found["median"] == [None]
 
 
