@@ -2,11 +2,10 @@
 
     python tests/fuzz --seconds 600 --ranks 2 --mode all --start 0 --json out.json
     python tests/fuzz --replay '{...}'    # one program, as a failure prints it
-    python tests/fuzz --classes           # the programs of classes.py, one for each known class
     python tests/fuzz --seeds             # the failures that were kept
 
-Failures are confirmed, made short and printed as files that run by themselves;
-``--keep`` adds them to the seeds.
+Failures are confirmed, made short and printed with what ``--replay`` takes; ``--keep`` adds them to
+the seeds.
 """
 
 from __future__ import annotations
@@ -29,10 +28,9 @@ sys.path[:0] = [str(HERE), str(HERE.parent), str(ROOT)]
 
 import seeds  # noqa: E402
 from generate import can_be_followed, generate, modes_of  # noqa: E402
-from program import MODES, Program  # noqa: E402
-from ranks import BAD, INVALID, VERDICTS, Outcome, Ranks  # noqa: E402
+from program import BAD, INVALID, MODES, VERDICTS, Program  # noqa: E402
+from ranks import Outcome, Ranks, shown  # noqa: E402
 from shrink import shrink  # noqa: E402
-from standalone import standalone  # noqa: E402
 
 import rank_pool  # noqa: E402
 
@@ -44,12 +42,8 @@ def main() -> int:
     with Ranks() as ranks:
         if options.replay:
             return replay(ranks, options.replay)
-        if options.classes:
-            from classes import CLASSES
-
-            return run_kept(ranks, CLASSES)
         if options.seeds:
-            return run_kept(ranks, {f"seed {i}": p for i, p in enumerate(seeds.load())})
+            return replay_seeds(ranks)
         return fuzz(ranks, options)
 
 
@@ -60,14 +54,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mode", default="all", help=f"all, or some of: {', '.join(MODES)}")
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--json", type=Path, help="counts, added to those of former runs")
-    parser.add_argument("--failures", type=Path, help="a folder for the failing programs")
     parser.add_argument(
         "--shrink", type=float, default=20, help="seconds for each failure; 0: none"
     )
     parser.add_argument("--keep", action="store_true", help="add failures to the seeds")
     parser.add_argument("--cells", type=int, default=3, help="cells of each program")
     parser.add_argument("--replay", help="one program, as JSON or in a file")
-    parser.add_argument("--classes", action="store_true")
     parser.add_argument("--seeds", action="store_true", help="replay those of seeds.jsonl")
     return parser.parse_args()
 
@@ -79,7 +71,6 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
     modes = modes_of(options.ranks) if options.mode == "all" else options.mode.split(",")
     counts: dict[str, Counter] = {mode: Counter() for mode in modes}
     refusals: dict[str, Counter] = {mode: Counter() for mode in modes}
-    failures: list[tuple[Program, Outcome]] = []
     ranks.judge(generate(options.start, modes[0], options.ranks))  # starts them
     spent = 0.0  # on confirming and shrinking, which is not fuzzing
     began, seed = time.monotonic(), options.start
@@ -92,7 +83,7 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
             for outcome in ranks.judge(program, number=options.cells):
                 if outcome.verdict in BAD:
                     start = time.monotonic()
-                    outcome = looked_into(ranks, program, outcome, options, failures)
+                    outcome = looked_into(ranks, program, outcome, options)
                     spent += time.monotonic() - start
                 counts[mode][outcome.verdict] += 1
                 if outcome.verdict == "refused":
@@ -118,11 +109,7 @@ def fuzz(ranks: Ranks, options: argparse.Namespace) -> int:
 
 
 def looked_into(
-    ranks: Ranks,
-    program: Program,
-    outcome: Outcome,
-    options: argparse.Namespace,
-    failures: list[tuple[Program, Outcome]],
+    ranks: Ranks, program: Program, outcome: Outcome, options: argparse.Namespace
 ) -> Outcome:
     """The outcome confirmed; what fails for good is made short, printed and kept."""
     if outcome.cell is None:
@@ -135,15 +122,10 @@ def looked_into(
     again.cell = again.cell or outcome.cell
     if options.shrink:
         one, again = shrink(ranks, one, again, options.shrink)
-    failures.append((one, again))
     if options.keep:
         seeds.keep(one)
-    text = standalone(one, again)
-    print(f"\n{'=' * 20} {program.mode}, seed {program.seed} {'=' * 20}\n{text}", flush=True)
-    if options.failures:
-        options.failures.mkdir(parents=True, exist_ok=True)
-        name = f"{program.mode.replace(' ', '')}-{program.ranks}-{program.seed}-{len(failures)}.py"
-        (options.failures / name).write_text(text + "\n")
+    title = f"{program.mode}, seed {program.seed}"
+    print(f"\n{'=' * 20} {title} {'=' * 20}\n{shown(one, again)}", flush=True)
     return again
 
 
@@ -203,22 +185,20 @@ def replay(ranks: Ranks, text: str) -> int:
     program = Program.from_json(data)
     outcomes = ranks.judge(program)
     for outcome in outcomes:
-        one = replace(program, cells=(outcome.cell,) if outcome.cell else None)
-        print(standalone(one, outcome))
-        print(f"{outcome.verdict}: {outcome.text}\n")
+        print(shown(program, outcome), end="\n\n")
     return int(any(outcome.verdict in BAD for outcome in outcomes))
 
 
-def run_kept(ranks: Ranks, programs: dict[str, Program]) -> int:
-    """Replay programs; print each cell's verdict."""
+def replay_seeds(ranks: Ranks) -> int:
+    """Print each cell's verdict."""
     bad = 0
-    for name, program in programs.items():
+    for number, program in enumerate(seeds.load()):
         for outcome in ranks.judge(program):
             bad += outcome.verdict in BAD
             hooks = outcome.cell["hooks"] if outcome.cell else ()
             doing = ", ".join(f"{h['kind']} {h['site']} {h['doing']}" for h in hooks)
             text = " ".join(outcome.text.split())[-200:]
-            print(f"{outcome.verdict:8} {name} | {doing} | {text}", flush=True)
+            print(f"{outcome.verdict:8} seed {number} | {doing} | {text}", flush=True)
     return int(bad > 0)
 
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from program import Argument, Batch, Place, Program, Value, Written, local_part
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
@@ -26,14 +25,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from models import mesh, random
+
 PARTS_PATH = Path(__file__).with_name("parts.py")
 PARTS = compile(PARTS_PATH.read_text(), str(PARTS_PATH), "exec")
 TOLERANCE = 1e-9
-
-
-@functools.cache
-def mesh(dp: int, tp: int) -> DeviceMesh:
-    return init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def place_of(program: Program) -> Place:
@@ -106,11 +102,6 @@ def style(kind: str) -> Any:
 
 
 # ---- Inputs --------------------------------------------------------------------------------------
-
-
-def random(*shape: int, seed: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def full_input(argument: Argument, batch: Batch, seed: int, same_rows: bool) -> Tensor:

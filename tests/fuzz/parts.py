@@ -1,7 +1,7 @@
 """What programs are made of: layers and collectives that are no-ops on one rank.
 
 This text is executed once for the unsharded model and once for each rank's, with the names of the
-mesh below set; a program printed as one file holds the parts that it uses.
+mesh below set.
 """
 
 import numpy as np  # noqa: F401  # programs use it
@@ -11,6 +11,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 
+import models
 from flex_model.layouts import register_function
 
 tp, tp_rank, tp_group = 1, 0, None
@@ -68,32 +69,8 @@ def my_part(full, dim, unit=1, parts=1):
 # ---- Collectives with a backward of their own ----------------------------------------------------
 
 
-class CopyToRanks(torch.autograd.Function):
-    """The identity; its gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_reduce(grad)
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The sum of partial results; its gradient goes to each rank as it is."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return all_reduce(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 class FunctionalSum(torch.autograd.Function):
-    """`SumOverRanks` by a functional collective, whose result is asynchronous."""
+    """A sum over ranks by a functional collective, whose result is asynchronous."""
 
     @staticmethod
     def forward(ctx, x):
@@ -187,7 +164,6 @@ class GatherRows(torch.autograd.Function):
         return grad.chunk(dp)[dp_rank]
 
 
-register_function(CopyToRanks, gradient="whole")
 register_function(TakePart, gradient="whole")
 
 
@@ -216,11 +192,11 @@ def mine(x, dim):
 
 
 def copy_to(x):
-    return CopyToRanks.apply(x) if tp > 1 else x
+    return models.CopyToRanks.apply(x, tp_group) if tp > 1 else x
 
 
 def reduce_from(x):
-    return SumOverRanks.apply(x) if tp > 1 else x
+    return models.SumOverRanks.apply(x, tp_group) if tp > 1 else x
 
 
 def functional_sum(x):

@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 ROWS, LENGTH = "B", "S"  # sizes that differ from batch to batch
+VERDICTS = ("right", "refused", "wrong", "crash", "hang", "invalid")
+RIGHT, REFUSED, WRONG, CRASH, HANG, INVALID = VERDICTS
+BAD = (WRONG, CRASH, HANG)
 
 #: How layers are split over tp, and rows over dp.
 MODES = {

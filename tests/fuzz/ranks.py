@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from program import Program, write
+from program import CRASH, HANG, INVALID, REFUSED, RIGHT, WRONG, Program, write
 
 import rank_pool
 
-RIGHT, REFUSED, WRONG, CRASH, HANG, INVALID = (
-    "right",
-    "refused",
-    "wrong",
-    "crash",
-    "hang",
-    "invalid",
-)
-VERDICTS = (RIGHT, REFUSED, WRONG, CRASH, HANG, INVALID)
-BAD = (WRONG, CRASH, HANG)
 WORKER = Path(__file__).with_name("worker.py")
 LIMIT_S = 25  # for one program
 
@@ -140,8 +131,16 @@ def one_outcome(cell: dict | None, answers: list[dict], ranks: int, failures: di
     return Outcome(cell, WRONG if WRONG in verdicts else RIGHT, texts, answers)
 
 
-def text_of(program: Program) -> str:
-    return write(program).text
-
-
-__all__ = ["BAD", "VERDICTS", "Outcome", "Ranks", "asdict", "text_of"]
+def shown(program: Program, outcome: Outcome) -> str:
+    """The module's text, the hooks, what came of them, and what ``--replay`` takes."""
+    one = replace(program, cells=(outcome.cell,) if outcome.cell else program.cells)
+    batches = ", ".join(f"{batch.rows} rows of {batch.length}" for batch in program.batches)
+    return "\n".join(
+        [
+            f"# {program.mode}, {program.ranks} ranks, {program.run}; batches: {batches}",
+            write(program).text,
+            *(f"# {name}: {value}" for name, value in (outcome.cell or {}).items()),
+            f"# {outcome.verdict}: {outcome.text}",
+            f"python tests/fuzz --replay {shlex.quote(json.dumps(one.to_json()))}",
+        ]
+    )

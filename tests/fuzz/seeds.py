@@ -1,4 +1,6 @@
-"""Programs that failed once, made short: one a line in seeds.jsonl, replayed by the tests."""
+"""Programs that failed once, made short or written by hand (``raw``): one a line in seeds.jsonl,
+replayed by the tests.
+"""
 
 import json
 from pathlib import Path

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from program import Batch, IllegalStepError, Program, write
-from ranks import INVALID, Outcome, Ranks
+from program import INVALID, Batch, IllegalStepError, Program, write
+from ranks import Outcome, Ranks
 
 
 def shrink(

@@ -142,7 +142,7 @@ def encoder_layer(c, s):
 def raw(c, s):
     """Lines of a program written by hand: arguments, modules, statements, what is true of them.
 
-    The one choice is a dict as pairs: see classes.py.
+    The one choice is a dict as pairs.
     """
     parts = dict(c.choose([c.choices[0]] if c.choices else []))
     c.arguments += [

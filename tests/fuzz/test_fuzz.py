@@ -1,18 +1,30 @@
-"""The fuzzer: its parts; in ``make check`` the known classes and the seeds that failed; in ``make
-grid`` some random programs.
+"""The fuzzer: its parts; in ``make check`` the seeds that failed; in ``make grid`` some random
+programs.
 """
 
 import time
 
-import classes
 import pytest
 import seeds
 import torch
 from generate import generate, modes_of
-from program import Batch, Place, Program, Step, local_part, write
-from ranks import BAD, CRASH, HANG, INVALID, REFUSED, RIGHT, WRONG, Outcome, Ranks, merged
+from program import (
+    BAD,
+    CRASH,
+    HANG,
+    INVALID,
+    REFUSED,
+    RIGHT,
+    WRONG,
+    Batch,
+    Place,
+    Program,
+    Step,
+    local_part,
+    write,
+)
+from ranks import Outcome, Ranks, merged, shown
 from shrink import shrink
-from standalone import standalone
 from steps_rare import dims
 
 #: Whether no program may be wrong, crash or hang. While it is False, only the fuzzer is tested.
@@ -29,7 +41,7 @@ def ranks():
 def check(program, outcomes):
     """Every program is right on shards, whatever FlexModel makes of it."""
     for outcome in outcomes:
-        text = f"{outcome.verdict}: {outcome.text}\n{standalone(program, outcome)}"
+        text = shown(program, outcome)
         assert outcome.verdict != INVALID, text
         assert not (IS_SOUND and outcome.verdict in BAD), text
 
@@ -48,17 +60,6 @@ def test_random_programs(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", "123456")
-def test_programs_of_known_classes(ranks, number):
-    for name, program in classes.CLASSES.items():
-        if name.startswith(number) and program.ranks <= 2:
-            outcomes = ranks.judge(program)
-            if outcomes[-1].verdict not in (CRASH, HANG):  # which end the program
-                assert len(outcomes) == len(program.cells), name
-            check(program, outcomes)
-
-
-@pytest.mark.slow
 def test_seeds_that_failed_once(ranks):
     for program in seeds.load():
         if program.ranks <= 2:
@@ -66,12 +67,11 @@ def test_seeds_that_failed_once(ranks):
 
 
 @pytest.mark.grid
-def test_classes_and_seeds_of_four_ranks(ranks):
-    programs = [*classes.CLASSES.values(), *seeds.load()]
-    assert any(program.ranks > 2 for program in programs)
+def test_seeds_of_four_ranks(ranks):
+    programs = [program for program in seeds.load() if program.ranks > 2]
+    assert programs
     for program in programs:
-        if program.ranks > 2:
-            check(program, ranks.judge(program))
+        check(program, ranks.judge(program))
 
 
 # ---- The fuzzer itself ---------------------------------------------------------------------------

@@ -30,7 +30,19 @@ from execution import (
     run_oracle,
     run_sharded,
 )
-from program import Program, Value, local_part, tuples, write
+from program import (
+    CRASH,
+    HANG,
+    INVALID,
+    REFUSED,
+    RIGHT,
+    WRONG,
+    Program,
+    Value,
+    local_part,
+    tuples,
+    write,
+)
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
@@ -39,14 +51,6 @@ import oracle
 from flex_model import FlexModel, HookError, HookFunction
 from oracle import KINDS, apply, register, torch_hook
 
-RIGHT, REFUSED, WRONG, CRASH, HANG, INVALID = (
-    "right",
-    "refused",
-    "wrong",
-    "crash",
-    "hang",
-    "invalid",
-)
 TIMEOUT_S = 8.0
 LIBRARY = str(Path(flex_model.__file__).parent)
 

@@ -3,7 +3,6 @@
 import copy
 import pickle
 import re
-from collections import namedtuple
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookFunction
+from tiers import ways
 
 BATCH = models.random(4, 6)
 SITES = ("inp", "fc1", "act", "fc2", "out")
@@ -40,14 +40,6 @@ def lengths(records):
 
 
 # ---- HookFunction ----------------------------------------------------------------------------
-
-
-def test_a_hook_function_keeps_what_it_was_given():
-    hook = HookFunction("fc1", (None, 8), plus_one, 1)
-    assert hook.module_name == "fc1"
-    assert tuple(hook.expected_shape) == (None, 8)
-    assert hook.unpack_idx == 1
-    assert hook.editing_function is plus_one
 
 
 def test_the_function_gets_module_tensor_context_and_modules():
@@ -89,20 +81,11 @@ def test_a_copy_of_a_registered_hook_is_registered_nowhere():
     flex.restore()
 
 
-def test_an_editing_function_is_replaced_taken_off_and_put_back():
-    check_changes_of_an_editing_function(models.mlp(), {})
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
-def test_an_editing_function_is_replaced_taken_off_and_put_back_on_ranks(edit_on):
-    model = models.TWO_RANKS["dtensor"].shard(models.mlp())
-    check_changes_of_an_editing_function(model, {"edit_on": edit_on})
-
-
-def check_changes_of_an_editing_function(model, settings):
+@pytest.mark.parametrize("way", ways("one", "dtensor"))
+def test_an_editing_function_is_replaced_taken_off_and_put_back(way, edit_on):
     whole = models.mlp()
-    flex = FlexModel(model, records := {}, **settings)
+    flex = FlexModel(way.shard(models.mlp()), records := {}, edit_on=edit_on)
     hook = HookFunction("act", editing_function=negate)
     flex.register_forward_hook(hook)
     for edit in (negate, plus_one, None, negate, None, None, plus_one):
@@ -140,19 +123,10 @@ FIXED = {
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_what_registration_reads_is_fixed_until_the_hook_is_removed(name):
-    check_that_registration_fixes(name, models.mlp())
-
-
-@pytest.mark.ranks(2)
-def test_what_registration_reads_is_fixed_on_ranks():
-    for name in FIXED:
-        check_that_registration_fixes(name, models.TWO_RANKS["dtensor"].shard(models.mlp()))
-
-
-def check_that_registration_fixes(name, model):
+@pytest.mark.parametrize("way", ways("one", "dtensor"))
+def test_what_registration_reads_is_fixed_until_the_hook_is_removed(way, name):
     """One process would not use some of these at all, and several ranks would."""
-    flex, hook = FlexModel(model, {}), HookFunction("act")
+    flex, hook = FlexModel(way.shard(models.mlp()), {}), HookFunction("act")
     before = getattr(hook, name)
     handle = flex.register_forward_hook(hook)
     with pytest.raises(ValueError, match=f"HookFunction\\('act'\\): {name} can't be set while"):
@@ -164,38 +138,16 @@ def check_that_registration_fixes(name, model):
     flex.restore()
 
 
-def test_a_removed_hook_does_not_run():
-    ran = []
-    records = {}
-    flex = FlexModel(models.mlp(), records)
-    edit = lambda *args: ran.append(1)  # noqa: E731
-    handle = flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
-    handle.remove()
-    flex(BATCH)
-    assert ran == []
-    assert not records.get("fc1")
+UNEDITED = {
+    "no function": None,
+    "returns None": lambda *args: None,
+    "returns the tensor": lambda module, full, save_ctx, modules: full,
+}
 
 
-def test_hooks_on_one_module_run_in_the_order_of_registration():
-    records = {}
-    flex = FlexModel(models.mlp(), records)
-    for name, edit in (("first", plus_one), ("second", negate), ("third", None)):
-        hook = HookFunction("fc1", editing_function=edit, output_name=name)
-        flex.register_forward_hook(hook)
-    flex(BATCH)
-    (first,) = records["first"]
-    assert_close(records["second"], [first + 1])
-    assert_close(records["third"], [-(first + 1)])
-
-
-def test_returning_none_or_the_tensor_itself_changes_nothing():
-    expected = models.mlp()(BATCH)
-    for edit in (lambda *args: None, lambda module, full, save_ctx, modules: full):
-        flex, _ = wrap("fc1", edit=edit)
-        assert torch.equal(flex(BATCH), expected)
-
-
-def check_the_modules_own_output_goes_on(edit, **sizes):
+@pytest.mark.parametrize("name", UNEDITED)
+@pytest.mark.parametrize("way", ways("one", "tp"))
+def test_without_an_edit_the_modules_own_output_goes_on(way, name):
     made, taken = [], []
 
     class Make(nn.Module):
@@ -208,28 +160,10 @@ def check_the_modules_own_output_goes_on(edit, **sizes):
             taken.append(x)
             return x
 
-    with FlexModel(nn.Sequential(Make(), Take()), {}, **sizes) as flex:
-        flex.register_forward_hook(HookFunction("0", editing_function=edit))
+    with FlexModel(nn.Sequential(Make(), Take()), {}, **way.sizes) as flex:
+        flex.register_forward_hook(HookFunction("0", editing_function=UNEDITED[name]))
         flex(torch.arange(3.0))
     assert taken[0] is made[0]
-
-
-UNEDITED = {
-    "no function": None,
-    "returns None": lambda *args: None,
-    "returns the tensor": lambda module, full, save_ctx, modules: full,
-}
-
-
-@pytest.mark.parametrize("name", UNEDITED)
-def test_without_an_edit_the_modules_own_output_goes_on(name):
-    check_the_modules_own_output_goes_on(UNEDITED[name])
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", UNEDITED)
-def test_without_an_edit_the_modules_own_output_goes_on_on_two_ranks(name):
-    check_the_modules_own_output_goes_on(UNEDITED[name], tensor_parallel_size=2)
 
 
 def test_an_edit_in_place_counts_with_and_without_grad():
@@ -249,21 +183,6 @@ def test_an_edit_in_place_counts_with_and_without_grad():
         assert_close(flex(BATCH), expected.detach())
     with torch.inference_mode():
         assert_close(flex(BATCH).clone(), expected.detach())
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["tp", "dp"])
-def test_an_edit_in_place_in_inference_mode_on_two_ranks(name):
-    def double(module, full, save_ctx, modules):
-        full.mul_(2)
-
-    parallelism = models.TWO_RANKS[name]
-    oracle = models.mlp()
-    oracle.fc1.register_forward_hook(lambda module, args, output: output * 2)
-    flex = FlexModel(parallelism.shard(models.mlp()), **parallelism.sizes)
-    flex.register_forward_hook(HookFunction("fc1", (None, 8), double))
-    with torch.inference_mode():
-        assert_close(flex(parallelism.my_rows(BATCH)), parallelism.my_rows(oracle(BATCH)))
 
 
 def test_a_module_that_runs_twice_is_hooked_twice():
@@ -286,26 +205,10 @@ def test_a_module_that_runs_twice_is_hooked_twice():
     assert_close(result, second + 1)
 
 
-def test_named_parameters_are_given_in_full():
-    seen = []
-
-    def edit(module, full, save_ctx, modules):
-        seen.append(hook.parameters["out.weight"])
-        return full @ hook.parameters["out.weight"].T @ hook.parameters["out.weight"]
-
-    flex = FlexModel(models.mlp())
-    hook = HookFunction("inp", editing_function=edit, parameters=("out.weight",))
-    flex.register_forward_hook(hook)
-    flex(BATCH)
-    assert_close(seen, [flex.module.out.weight.detach()])
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["dtensor", "fsdp2", "ddp"])
-def test_named_parameters_are_given_in_full_on_two_ranks(name):
+@pytest.mark.parametrize("parallelism", ways("one", "dtensor", "fsdp2", "ddp"))
+def test_named_parameters_are_given_in_full(parallelism):
     """A logit lens: the weight of another layer, which is a shard here."""
     weight, seen = "fc2.weight", []
-    parallelism = models.TWO_RANKS[name]
 
     def edit(module, full, save_ctx, modules):
         seen.append(hook.parameters[weight].clone())
@@ -327,32 +230,6 @@ def test_named_parameters_are_given_in_full_on_two_ranks(name):
 # ---- Names ---------------------------------------------------------------------------------------
 
 
-def test_the_root_module_can_be_hooked():
-    flex, records = wrap("", edit=plus_one)
-    expected = models.mlp()(BATCH)
-    assert_close(flex(BATCH), expected + 1)
-    assert_close(records[""], [expected.detach()])
-
-
-def test_named_children_and_list_entries_can_be_hooked():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential()
-            self.body.add_module("first", nn.Linear(2, 2))
-            self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-
-        def forward(self, x):
-            return self.layers[1](self.layers[0](self.body(x)))
-
-    records = {}
-    flex = FlexModel(Model(), records)
-    for name in ("body.first", "layers.0", "layers.1"):
-        flex.register_forward_hook(HookFunction(name))
-    flex(torch.ones(2))
-    assert lengths(records) == {"body.first": 1, "layers.0": 1, "layers.1": 1}
-
-
 @pytest.mark.ranks(2)
 def test_wrapped_and_clean_names_are_both_accepted():
     parallelism = models.TWO_RANKS["ddp"]
@@ -364,26 +241,6 @@ def test_wrapped_and_clean_names_are_both_accepted():
     if dist.get_rank() == 0:
         assert lengths(records) == {"fc1": 1, "module.act": 1}
     assert "module.fc1" in flex.wrapped_module_names
-
-
-@pytest.mark.ranks(2)
-def test_clean_names_under_fsdp1():
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    model = models.mlp()
-    model.fc1 = FullyShardedDataParallel(model.fc1, device_id=torch.device("cpu"))
-    sharded = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    records = {}
-    flex = FlexModel(sharded, records, data_parallel_size=2)
-    flex.register_forward_hook(HookFunction("fc1", editing_function=negate))
-    flex.register_forward_hook(HookFunction("_fsdp_wrapped_module.fc2"))
-    result = flex(BATCH.chunk(2)[dist.get_rank()])
-    oracle = models.mlp()
-    oracle.fc1.register_forward_hook(lambda module, args, output: -output)
-    assert_close(result, oracle(BATCH).chunk(2)[dist.get_rank()])
-    if dist.get_rank() == 0:
-        assert_close(records["fc1"], [oracle.fc1.forward(oracle.inp(BATCH)).detach()])
-        assert lengths(records) == {"fc1": 1, "_fsdp_wrapped_module.fc2": 1}
 
 
 # ---- What a site gives ---------------------------------------------------------------------------
@@ -411,33 +268,6 @@ def test_pre_hooks_count_positional_then_keyword_arguments():
             flex.register_forward_pre_hook(hook)
             assert_close(flex(x), Keywords()(x) + expected)
         assert_close(records["inner"], [x + index])
-
-
-def test_unpack_idx_counts_tensors_depth_first():
-    Point = namedtuple("Point", "a b")
-
-    class Nest(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.site = nn.Identity()
-
-        def forward(self, x):
-            return self.site({"z": [x, (x + 1, None)], "text": "t", "a": Point(x + 2, 5)})
-
-    x = torch.zeros(2)
-    for index in range(3):
-        records = {}
-        with FlexModel(Nest(), records) as flex:
-            hook = HookFunction("site", editing_function=negate, unpack_idx=index)
-            flex.register_forward_hook(hook)
-            result = flex(x)
-        assert_close(records["site"], [x + index])
-        tensors = [result["z"][0], result["z"][1][0], result["a"].a]
-        assert_close(tensors, [(-1 if i == index else 1) * (x + i) for i in range(3)])
-        assert result["z"][1][1] is None
-        assert result["text"] == "t"
-        assert type(result["a"]) is Point
-        assert result["a"].b == 5
 
 
 def test_a_backward_hook_is_not_called_without_a_gradient():
@@ -488,9 +318,8 @@ def test_a_later_change_in_place_does_not_touch_the_record():
     assert_close(records["0"], [model[0](BATCH).detach()])
 
 
-@pytest.mark.parametrize("sizes", [{}])
-def test_each_forward_begins_the_lists_afresh(sizes):
-    flex, records = wrap("fc1", "act", **sizes)
+def test_each_forward_begins_the_lists_afresh():
+    flex, records = wrap("fc1", "act")
     flex(BATCH)
     flex(2 * BATCH)
     assert lengths(records) == {"fc1": 1, "act": 1}
@@ -519,28 +348,13 @@ def test_calls_inside_active_append():
     assert lengths(records) == {"fc1": 1}
 
 
-def test_calls_inside_a_method_of_the_model_append():
-    class Model(models.MLP):
-        def three_times(self, x):
-            return [self(x) for _ in range(3)]
-
-    records = {}
-    flex = FlexModel(Model(), records)
-    flex.register_forward_hook(HookFunction("fc1"))
-    for _ in range(2):
-        flex.three_times(torch.ones(2, 6))
-        assert lengths(records) == {"fc1": 3}
-
-
 class Repeating(models.MLP):
     def three_times(self, x):
         return [self(x * (i + 1)) for i in range(3)]
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "dtensor"])
-def test_a_method_of_the_model_inside_a_wrapper_is_one_run(name):
-    parallelism = models.TWO_RANKS[name]
+@pytest.mark.parametrize("parallelism", ways("one", "ddp", "fsdp2", "dtensor"))
+def test_a_method_of_the_model_is_one_run(parallelism):
     twin = models.seeded(Repeating, 6, 8).double()
     flex = FlexModel(parallelism.shard(twin), records := {}, **parallelism.sizes)
     flex.register_forward_hook(HookFunction("fc1"))
@@ -555,7 +369,8 @@ def test_a_method_of_the_model_inside_a_wrapper_is_one_run(name):
         outputs = flex.three_times(parallelism.my_rows(BATCH))
         expected = twin.three_times(BATCH)
     assert_close(outputs, [parallelism.my_rows(full) for full in expected])
-    assert_close(records, seen if dist.get_rank() == 0 else {})
+    is_first = parallelism is models.ONE_RANK or dist.get_rank() == 0
+    assert_close(records, seen if is_first else {})
     flex.restore()
 
 
@@ -595,33 +410,6 @@ def test_a_failed_forward_leaves_records_and_the_next_begins_afresh():
     assert_close(records["0"], [-torch.ones(2)])
 
 
-def test_output_name_keeps_two_kinds_apart():
-    flex, records = wrap("fc1")
-    flex.register_full_backward_hook(HookFunction("fc1", output_name="fc1.grad"))
-    flex(BATCH).sum().backward()
-    assert records["fc1"][0].shape == (4, 8)
-    assert records["fc1.grad"][0].shape == (4, 6)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("output_ranks", ["rank0", "all"])
-def test_records_are_on_rank_0_or_on_all(output_ranks):
-    parallelism = models.TWO_RANKS["tp"]
-    model, records = models.mlp(), {}
-    expected = model.fc1(model.inp(BATCH)).detach()
-    flex = FlexModel(
-        parallelism.shard(model), records, tensor_parallel_size=2, output_ranks=output_ranks
-    )
-    flex.register_forward_hook(HookFunction("fc1", (None, 8)))
-    flex.register_forward_hook(HookFunction("fc2"))
-    flex(BATCH)
-    if output_ranks == "all" or dist.get_rank() == 0:
-        assert_close(records["fc1"], [expected])
-        assert lengths(records) == {"fc1": 1, "fc2": 1}
-    else:
-        assert lengths(records) == {}
-
-
 @pytest.mark.ranks(2)
 def test_records_are_complete_when_forward_and_backward_return():
     parallelism = models.TWO_RANKS["tp"]
@@ -656,19 +444,6 @@ def test_save_ctx_goes_from_hook_to_hook_and_run_to_run():
         assert_close(flex(BATCH), oracle(BATCH))
         assert flex.save_ctx.calls == calls
     assert flex.save_ctx.saved.shape == (4, 8)
-
-
-@pytest.mark.ranks(2)
-def test_save_ctx_holds_full_tensors_on_every_rank():
-    def save(module, full, save_ctx, modules):
-        save_ctx.saved = full.detach()
-
-    parallelism = models.TWO_RANKS["tp"]
-    flex = FlexModel(parallelism.shard(models.mlp()), tensor_parallel_size=2)
-    flex.register_forward_hook(HookFunction("fc1", (None, 8), save))
-    flex(BATCH)
-    oracle = models.mlp()
-    assert_close(flex.save_ctx.saved, oracle.fc1(oracle.inp(BATCH)).detach())
 
 
 # ---- Groups --------------------------------------------------------------------------------------
@@ -707,15 +482,6 @@ def test_groups_choose_the_hooks_of_a_run(choice, expected):
     with flex.active(**choice):
         flex.module(BATCH)
     assert lengths(records) == dict.fromkeys(expected.split(), 1)
-
-
-def test_groups_can_be_switched_as_often_as_one_likes():
-    flex, records = grouped()
-    for _ in range(5):
-        for choice, expected in GROUPS:
-            records.clear()
-            flex(BATCH, **choice)
-            assert lengths(records) == dict.fromkeys(expected.split(), 1)
 
 
 def test_after_a_run_the_former_choice_is_back():
@@ -817,29 +583,6 @@ def test_hooks_join_and_leave_groups_by_list_hook_or_substring():
     assert set(flex.get_hook_function_groups(hooks["out"])) == {"all", "g"}
     assert set(flex.get_hook_function_groups(hooks["inp"])) == {"all"}
     assert members("all") == set(SITES)
-
-
-@pytest.mark.ranks(2)
-def test_groups_on_two_ranks():
-    parallelism = models.TWO_RANKS["tp"]
-    records = {}
-    flex = FlexModel(parallelism.shard(models.mlp()), records, tensor_parallel_size=2)
-    flex.create_hook_group("wide", "fc1", (None, 8), negate, 0)
-    flex.create_hook_group("narrow", "fc2", None, negate, 0)
-    oracle = models.mlp()
-    both = ["fc1", "fc2"]
-    for groups, sites in [(["wide"], ["fc1"]), ((), []), (["narrow"], ["fc2"]), ("all", both)]:
-        handles = [
-            oracle.get_submodule(site).register_forward_hook(lambda module, args, output: -output)
-            for site in sites
-        ]
-        expected = oracle(BATCH)
-        for handle in handles:
-            handle.remove()
-        records.clear()
-        result = flex(BATCH, groups=groups)
-        assert_close(result, expected)
-        assert lengths(records) == (dict.fromkeys(sites, 1) if dist.get_rank() == 0 else {})
 
 
 def test_a_group_that_lost_its_hooks_is_empty():

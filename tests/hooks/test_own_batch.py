@@ -2,7 +2,6 @@
 not; and that a script is the same on one process.
 """
 
-import contextlib
 import copy
 
 import pytest
@@ -56,43 +55,6 @@ def test_the_ranks_that_share_a_batch():
         assert mesh.of_own_batch() is mesh
 
 
-def script(flex, x):
-    """What a user runs, and what it gives."""
-    flex.register_forward_hook(
-        HookFunction("fc1", None, double, parameters=["out.bias"] if flex.dp_size == 1 else ())
-    )
-    flex.register_full_backward_hook(HookFunction("act", None, double, output_name="grad"))
-    output = flex(x)
-    output.sum().backward()
-    return output.detach(), dict(flex.output_ptr)
-
-
-@pytest.mark.ranks(2)
-def test_each_rank_has_what_one_process_has_with_its_rows():
-    """The gradient at a hook is that of the rank's own loss."""
-    with FlexModel(models.mlp(), {}, process_group=pipelines.alone_group()) as flex:
-        expected = script(flex, own_rows())
-    with FlexModel(
-        models.mlp(), {}, process_group=pipelines.alone_group(), dp_batch="local"
-    ) as flex:
-        assert_close(script(flex, own_rows()), expected)
-    with local(models.mlp()) as flex:
-        assert_close(script(flex, own_rows()), expected)
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_without_rows_calls_no_hook():
-    calls, records, rank = [], {}, dist.get_rank()
-    flex = local(models.mlp(), records)
-    flex.register_forward_hook(HookFunction("fc1", None, lambda m, full, *_: calls.append(1)))
-    flex(own_rows())
-    with flex.no_rows() if rank else contextlib.nullcontext():
-        output = flex(own_rows())
-    assert_close(output, models.mlp()(own_rows()))
-    assert len(calls) == 2 - rank and len(records.get("fc1", [])) == 1 - rank
-    flex.restore()
-
-
 @pytest.mark.ranks(2)
 def test_what_needs_all_ranks_is_refused(tmp_path):
     flex = local(models.mlp())
@@ -124,23 +86,6 @@ def test_another_flex_model_has_the_gradients_of_parameters():
         assert_close(of_weights[site], [whole.fc2.weight.grad])
     assert_close(model.module.fc2.weight.grad, 2 * whole.fc2.weight.grad)
     assert_close(model.module.inp.weight.grad, whole.inp.weight.grad)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["dp", "fsdp2"])
-def test_parameters_are_those_of_all_ranks(name):
-    whole, model = models.mlp(), models.mlp()
-    if name == "fsdp2":
-        fully_shard(model)
-    with local(model) as flex:
-        flex.register_forward_hook(HookFunction("fc1", None, double))
-        for _ in range(1 + (name == "dp") * dist.get_rank()):
-            flex(own_rows())
-        assert dict(flex.iterate_parameters()).keys() == dict(whole.named_parameters()).keys()
-        for one, parameter in whole.named_parameters():
-            assert_close(flex.get_module_parameter(one), parameter.detach(), rtol=0, atol=0)
-        flex.set_module_parameter("fc1.weight", torch.ones_like(whole.fc1.weight))
-        assert bool((flex.get_module_parameter("fc1.weight") == 1).all())
 
 
 @pytest.mark.ranks(2)

@@ -215,21 +215,6 @@ def test_recomputation_replays_the_edit(parallelism, recompute):
     assert calls > 2, "nothing was recomputed"
 
 
-@pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
-def test_recomputation_runs_the_groups_of_its_forward(recompute):
-    """In backward the choice of groups is "all" again, but the graph was made with one of two."""
-    gradients = []
-    for how in (recompute, None):
-        flex = FlexModel(models.seeded(models.Checkpointed, how).double())
-        for site, edit in (("b.fc1", torch.tanh), ("b.act", torch.sin)):
-            hook = HookFunction(site, None, lambda m, full, ctx, ms, edit=edit: 3 * edit(full))
-            flex.register_forward_hook(hook)
-            flex.update_hook_groups(hook, site)
-        flex(BATCH, groups=["b.fc1"]).sin().mean().backward()
-        gradients.append({name: p.grad for name, p in flex.named_parameters()})
-    assert_close(*gradients)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recompute", ["reentrant", "not reentrant"])
 def test_the_first_of_two_forwards_is_recomputed_with_its_own_noise(recompute):

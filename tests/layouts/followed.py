@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
@@ -26,6 +27,21 @@ class HookedTensor:
     name: str
     shard: torch.Tensor
     value: Any
+
+
+class Sites(nn.Module):
+    """Runs ``lines(m, *inputs)``, where ``m.name(tensor)`` shows a tensor. ``own``: its modules,
+    and numbers that it states.
+    """
+
+    def __init__(self, lines, names="", **own):
+        super().__init__()
+        self.lines = lines
+        for name, value in (dict.fromkeys(names.split()) | own).items():
+            setattr(self, name, nn.Identity() if value is None else value)
+
+    def forward(self, *inputs):
+        return self.lines(self, *inputs)
 
 
 def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):

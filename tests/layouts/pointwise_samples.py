@@ -145,12 +145,10 @@ SAMPLES = [
     sample("fill.Tensor", floats(4, 6), floats()),
     sample("zero_", floats(4, 6)),
     sample("full_like", floats(4, 6), program=lambda op, x: op(x, 7.0)),
-    sample("normal_", floats(4, 6), is_random=True),
-    sample("uniform_", floats(4, 6), is_random=True),
-    sample("random_", floats(4, 6), is_random=True),
-    sample("exponential_", floats(4, 6), is_random=True),
-    sample("cauchy_", floats(4, 6), is_random=True),
-    sample("log_normal_", floats(4, 6), is_random=True),
+    *[
+        sample(f"{name}_", floats(4, 6), is_random=True)
+        for name in ("normal", "uniform", "random", "exponential", "cauchy", "log_normal")
+    ],
     sample("geometric_", floats(4, 6), program=lambda op, x: op(x, 0.5), is_random=True),
     sample("randint_like", floats(4, 6), program=lambda op, x: op(x, 9), is_random=True),
     sample("bernoulli", torch.rand(4, 6), is_random=True),

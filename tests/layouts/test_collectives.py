@@ -17,33 +17,21 @@ from flex_model import FlexModel, HookFunction
 from flex_model.distributed import placement
 from flex_model.distributed.mesh import Mesh
 from flex_model.layouts.statements import statement_of
-from followed import follow, unsharded
+from followed import Sites, follow, unsharded
 from models import SumOverRanks
 
 X = models.random(4, 6)
 
 
-class Sharded(nn.Module):
-    """A Linear that all ranks have whole, and what ``function`` makes of it: of this rank's shard
-    of its columns, of all of it, and of the rank.
-    """
-
-    def __init__(self, function):
-        super().__init__()
-        torch.manual_seed(0)
-        self.whole, self.made = nn.Linear(6, 6).double(), nn.Identity()
-        self.function = function
-
-    def forward(self, x):
-        h, rank = self.whole(x), dist.get_rank()
-        return self.made(self.function(h.chunk(2, 1)[rank], h))
+def whole_program(function):
+    """A Linear, and what ``function`` makes of it."""
+    linear = models.seeded(nn.Linear, 6, 6).double()
+    return Sites(lambda m, x: m.made(function(m.whole(x))), "made", whole=linear)
 
 
-class Whole(Sharded):
-    """The unsharded program."""
-
-    def forward(self, x):
-        return self.made(self.function(self.whole(x)))
+def sharded_program(function):
+    """The same of a Linear that all ranks have: of this rank's part of its columns, and of all."""
+    return whole_program(lambda h: function(h.chunk(2, 1)[dist.get_rank()], h))
 
 
 def total(x, op=ReduceOp.SUM):
@@ -192,7 +180,7 @@ def proven(function):
     replicated = statement_of("whole", "parameter", 0, Replicate(), None, None, None)
     mesh = Mesh.from_sizes(tp_size=2)
     pair = [(placement.Replicate(), placement.Replicate())]
-    found, _, _ = follow(Sharded(function), mesh, [X], pair, [replicated])
+    found, _, _ = follow(sharded_program(function), mesh, [X], pair, [replicated])
     return found["made"][0]
 
 
@@ -202,13 +190,13 @@ def test_what_ranks_have_after_a_collective(name):
     mine, whole = KNOWN[name]
     found = proven(mine)
     assert found is not None
-    assert_close(found, unsharded(Whole(whole), [X])["made"][0])
+    assert_close(found, unsharded(whole_program(whole), [X])["made"][0])
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", ALIKE)
 def test_what_all_ranks_have_alike(name):
-    own = Sharded(ALIKE[name])(X).detach()
+    own = sharded_program(ALIKE[name])(X).detach()
     assert_close(proven(ALIKE[name]), own)
     dist.all_gather(of_ranks := [torch.empty_like(own), torch.empty_like(own)], own.contiguous())
     assert_close(*of_ranks)
@@ -231,8 +219,8 @@ def test_edits_of_what_was_summed_and_their_gradients(name):
     scale = 1 if name == "sum" else 2
     part, whole = {"sum": (torch.sum, torch.sum), "mean": (torch.mean,) * 2}[name.split(",")[0]]
     group = models.mesh(1, 2)["tp"].get_group()
-    sharded = Sharded(lambda p, h: SumOverRanks.apply(part(p.tanh(), 1) / scale, group))
-    expected = Whole(lambda h: whole(h.tanh(), 1))
+    sharded = sharded_program(lambda p, h: SumOverRanks.apply(part(p.tanh(), 1) / scale, group))
+    expected = whole_program(lambda h: whole(h.tanh(), 1))
     expected.whole.register_full_backward_pre_hook(
         lambda module, grads: seen.update(gradient=grads[0])
     )

@@ -88,6 +88,10 @@ VIEWS = {
     "heads, and what is left": ((2, 5, 8), (2, 5, 2, -1), Shard(2), None),
     "rows, by what is left": ((2, 5, 4), (-1, 4), Shard(0), Shard(0)),
     "shared pieces": ((2, 5, 8), (2, 5, 2, 4), Shard(2, pieces=1), Shard(2, pieces=1)),
+    "pairs, of each rank's rows or of all": ((4, 3), (2, -1, 3), Shard(0), None),
+    "pairs of known rows": ((4, 3), (-1, 2, 3), Shard(0), Shard(0)),
+    "rows, and what is left of the others": ((2, 5, 4), (2, -1), Shard(0), None),
+    "as many rows as before, or what is left": ((2, 8), (2, -1), Shard(0), None),
 }
 
 
@@ -101,22 +105,6 @@ def test_views_without_stated_sizes(name):
     before, sizes, placement, expected = VIEWS[name]
     found = ask("view", operand(placement, before), list(sizes), made=[result_of(before, sizes)])
     assert found == expected
-
-
-ROWS = {
-    "pairs, of each rank's rows or of all": ((4, 3), (2, -1, 3), Shard(0), None),
-    "pairs of known rows": ((4, 3), (-1, 2, 3), Shard(0), Shard(0)),
-    "rows, by what is left": ((2, 5, 4), (-1, 4), Shard(0), Shard(0)),
-    "rows, and what is left of the others": ((2, 5, 4), (2, -1), Shard(0), None),
-    "as many rows as before, or what is left": ((2, 8), (2, -1), Shard(0), None),
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_views_of_rows_without_stated_sizes(name):
-    before, sizes, placement, expected = ROWS[name]
-    of_rank = (operand(placement, before), list(sizes))
-    assert ask("view", *of_rank, made=[result_of(before, sizes)]) == expected
 
 
 STATED = {

@@ -13,6 +13,7 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Partial, Replicate, Shard, ShardLayout
 from flex_model.layouts.expected_shape import rows_dim, stated_by
 from flex_model.layouts.resolve import Site, resolve
+from shared_edits import mixing_features
 
 TP2 = Mesh((0, 1), 0, tp_size=2)
 TP3 = Mesh((0, 1, 2), 0, tp_size=3)
@@ -131,10 +132,6 @@ def by_hand(model=None, **settings):
     return FlexModel(sharded, {}, tensor_parallel_size=dist.get_world_size(), **settings), model
 
 
-def mix(module, full, save_ctx, modules):
-    return full @ models.random(full.shape[-1], full.shape[-1], seed=5)
-
-
 def in_full(model, site, editing_function):
     """The record and the output of the model as it is."""
     with FlexModel(model, records := {}, process_group=pipelines.alone_group()) as whole:
@@ -144,7 +141,7 @@ def in_full(model, site, editing_function):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit", [None, mix], ids=["read", "edit"])
+@pytest.mark.parametrize("edit", [None, mixing_features], ids=["read", "edit"])
 @pytest.mark.parametrize(
     ("site", "sizes"),
     [("fc1", (None, 8)), ("act", (4, 8)), ("fc2", (None, 6)), ("inp", (None, None))],
@@ -157,23 +154,6 @@ def test_sizes_alone_give_the_full_tensor(site, sizes, edit):
         records, expected = in_full(model, site, edit)
         assert_close(output, expected)
         assert_close(flex.output_ptr.get(site, []), records if dist.get_rank() == 0 else [])
-
-
-@pytest.mark.ranks(2)
-def test_edits_and_gradients_of_shards_that_sizes_state():
-    flex, model = by_hand()
-    with flex:
-        flex.register_forward_hook(HookFunction("fc1", (None, 8), mix))
-        flex.register_full_backward_hook(HookFunction("fc2", (None, 8), output_name="grad"))
-        flex(BATCH).pow(2).sum().backward()
-        got = flex.get_module_gradient("fc1.weight", (8, 6))
-    with FlexModel(model, records := {}, process_group=pipelines.alone_group()) as whole:
-        whole.register_forward_hook(HookFunction("fc1", None, mix))
-        whole.register_full_backward_hook(HookFunction("fc2", output_name="grad"))
-        whole(BATCH).pow(2).sum().backward()
-    assert_close(got, model.fc1.weight.grad)
-    if dist.get_rank() == 0:
-        assert_close(flex.output_ptr["grad"], records["grad"])
 
 
 @pytest.mark.ranks(2)
@@ -192,38 +172,6 @@ def test_sizes_say_nothing_against_sums_or_other_values():
         flex.register_forward_hook(HookFunction("fc1", (None, 4)))
         with pytest.raises(ValueError, match="by its expected_shape all should hold the same"):
             flex(BATCH)
-
-
-class Uneven(nn.Module):
-    """A weight of 7 rows, of which the first rank holds 4."""
-
-    def __init__(self):
-        super().__init__()
-        whole = models.random(7, 6).tensor_split(dist.get_world_size())[dist.get_rank()]
-        self.fc = nn.Linear(1, 1, bias=False)  # whose sizes say nothing
-        self.fc.weight = nn.Parameter(whole.clone())
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.fc.weight)
-
-
-@pytest.mark.ranks(2)
-def test_parameters_of_uneven_shards():
-    full = models.random(7, 6)
-    with FlexModel(Uneven(), {}, tensor_parallel_size=2) as flex:
-        with pytest.raises(ValueError, match=r"'fc.weight': .*not known"):
-            flex.get_module_parameter("fc.weight")
-        assert torch.equal(flex.get_module_parameter("fc.weight", (7, None)), full)
-        with pytest.raises(ValueError, match=r"says 9 along dim 0, but the ranks hold \[3, 4\]"):
-            flex.get_module_parameter("fc.weight", (9, None))
-        with pytest.raises(ValueError, match="not known"):
-            flex.set_module_parameter("fc.weight", full * 2)
-        flex.set_module_parameter("fc.weight", full * 2, (7, 6))
-        assert torch.equal(flex.get_module_parameter("fc.weight", (7, 6)), full * 2)
-        flex.register_forward_hook(HookFunction("", (None, 7)))
-        flex(BATCH)
-        if dist.get_rank() == 0:
-            assert_close(flex.output_ptr[""], [BATCH @ full.T * 2])
 
 
 class Mixed(nn.Module):

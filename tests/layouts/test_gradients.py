@@ -15,6 +15,7 @@ import models
 import pipelines
 from flex_model import FlexModel, HookFunction
 from models import CopyToRanks, SumOverRanks
+from shared_edits import mixing_features
 
 BATCH = models.random(4, 6)
 
@@ -87,47 +88,51 @@ def wholes(weights):
 def pair(way, weights, group):
     """A model split over the ranks in one way, and the whole one; the same names."""
     norm, first, second = wholes(weights)
-    rank = group.rank()
+    rank, whole = group.rank(), nn.Identity
     copy, total = Call(CopyToRanks.apply, group), Call(SumOverRanks.apply, group)
     columns, rows = Columns(first, group), Rows(second, group)
     gathers_whole, gathers_parts = (Call(Gather.apply, group, takes) for takes in (False, True))
-    layers = {
-        "copied": [norm, copy, columns, nn.GELU(), rows, total],
-        "gathered": [norm, copy, columns, gathers_whole, nn.GELU(), second],
+    layers = {  # of a rank, and of the whole model
+        "copied": [
+            (norm, norm), (copy, whole()), (columns, first), (nn.GELU(), nn.GELU()), (rows, second),
+            (total, whole()),
+        ],
+        "gathered": [
+            (norm, norm), (copy, whole()), (columns, first), (gathers_whole, whole()),
+            (nn.GELU(), nn.GELU()), (second, second),
+        ],
         # Each rank uses its part of what was gathered, so gradients of it are parts of a sum.
         "gathered in parts": [
-            norm, copy, columns, gathers_parts, Call(part_of, rank), rows, total,
+            (norm, norm), (copy, whole()), (columns, first), (gathers_parts, whole()),
+            (Call(part_of, rank), whole()), (rows, second), (total, whole()),
         ],
         # Gradients in front of it are parts of a sum, which nobody does here.
-        "split by hand": [norm, Call(part_of, rank), nn.GELU(), gathers_whole, nn.Tanh()],
-    }[way]  # fmt: skip
-    whole = {
-        "copied": [norm, nn.Identity(), first, nn.GELU(), second, nn.Identity()],
-        "gathered": [norm, nn.Identity(), first, nn.Identity(), nn.GELU(), second],
-        "gathered in parts": [
-            norm, nn.Identity(), first, nn.Identity(), nn.Identity(), second, nn.Identity(),
+        "split by hand": [
+            (norm, norm), (Call(part_of, rank), whole()), (nn.GELU(), nn.GELU()),
+            (gathers_whole, whole()), (nn.Tanh(), nn.Tanh()),
         ],
-        "split by hand": [norm, nn.Identity(), nn.GELU(), nn.Identity(), nn.Tanh()],
     }[way]  # fmt: skip
-    return nn.Sequential(*layers), nn.Sequential(*whole)
+    return tuple(nn.Sequential(*of_all) for of_all in zip(*layers))
 
 
 WAYS = ["copied", "gathered", "gathered in parts", "split by hand"]
 
 
-def record(model, way, is_sharded, losses, register):
+def wrapped(model, way, is_sharded, records=None, prefix=""):
+    """A FlexModel, whose whole layers are stated."""
+    size, group = (2, None) if is_sharded else (1, pipelines.alone_group())
+    records = {} if records is None else records
+    flex = FlexModel(model, records, tensor_parallel_size=size, process_group=group, timeout=20)
+    if is_sharded:
+        for name in ("0", "5") if way == "gathered" else ("0",):
+            flex.annotate_layout(f"{prefix}{name}", kind="parameter", tp=Replicate())
+    return flex
+
+
+def record(model, way, is_sharded, losses, register, prefix=""):
     """What hooks recorded, backward by backward."""
-    records = {}
-    size = 2 if is_sharded else 1
-    group = None if is_sharded else pipelines.alone_group()
-    found = []
-    with FlexModel(
-        model, records, tensor_parallel_size=size, process_group=group, timeout=20
-    ) as flex:
-        if way != "copied" and is_sharded:
-            states_of_columns(flex, way)
-        elif is_sharded:
-            flex.annotate_layout("0", kind="parameter", tp=Replicate())
+    found, records = [], {}
+    with wrapped(model, way, is_sharded, records, prefix) as flex:
         register(flex)
         for scale in losses:
             x = BATCH.clone().requires_grad_()
@@ -137,23 +142,7 @@ def record(model, way, is_sharded, losses, register):
     return found
 
 
-def states_of_columns(flex, way):
-    flex.annotate_layout("0", kind="parameter", tp=Replicate())
-    if way == "gathered":
-        flex.annotate_layout("5", kind="parameter", tp=Replicate())
-
-
-def mix(module, full, save_ctx, modules):
-    matrix = models.random(full.shape[-1], full.shape[-1], seed=5)
-    return full @ matrix
-
-
-SITES = {
-    "copied": "012345",
-    "gathered": "012345",
-    "gathered in parts": "0123456",
-    "split by hand": "01234",
-}
+SITES = dict(zip(WAYS, ("012345", "012345", "0123456", "01234")))
 
 
 @pytest.mark.ranks(2)
@@ -164,7 +153,7 @@ def test_gradients_at_every_module(way, losses, weights):
     """Failed before: equal parts of a sum (constant weights, a loss of zero) were taken as whole,
     and what a first backward showed was remembered.
     """
-    group = models.mesh(1, 2)["tp"].get_group()
+    group = dist.group.WORLD
 
     def register(flex):
         for kind in ("full_backward", "full_backward_pre"):
@@ -181,11 +170,11 @@ def test_gradients_at_every_module(way, losses, weights):
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 def test_gradients_through_edits(way, weights, edit_on):
     """Edits that mix, before and after which gradients are recorded, are whole or in parts."""
-    group = models.mesh(1, 2)["tp"].get_group()
+    group = dist.group.WORLD
 
     def register(flex):
         for site in SITES[way]:
-            flex.register_forward_hook(HookFunction(site, editing_function=mix))
+            flex.register_forward_hook(HookFunction(site, editing_function=mixing_features))
         flex.register_full_backward_pre_hook(HookFunction("0", output_name="grad"))
 
     check(way, weights, (0, 1), register, group)
@@ -193,8 +182,10 @@ def test_gradients_through_edits(way, weights, edit_on):
 
 def check(way, weights, losses, register, group):
     sharded, whole = pair(way, weights, group)
-    expected = record(whole, way, False, losses, register)
-    found = record(sharded, way, True, losses, register)
+    compare(way, *(record(m, way, m is sharded, losses, register) for m in (sharded, whole)))
+
+
+def compare(way, found, expected):
     for ours, theirs in zip(found, expected, strict=True):
         if "x" in ours and way == "split by hand":
             continue  # as the model itself leaves it: a part of a sum
@@ -207,7 +198,7 @@ def check(way, weights, losses, register, group):
 @pytest.mark.parametrize("way", ["copied", "split by hand"])
 def test_gradients_of_weights(way, weights):
     """Of the norm in front: whole, or a part of a sum on each rank."""
-    group = models.mesh(1, 2)["tp"].get_group()
+    group = dist.group.WORLD
 
     def register(flex):
         for name in ("0.weight", "0.bias"):
@@ -224,10 +215,7 @@ def test_a_loss_on_what_was_kept_alone(way, weights):
     group = models.mesh(1, 2)["tp"].get_group()
     found = []
     for model, is_sharded in zip(pair(way, weights, group), (True, False)):
-        size, own = (2, None) if is_sharded else (1, pipelines.alone_group())
-        with FlexModel(model, tensor_parallel_size=size, process_group=own, timeout=20) as flex:
-            if is_sharded:
-                states_of_columns(flex, way)
+        with wrapped(model, way, is_sharded) as flex:
 
             def keep(module, full, save_ctx, modules):
                 save_ctx.kept = full
@@ -248,10 +236,9 @@ def test_a_loss_on_what_was_kept_alone(way, weights):
 
 
 class Recomputed(nn.Module):
-    def __init__(self, *layers):
+    def __init__(self, layers, use_reentrant):
         super().__init__()
-        self.layers = nn.Sequential(*layers)
-        self.use_reentrant = True
+        self.layers, self.use_reentrant = layers, use_reentrant
 
     def forward(self, x):
         return checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
@@ -262,33 +249,17 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("weights", ["normal", "constant"])
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_in_recomputed_blocks(way, weights, use_reentrant):
-    group = models.mesh(1, 2)["tp"].get_group()
-    found = []
-    for model, is_sharded in zip(pair(way, weights, group), (True, False)):
-        size, own = (2, None) if is_sharded else (1, pipelines.alone_group())
-        block = Recomputed(*model)
-        block.use_reentrant = use_reentrant
-        records = {}
-        with FlexModel(
-            block, records, tensor_parallel_size=size, process_group=own, timeout=20
-        ) as flex:
-            if is_sharded:
-                flex.annotate_layout("layers.0", kind="parameter", tp=Replicate())
-                if way == "gathered":
-                    flex.annotate_layout("layers.5", kind="parameter", tp=Replicate())
-            flex.register_forward_hook(HookFunction("layers.0", editing_function=mix))
-            flex.register_full_backward_pre_hook(HookFunction("layers.0", output_name="grad"))
-            if is_sharded and use_reentrant:
-                with pytest.raises(ValueError, match="use_reentrant=False"):
-                    flex(BATCH.clone().requires_grad_()).square().sum().backward()
-                return
-            for scale in (0, 1):
-                x = BATCH.clone().requires_grad_()
-                (flex(x).square().sum() * scale).backward()
-                found.append([list(kept) for kept in records.values()])
-    if dist.get_rank() == 0:
-        for ours, theirs in zip(found[:2], found[2:], strict=True):
-            assert_close(ours, theirs)
+    def register(flex):
+        flex.register_forward_hook(HookFunction("layers.0", editing_function=mixing_features))
+        flex.register_full_backward_pre_hook(HookFunction("layers.0", output_name="grad"))
+
+    both = [Recomputed(one, use_reentrant) for one in pair(way, weights, dist.group.WORLD)]
+    if use_reentrant:
+        with pytest.raises(ValueError, match="use_reentrant=False"):
+            record(both[0], way, True, (1,), register, "layers.")
+        return
+    runs = (record(one, way, one is both[0], (0, 1), register, "layers.") for one in both)
+    compare(way, *runs)
 
 
 class Both(nn.Module):
@@ -351,13 +322,15 @@ def test_a_gradient_goes_through_what_is_joined_and_split_again_part_by_part():
     for model in (sharded, whole):
         x = BATCH.clone().requires_grad_()
         if model is whole:
-            model.same.register_forward_hook(lambda m, args, output: mix(m, output, None, None))
+            model.same.register_forward_hook(
+                lambda m, args, output: mixing_features(m, output, None, None)
+            )
             model.same.register_full_backward_pre_hook(lambda m, g: expected.update(same=g[0]))
             model(x).sum().backward()
             continue
         with FlexModel(model, records, tensor_parallel_size=2, output_ranks="all") as flex:
             flex.annotate_layout(models.INPUT, kind="forward_pre", tp=Replicate())
-            flex.register_forward_hook(HookFunction("same", editing_function=mix))
+            flex.register_forward_hook(HookFunction("same", editing_function=mixing_features))
             flex.register_full_backward_pre_hook(HookFunction("same", output_name="gradient"))
             flex(x).sum().backward()
             given, (found,) = x.grad, records["gradient"]
@@ -367,11 +340,6 @@ def test_a_gradient_goes_through_what_is_joined_and_split_again_part_by_part():
                 flex(x).sum().backward()
     assert_close(given, x.grad)
     assert_close(found, expected["same"])
-
-
-@torch.library.custom_op("flex_model_tests::double", mutates_args=())
-def double(x: torch.Tensor) -> torch.Tensor:
-    return 2 * x
 
 
 # ---- What was made of a tensor, and what hands its gradient on -----------------------------------
@@ -407,6 +375,29 @@ class DoubledGrad(MeanGrad):
         return grad * 2
 
 
+class SignsGrad(torch.autograd.Function):
+    """Hands on another gradient than it got."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0].sign() * 0.01
+
+
+class InPlaceGrad(SignsGrad):
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.clone().mul_(ctx.saved_tensors[0])
+
+
+def recomputed(h):
+    return checkpoint(lambda h: (h - h.mean(0)).tanh(), h, use_reentrant=True)
+
+
 def hooked(hook):
     def call(h):
         h = h * 1
@@ -438,12 +429,15 @@ MIXED = {
     "hook that clamps": hooked(lambda grad: grad.clamp(-1e-3, 1e-3)),
     "batch norm": lambda h: F.batch_norm(h, None, None, training=True).sin(),
     "Function that clamps": ClampedGrad.apply,
+    "Function of signs": SignsGrad.apply,
+    "recomputed": recomputed,
     "a loss of its own": unread,
 }
 FINE = {
     "nothing": lambda h: h,
     "tanh": torch.tanh,
     "Function": DoubledGrad.apply,
+    "Function in place": InPlaceGrad.apply,
     "without a gradient": without_gradient,
     "in parts": lambda h: h.square().sum(-1, keepdim=True) + h,
 }

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Replicate
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -159,19 +158,6 @@ def test_a_parameter_that_one_rank_alone_has_no_gradient_of():
             flex(torch.ones(2, 8)).sum().backward()
 
 
-@pytest.mark.ranks(2)
-def test_two_wraps_behind_a_norm():
-    """Refused before: one's look at the inputs was a part of the other's forward."""
-    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Identity()).double()
-    with flex_of(model, a := {}, "tp", True) as first, flex_of(model, b := {}, "tp", True) as other:
-        for flex in (first, other):
-            flex.annotate_layout("", kind="parameter", tp=Replicate())
-            flex.register_forward_hook(HookFunction("2"))
-        output = first(BATCH)
-    if dist.get_rank() == 0:
-        assert_close([a["2"], b["2"]], [[output.detach()]] * 2)
-
-
 class Raises(nn.Module):
     def forward(self, x):
         raise ValueError("the model's own error")
@@ -219,51 +205,35 @@ def normalize(grad):
     return grad / grad.norm()
 
 
+def pre_hook(module, hook):
+    module.register_full_backward_pre_hook(lambda module, grad: (hook(grad[0]),))
+
+
+def behind(module, hook):
+    module.register_full_backward_hook(lambda module, given, grad: (hook(given[0]),))
+
+
+HOOKED = {  # a hook of the model's own, there before the forward
+    "a weight": lambda model, hook: model[0].weight.register_hook(hook),
+    "the last module": lambda model, hook: pre_hook(model[2], hook),
+    "before a module": lambda model, hook: pre_hook(model[1], hook),
+    "behind a module": lambda model, hook: behind(model[1], hook),
+    "before all": pre_hook,
+}
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("hook", [clamp, normalize])
-def test_a_hook_on_a_weight_that_was_there_before_the_forward(hook):
+@pytest.mark.parametrize("place", HOOKED)
+def test_hooks_of_the_models_own(place, hook):
     """Each rank changes the gradient of its own loss."""
 
     def make():
-        model = linears(nn.Tanh())
-        model[0].weight.register_hook(hook)
+        HOOKED[place](model := linears(nn.Tanh()), hook)
         return model
 
-    expected, found = run_alone_and_sharded(make, ["0.weight", "0", "2.weight"], is_own=True)
-    if dist.get_rank() == 0:
-        assert_close(found, expected)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("site", ["0", "2", "0.weight", "2.weight"])
-@pytest.mark.parametrize("hook", [clamp, normalize])
-def test_a_backward_pre_hook_of_the_models_own_on_its_last_module(hook, site):
-    """Each rank changes the gradient of its own loss."""
-
-    def make():
-        model = linears(nn.Tanh())
-        model[2].register_full_backward_pre_hook(lambda module, grad: (hook(grad[0]),))
-        return model
-
-    expected, found = run_alone_and_sharded(make, [site], is_own=True)
-    if dist.get_rank() == 0:
-        assert_close(found, expected)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("place", ["before", "after", "before all"])
-def test_backward_hooks_of_the_models_own(place):
-
-    def make():
-        model = linears(nn.Tanh())
-        hooked = model if place == "before all" else model[1]
-        if place == "after":
-            hooked.register_full_backward_hook(lambda module, given, grad: (clamp(given[0]),))
-        else:
-            hooked.register_full_backward_pre_hook(lambda module, grad: (clamp(grad[0]),))
-        return model
-
-    expected, found = run_alone_and_sharded(make, ["0", "2", "2.weight"], is_own=True)
+    sites = ["0", "0.weight", "2", "2.weight"]
+    expected, found = run_alone_and_sharded(make, sites, is_own=True)
     if dist.get_rank() == 0:
         assert_close(found, expected)
 
@@ -290,21 +260,6 @@ class OverRows(nn.Module):
 
     def forward(self, h):
         return h - h.mean(0)
-
-
-def batch_norm():
-    return nn.BatchNorm1d(8)
-
-
-class Squashing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(made := x.tanh())
-        return made
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * (1 - ctx.saved_tensors[0] ** 2)
 
 
 class Recomputed(nn.Module):
@@ -334,81 +289,6 @@ def test_a_refused_edit_keeps_nothing_of_a_checkpoint():
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     finally:
         gc.enable()
-
-
-class Squash(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-
-    def forward(self, x):
-        if self.kind == "function":
-            return Squashing.apply(x)
-        return checkpoint(torch.tanh, x, use_reentrant=True)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ["function", "checkpoint"])
-@pytest.mark.parametrize("mixing", [OverRows, batch_norm])
-@pytest.mark.parametrize("site", ["0", "0.weight"])
-def test_gradients_before_what_mixes_rows(kind, mixing, site):
-    expected, found = run_alone_and_sharded(
-        lambda: linears(Squash(kind), mixing()), [site], is_own=True
-    )
-    if dist.get_rank() == 0:
-        assert_close(found, expected)
-
-
-def function_of(backward):
-    class Handing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, grad):
-            return backward(grad, *ctx.saved_tensors)
-
-    class Call(nn.Module):
-        def forward(self, x):
-            return Handing.apply(x)
-
-    return Call()
-
-
-CONSTANTS = {
-    "ones": lambda grad, x: torch.ones_like(grad),
-    "signs": lambda grad, x: x.sign() * 0.01,
-    "filled": lambda grad, x: grad.clone().fill_(0.01),
-}
-LINEAR = {
-    "itself": lambda grad, x: grad,
-    "a product": lambda grad, x: 2 * grad * x,
-    "in place": lambda grad, x: grad.clone().mul_(x),
-    "zeros": lambda grad, x: torch.zeros_like(grad),
-}
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", CONSTANTS)
-def test_a_function_that_hands_on_another_gradient_than_it_got(name):
-    expected, found = run_alone_and_sharded(
-        lambda: linears(function_of(CONSTANTS[name])), ["0", "0.weight"], is_own=True
-    )
-    if dist.get_rank() == 0:
-        assert_close(found, expected)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", LINEAR)
-def test_a_function_that_hands_on_what_it_made_of_its_gradient(name):
-    def make():
-        return linears(function_of(LINEAR[name]))
-
-    expected, found = run_alone_and_sharded(make, ["0", "0.weight"])
-    if dist.get_rank() == 0:
-        assert_close(found, expected)
 
 
 class Forces(nn.Module):

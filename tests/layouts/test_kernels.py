@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import models
+import pipelines
 import stand_in_kernels
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed.placement import Replicate, Shard
@@ -80,30 +81,32 @@ def test_flash_attn_as_users_call_it(kind, how):
     """Its operations have no gradients here. Along dp, tokens that are packed are refused."""
     model, x = models.seeded(Attention, how).double(), models.random(4, 5, WIDTH)
     model.train(how != "operation")
-    rank, seen, records = dist.get_rank(), {}, {}
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    with FlexModel(copy.deepcopy(model), seen, process_group=alone) as whole:
-        expected, expected_grad = run(whole, x)
-    if kind == "tp":
-        sharded = models.tensor_parallel(model, dist.group.WORLD)
-        flex = FlexModel(sharded, records, tensor_parallel_size=2, timeout=20)
-        output, grad = run(flex, x)
-        assert_close(output, expected)
-        assert_close(grad, expected_grad)
-    else:
-        flex = FlexModel(model, records, data_parallel_size=2, timeout=20)
-        mine = x.chunk(2)[rank]
-        if how == "packed":
-            with pytest.raises(ValueError, match=r"(?s)'inner'.*is not known.*dp_batch="):
-                run(flex, mine)
-            return
-        output, grad = run(flex, mine)
-        assert_close(output, expected.chunk(2)[rank])
-        if grad is not None:
-            assert_close(grad / 2, expected_grad.chunk(2)[rank])
+    if (kind, how) == ("dp", "packed"):
+        flex = FlexModel(model, data_parallel_size=2, timeout=20)
+        with pytest.raises(ValueError, match=r"(?s)'inner'.*is not known.*dp_batch="):
+            run(flex, x.chunk(2)[dist.get_rank()])
+        return
+    sharded = models.tensor_parallel(model, dist.group.WORLD) if kind == "tp" else model
+    grad = check_kernel(kind, model, sharded, x, run)
     assert model.training == (grad is not None)
+
+
+def check_kernel(kind, model, sharded, x, run, state=lambda flex: None):
+    """What hooks see and what the model gives, against the unsharded model; its gradient."""
+    rank, seen, records = dist.get_rank(), {}, {}
+    alone = pipelines.alone_group()
+    with FlexModel(copy.deepcopy(model), seen, process_group=alone) as whole:
+        output, grad = run(whole, x)
+    if kind == "dp":
+        x, output = x.chunk(2)[rank], output.chunk(2)[rank]
+        grad = None if grad is None else 2 * grad.chunk(2)[rank]
+    sizes = {"tensor_parallel_size": 2} if kind == "tp" else {"data_parallel_size": 2}
+    flex = FlexModel(sharded, records, timeout=20, **sizes)
+    state(flex)
+    assert_close(run(flex, x), (output, grad))
     if rank == 0:
         assert_close(records, seen)
+    return grad
 
 
 def test_scores_that_a_function_of_the_head_changes_are_not_known():
@@ -181,26 +184,14 @@ def test_linear_layers_of_fp8(kind, monkeypatch):
 
     found = fp8.FineGrainedFP8(stand_in_kernels.fp8_matmul, None, None)
     monkeypatch.setattr(fp8, "load_finegrained_fp8_kernel", lambda: found)
-    x, rank = models.random(4, 12), dist.get_rank()
-    seen, records = {}, {}
-    alone = dist.new_group([rank], use_local_synchronization=True)
-    with FlexModel(Rounded(), seen, process_group=alone) as whole:
-        expected, expected_grad = run_rounded(whole, x)
-    if kind == "tp":
-        flex = FlexModel(RoundedHalves(dist.group.WORLD), records, tensor_parallel_size=2)
-        for name in ("weight", "weight_scale_inv"):
+
+    def state(flex):
+        for name in ("weight", "weight_scale_inv") if kind == "tp" else ():
             for layer, dim in (("up", 0), ("down", 1)):
                 flex.annotate_layout(f"{layer}.{name}", kind="parameter", tp=Shard(dim))
-        output, grad = run_rounded(flex, x)
-        assert_close(output, expected)
-        assert_close(grad, expected_grad)
-    else:
-        flex = FlexModel(Rounded(), records, data_parallel_size=2)
-        output, grad = run_rounded(flex, x.chunk(2)[rank])
-        assert_close(output, expected.chunk(2)[rank])
-        assert_close(grad / 2, expected_grad.chunk(2)[rank])
-    if rank == 0:
-        assert_close(records, seen)
+
+    sharded = RoundedHalves(dist.group.WORLD) if kind == "tp" else Rounded()
+    check_kernel(kind, Rounded(), sharded, models.random(4, 12), run_rounded, state)
 
 
 # ---- An operation of one's own -------------------------------------------------------------------

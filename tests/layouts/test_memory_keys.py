@@ -170,27 +170,16 @@ def center(x):
     return x - x.mean(0)
 
 
-CHANGES = {
+CHANGES = {  # all kinds of changes: test_module_walk
     "a module replaced": lambda m: m.__setitem__(1, Center()),
-    "a module added": lambda m: m.insert(2, Center()),
-    "a module removed": lambda m: m[1].__delitem__(0),
     "forward set": lambda m: setattr(m[1], "forward", center),
-    "class set": lambda m: setattr(m[1][0], "__class__", Center),
-    "hook": lambda m: m[1].register_forward_hook(lambda s, args, out: center(out)),
-    "hook with kwargs": lambda m: m[1].register_forward_hook(
-        lambda s, args, kwargs, out: center(out), with_kwargs=True
-    ),
     "pre-hook": lambda m: m[1].register_forward_pre_hook(lambda s, args: center(*args)),
-    "hook removed": lambda m: m.handle.remove(),
 }
 
 
 def stack():
     torch.manual_seed(0)
-    middle = nn.Sequential(nn.Identity(), nn.Identity())
-    model = nn.Sequential(nn.Linear(8, 8), middle, nn.Linear(8, 8)).double()
-    model.handle = middle.register_forward_hook(lambda module, args, out: out)
-    return model
+    return nn.Sequential(nn.Linear(8, 8), nn.Identity(), nn.Linear(8, 8)).double()
 
 
 @pytest.mark.ranks(2)
@@ -202,11 +191,8 @@ def test_a_model_that_was_changed_is_followed_anew(name):
         flex.register_forward_hook(HookFunction("2"))
         compare(flex, whole)
         CHANGES[name](model), CHANGES[name](whole)
-        if name.endswith("removed"):  # which does nothing here
+        with pytest.raises(ValueError, match="not known"):
             compare(flex, whole)
-        else:
-            with pytest.raises(ValueError, match="not known"):
-                compare(flex, whole)
         assert flex._core.tracking.num_followed == 2
 
 
@@ -217,39 +203,20 @@ class Flagged(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.front, self.head = nn.Linear(8, 8).double(), nn.Linear(8, 8).double()
-        self.flag, self.number, self.text, self.choice = False, 0, "no", Choice.NO
-        self.options, self.steps, self.names = {}, [0], set()
-        self.config = Namespace(flag=False, inner=Namespace(flag=False), options={"flag": False})
-        self.function, self.layers = torch.sin, [self.front]
-        self.front.flag = False
-
-    def is_on(self):
-        config = self.config
-        flags = [self.flag, self.number > 1, self.text == "yes", self.choice, self.front.flag]
-        flags += [self.options.get("flag"), self.steps[0], self.names, config.flag]
-        flags += [config.inner.flag, config.options["flag"]]
-        flags += [self.function is torch.cos, self.layers[0] is self.head]
-        return any(flags)
+        self.flag, self.choice, self.steps = False, Choice.NO, [0]
+        self.config = Namespace(inner=Namespace(flag=False))
 
     def forward(self, x):
         h = self.front(x)
-        return self.head(h - h.mean(0) if self.is_on() else h)
+        is_on = self.flag or self.choice or self.steps[0] or self.config.inner.flag
+        return self.head(h - h.mean(0) if is_on else h)
 
 
-STATES = {
+STATES = {  # all kinds of attributes: test_module_walk
     "flag": lambda m: setattr(m, "flag", True),
-    "number": lambda m: setattr(m, "number", 2),
-    "text": lambda m: setattr(m, "text", "yes"),
     "enum": lambda m: setattr(m, "choice", Choice.YES),
-    "item of a dict": lambda m: m.options.update(flag=True),
     "item of a list": lambda m: m.steps.__setitem__(0, 1),
-    "item of a set": lambda m: m.names.add("flag"),
-    "attribute of an object": lambda m: setattr(m.config, "flag", True),
     "attribute of a nested object": lambda m: setattr(m.config.inner, "flag", True),
-    "dict in an object": lambda m: m.config.options.update(flag=True),
-    "attribute of a submodule": lambda m: setattr(m.front, "flag", True),
-    "function": lambda m: setattr(m, "function", torch.cos),
-    "module": lambda m: m.layers.__setitem__(0, m.head),
 }
 
 
@@ -266,22 +233,6 @@ def test_a_model_whose_attributes_changed_is_followed_anew(name):
         STATES[name](model), STATES[name](whole)
         with pytest.raises(ValueError, match="not known"):
             compare(flex, whole)
-
-
-@pytest.mark.ranks(2)
-def test_our_own_hooks_do_not_change_a_model():
-    """This was so before."""
-    model, whole = stack(), stack()
-    with FlexModel(model, {}, data_parallel_size=2) as flex:
-        flex.register_forward_hook(HookFunction("2"))
-        compare(flex, whole)
-        for kind in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
-            handle = getattr(flex, f"register_{kind}")(HookFunction("1"))
-            flex(mine(X))
-            handle.remove()
-            num_followed = flex._core.tracking.num_followed
-            compare(flex, whole)
-            assert flex._core.tracking.num_followed == num_followed
 
 
 class Keeps(nn.Module):

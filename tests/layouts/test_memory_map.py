@@ -5,14 +5,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
-from torch import nn
 
 import models
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.layouts import memory_map
 from flex_model.layouts.tensor_values import TensorValues
-from followed import follow
+from followed import Sites, follow
 
 
 def parts(x):
@@ -39,19 +38,11 @@ def bits(x):
 @pytest.mark.parametrize("make", [parts, pairs, bits])
 def test_views_of_unwritten_memory_in_other_dtypes(make, inference):
     """An error of torch's came out of the follower."""
-
-    class Made(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.site = nn.Identity()
-
-        def forward(self, x):
-            return self.site(make(x))
-
+    model = Sites(lambda m, x: m.site(make(x)), "site")
     mine = models.random(4, 6).chunk(2)[dist.get_rank()]
     mesh = Mesh.from_sizes(dp_size=2)
     with torch.inference_mode(inference):
-        found, _, _ = follow(Made(), mesh, [mine], [(Shard(0), Replicate())])
+        found, _, _ = follow(model, mesh, [mine], [(Shard(0), Replicate())])
     assert found["site"] == [None]
 
 

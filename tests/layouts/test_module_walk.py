@@ -48,11 +48,24 @@ def hook(root):
     root[1][1].register_forward_hook(lambda module, args, output: None)
 
 
+def hook_with_kwargs(root):
+    root[1].register_forward_hook(lambda module, args, kwargs, out: None, with_kwargs=True)
+
+
+def hook_before(root):
+    root[1][1].register_forward_pre_hook(lambda module, args: None)
+
+
 def hook_backward(root):
     root[0].register_full_backward_pre_hook(lambda module, grad: None)
 
 
-@pytest.mark.parametrize("change", [replace, leave_out, patch, patch_class, hook, hook_backward])
+CHANGES = [
+    replace, leave_out, patch, patch_class, hook, hook_with_kwargs, hook_before, hook_backward,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_gives_another_list(change):
     root = model()
     before, *_ = walk(root, [])

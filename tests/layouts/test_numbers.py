@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import models
-from followed import follow, unsharded
+from followed import Sites, follow, unsharded
 from test_proofs import ROWS, WHOLE, compare, mesh_of
 
 VALUES_OF_SIZES = {
@@ -44,13 +44,8 @@ VALUES_OF_SIZES = {
 }
 
 
-class MadeOfSizes(nn.Module):
-    def __init__(self, make, size):
-        super().__init__()
-        self.make, self.size, self.after = make, size, nn.Identity()
-
-    def forward(self, x):
-        return self.after(self.make(x, self.size(x)))
+def made_of_sizes(make, size):
+    return Sites(lambda m, x: m.after(make(x, size(x))), "after")
 
 
 def check_held_together(found, own):
@@ -70,27 +65,14 @@ def test_values_made_of_sizes(name):
     torch.manual_seed(0)
     x = torch.rand(6, 5)
     mine = x.chunk(2)[dist.get_rank()]
-    for size in (lambda x: x.shape[0], lambda x: x.size(0)):
-        model = MadeOfSizes(make, size)
+    for size in (lambda x: x.shape[0], lambda x: x.size(0), len, torch.Tensor.numel):
+        model = made_of_sizes(make, size)
         found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
         check_held_together(found["after"][0], model(mine))
-    model = MadeOfSizes(make, lambda x: x.shape[1])
-    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
-    compare(found, unsharded(model, [x]))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["len", "numel"])
-def test_values_made_of_the_number_of_rows_or_elements(name):
-    size = {"len": len, "numel": torch.Tensor.numel}[name]
-    x = torch.rand(6, 5)
-    mine = x.chunk(2)[dist.get_rank()]
-    model = MadeOfSizes(lambda x, n: x / n, size)
-    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
-    check_held_together(found["after"][0], model(mine))
-    model = MadeOfSizes(lambda x, n: x / n, lambda x: size(x.sum(0)))
-    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
-    compare(found, unsharded(model, [x]))
+    for size in (lambda x: x.shape[1], lambda x: len(x[0])):
+        model = made_of_sizes(make, size)
+        found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
+        compare(found, unsharded(model, [x]))
 
 
 # ---- Calls that take their number for something else than an operation inside of them does ------
@@ -98,22 +80,16 @@ def test_values_made_of_the_number_of_rows_or_elements(name):
 X = models.random(4, 5, 8)  # two rows a rank
 
 
-class Made(nn.Module):
-    """What is made of the input, by this model's weights and buffers."""
-
-    def __init__(self, make):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear, self.made, self.make = nn.Linear(8, 8).double(), nn.Identity(), make
-
-    def forward(self, x):
-        return self.made(self.make(self, x))
+def made(make):
+    """What is made of the input, by this model's weights."""
+    linear = models.seeded(nn.Linear, 8, 8).double()
+    return Sites(lambda m, x: m.made(make(m, x)), "made", linear=linear)
 
 
 def proven(make, x=X):
     """On two data-parallel ranks, of which each has its rows; None for nothing."""
     mine = x.chunk(2)[dist.get_rank()]
-    found, _, _ = follow(Made(make), mesh_of(dp_size=2), [mine], [ROWS])
+    found, _, _ = follow(made(make), mesh_of(dp_size=2), [mine], [ROWS])
     return found["made"][0]
 
 
@@ -121,14 +97,14 @@ def check_made(make, x=X):
     """What is known of the result is what ranks hold together; return whether it is known."""
     found = proven(make, x)
     if found is not None:
-        check_held_together(found, Made(make)(x.chunk(2)[dist.get_rank()]))
+        check_held_together(found, made(make)(x.chunk(2)[dist.get_rank()]))
     return found is not None
 
 
 def written(x, index, number):
-    made = x.clone()
-    made[index] = number
-    return made
+    copied = x.clone()
+    copied[index] = number
+    return copied
 
 
 UNKNOWN = {  # slices by numbers that the whole batch would not pass, and what becomes no number
@@ -187,12 +163,6 @@ COUNTS = {
 }
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", COUNTS)
-def test_what_is_made_with_the_number_of_rows(name):
-    assert check_made(COUNTS[name]) == (name not in UNKNOWN)
-
-
 READ = {
     "a sum": lambda m, x: x / ((x > -9).sum().item() + 1e-6),
     "twice a sum": lambda m, x: x / (2 * (x > -9).sum().item()),
@@ -209,12 +179,6 @@ READ = {
 }
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", READ)
-def test_what_is_made_with_numbers_that_were_read(name):
-    assert check_made(READ[name]) == (name not in UNKNOWN)
-
-
 CHOICES = {
     "more than two rows": lambda m, x: x * 3 if x.shape[0] > 2 else x,
     "the smaller number": lambda m, x: x[:, : min(x.shape[0], 3)],
@@ -225,9 +189,9 @@ CHOICES = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", CHOICES)
-def test_what_the_number_of_rows_chooses(name):
-    assert check_made(CHOICES[name]) == (name not in UNKNOWN)
+@pytest.mark.parametrize("name", COUNTS | READ | CHOICES)
+def test_what_is_made_with_the_number_of_rows_or_chosen_by_it(name):
+    assert check_made((COUNTS | READ | CHOICES)[name]) == (name not in UNKNOWN)
 
 
 @pytest.mark.ranks(2)
@@ -237,7 +201,7 @@ def test_keywords_in_another_order():
     def filled(m, x):
         return torch.full(fill_value=2.0, size=(x.shape[0], 2))
 
-    torch.testing.assert_close(proven(filled), Made(filled)(X))
+    torch.testing.assert_close(proven(filled), made(filled)(X))
 
 
 WHOLE_SLICES = {
@@ -246,12 +210,6 @@ WHOLE_SLICES = {
     "behind a new dim": lambda m, x: x[None, :, :5],
     "that are set": lambda m, x: written(x, (slice(None), slice(5)), 0),
 }
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", WHOLE_SLICES)
-def test_slices_that_take_all_of_a_dim_in_the_unsharded_program_too(name):
-    torch.testing.assert_close(proven(WHOLE_SLICES[name]), Made(WHOLE_SLICES[name])(X))
 
 
 SAME_CHOICES = {
@@ -263,10 +221,10 @@ SAME_CHOICES = {
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", SAME_CHOICES)
-def test_what_the_full_sizes_choose_alike_is_known(name):
-    whole = Made(SAME_CHOICES[name])(X)
-    torch.testing.assert_close(proven(SAME_CHOICES[name]), whole)
+@pytest.mark.parametrize("name", WHOLE_SLICES | SAME_CHOICES)
+def test_slices_and_choices_that_are_those_of_the_unsharded_program_are_known(name):
+    lines = (WHOLE_SLICES | SAME_CHOICES)[name]
+    torch.testing.assert_close(proven(lines), made(lines)(X))
 
 
 # ---- Numbers of each rank ------------------------------------------------------------------------
@@ -308,16 +266,8 @@ OF_RANKS = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", OF_RANKS)
 def test_what_ranks_pass_unlike_is_not_known(name):
-    made = Made(OF_RANKS[name])
-    found, _, _ = follow(made, mesh_of(tp_size=2), [H], [WHOLE])
+    found, _, _ = follow(made(OF_RANKS[name]), mesh_of(tp_size=2), [H], [WHOLE])
     assert found["made"] == [None]
-
-
-def from_rank(m, x, count):
-    """As many numbers as the split dim has on a rank, from where the rank's part begins."""
-    shard = x.chunk(2, 1)[dist.get_rank()] if m.is_sharded else x
-    number = shard.shape[1]
-    return count(number, dist.get_rank() * number if m.is_sharded else 0)
 
 
 COUNTED = {
@@ -331,41 +281,30 @@ COUNTED = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", COUNTED)
 def test_numbers_that_go_on_from_rank_to_rank(name):
-    """Refused before, as sequence parallelism and slopes of heads have them."""
+    """As many numbers as the split dim has on a rank, from where the rank's part begins. Refused
+    before, as sequence parallelism and slopes of heads have them.
+    """
 
-    class Counted(nn.Module):
-        def __init__(self, is_sharded):
-            super().__init__()
-            self.is_sharded, self.made = is_sharded, nn.Identity()
+    def counted(m, x):
+        shard = x.chunk(2, 1)[dist.get_rank()]
+        return COUNTED[name](shard.shape[1], dist.get_rank() * shard.shape[1])
 
-        def forward(self, x):
-            self.made(from_rank(self, x, COUNTED[name]))
-            return x
-
-    expected = unsharded(Counted(False), [H])["made"]
-    found, _, _ = follow(Counted(True), mesh_of(tp_size=2), [H], [WHOLE])
-    torch.testing.assert_close(found["made"], expected)
+    found, _, _ = follow(made(counted), mesh_of(tp_size=2), [H], [WHOLE])
+    torch.testing.assert_close(found["made"], [COUNTED[name](H.shape[1], 0)])
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("by", [0, 2, 4])
-def test_numbers_that_do_not_go_on_from_rank_to_rank_are_not_known(by):
+@pytest.mark.parametrize("count, by", [(3, 0), (3, 2), (3, 4), (6, 6)])
+def test_numbers_that_do_not_go_on_from_rank_to_rank_are_not_known(count, by):
+    """Of 3 columns of a rank; 6 are as long as a dim that all ranks have: the unsharded program has
+    just this one.
+    """
+
     def counted(m, x):
-        shard = x.chunk(2, 1)[dist.get_rank()]  # of 3 columns
+        shard = x.chunk(2, 1)[dist.get_rank()] if count == 3 else x
         return torch.arange(shard.shape[1]) + dist.get_rank() * by
 
-    found, _, _ = follow(Made(counted), mesh_of(tp_size=2), [H], [WHOLE])
-    assert found["made"] == [None]
-
-
-@pytest.mark.ranks(2)
-def test_a_whole_range_with_an_offset_of_each_rank_is_not_known():
-    """It is as long as a dim that all ranks have: the unsharded program has just this one."""
-
-    def counted(m, x):
-        return torch.arange(x.shape[1]) + dist.get_rank() * x.shape[1]
-
-    found, _, _ = follow(Made(counted), mesh_of(tp_size=2), [H], [WHOLE])
+    found, _, _ = follow(made(counted), mesh_of(tp_size=2), [H], [WHOLE])
     assert found["made"] == [None]
 
 
@@ -449,7 +388,7 @@ def test_grids_and_gradients_of_functions():
         i, j = torch.meshgrid(torch.arange(5), torch.arange(8), indexing="ij")
         return x + i + j
 
-    torch.testing.assert_close(proven(grid), Made(grid)(X))
+    torch.testing.assert_close(proven(grid), made(grid)(X))
     gradient = torch.func.vmap(torch.func.grad(lambda row: (row**2).sum() / row.shape[0]))
     found = proven(lambda m, x: gradient(x))
     assert found is None or torch.equal(found, gradient(X))

@@ -18,7 +18,7 @@ from flex_model import FlexModel, HookFunction
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.layouts.statements import statement_of
-from followed import follow, unsharded
+from followed import Sites, follow, unsharded
 
 R = Replicate()
 ROWS = (Shard(0), R)
@@ -92,32 +92,33 @@ def test_positions_and_masks_as_long_as_the_batch(rows, length):
     assert {"transformer.h.0.attn.c_attn", "transformer.h.0.mlp", "lm_head"} <= known
 
 
-class Composites(nn.Module):
+def columns_of(linear):
+    """The rank's columns; says how many there are in all."""
+    column = models.ColumnLinear(linear, dist.group.WORLD)
+    column.in_features, column.out_features = linear.in_features, linear.out_features
+    return column
+
+
+def composites(m, x):
     """Operations that torch makes of others, the first half of which write to their tensor."""
+    h = m.column(x)
+    m.turned(h.mT)
+    m.cast(h.to(torch.float32).type_as(h))
+    m.taken(torch.take_along_dim(h, x.argsort(0)[:, :1], 0))
+    m.sorted(h.msort())
+    m.leaky(m.slope(h))
+    m.outer(torch.outer(x[0], h[0]))
+    m.pooled(nn.functional.adaptive_max_pool1d(h.t()[:, None], 2))
+    m.multiplied(m.column(x).multiply_(2))
+    m.subtracted((m.column(x).sum(-1, keepdim=True) * x).subtract_(1))
+    m.clipped(m.column(x).clip_(0, 1))
+    m.joined(torch._C._nn.flatten_dense_tensors([x, x * 2]))
+    return m.swapped(m.column(x).swapdims(0, 1))
 
-    def __init__(self, column):
-        super().__init__()
-        self.column = column
-        self.multiplied, self.subtracted, self.clipped = (nn.Identity() for _ in range(3))
-        self.joined, self.swapped = nn.Identity(), nn.Identity()
-        self.turned, self.cast, self.taken, self.sorted = (nn.Identity() for _ in range(4))
-        self.leaky, self.outer, self.pooled = (nn.Identity() for _ in range(3))
-        self.slope = nn.PReLU().double()
 
-    def forward(self, x):
-        h = self.column(x)
-        self.turned(h.mT)
-        self.cast(h.to(torch.float32).type_as(h))
-        self.taken(torch.take_along_dim(h, x.argsort(0)[:, :1], 0))
-        self.sorted(h.msort())
-        self.leaky(self.slope(h))
-        self.outer(torch.outer(x[0], h[0]))
-        self.pooled(nn.functional.adaptive_max_pool1d(h.t()[:, None], 2))
-        self.multiplied(self.column(x).multiply_(2))
-        self.subtracted((self.column(x).sum(-1, keepdim=True) * x).subtract_(1))
-        self.clipped(self.column(x).clip_(0, 1))
-        self.joined(torch._C._nn.flatten_dense_tensors([x, x * 2]))
-        return self.swapped(self.column(x).swapdims(0, 1))
+OF_COMPOSITES = (
+    "turned cast taken sorted leaky outer pooled multiplied subtracted clipped joined swapped"
+)
 
 
 @pytest.mark.ranks(2)
@@ -126,34 +127,28 @@ def test_composites_are_followed_by_their_steps(inference):
     """Failed under inference_mode: their steps ran unseen, what they wrote in place, too."""
     with torch.inference_mode(inference):
         x, linear = models.random(4, 6), models.seeded(nn.Linear, 6, 8).double()
-        column = models.ColumnLinear(linear, dist.group.WORLD)
-        column.in_features, column.out_features = 6, 8
-        expected = unsharded(Composites(linear), [x])
-        found, _, _ = follow(Composites(column), mesh_of(tp_size=2), [x], [WHOLE])
+        whole, mine = (
+            Sites(composites, OF_COMPOSITES, column=column, slope=nn.PReLU().double())
+            for column in (linear, columns_of(linear))
+        )
+        expected = unsharded(whole, [x])
+        found, _, _ = follow(mine, mesh_of(tp_size=2), [x], [WHOLE])
     compare(found, expected, unknown=["subtracted"])  # a partial sum less 1 on each rank
-
-
-class OwnUnit(nn.Module):
-    """Reads another unit on each rank."""
-
-    def __init__(self, column):
-        super().__init__()
-        self.column, self.unit = column, nn.Identity()
-
-    def forward(self, x):
-        h = self.column(x)
-        self.unit(h.select(1, dist.get_rank()))
-        return h
 
 
 @pytest.mark.ranks(2)
 def test_an_index_of_each_ranks_own_along_a_split_dim_is_not_known():
     """It was an error without a message."""
+
+    def own_unit(m, x):
+        h = m.column(x)
+        m.unit(h.select(1, dist.get_rank()))
+        return h
+
     x, linear = models.random(4, 6), models.seeded(nn.Linear, 6, 8).double()
-    column = models.ColumnLinear(linear, dist.group.WORLD)
-    column.in_features, column.out_features = 6, 8
-    expected = unsharded(OwnUnit(linear), [x])
-    found, _, _ = follow(OwnUnit(column), mesh_of(tp_size=2), [x], [WHOLE])
+    expected = unsharded(Sites(own_unit, "unit", column=linear), [x])
+    model = Sites(own_unit, "unit", column=columns_of(linear))
+    found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
     compare(found, expected, unknown=["unit"])
 
 
@@ -178,32 +173,13 @@ def test_unevenly_split_whole_heads(share, is_all):
     mine = linear.weight.new_zeros(12, dtype=torch.bool)
     start = sum(share[: dist.get_rank()])
     mine[start : start + share[dist.get_rank()]] = True
-    model = nn.Sequential(Heads(linear, mine), models.ColumnLinear(linear, dist.group.WORLD))
-    model[1].in_features, model[1].out_features = 6, 12  # so that the model's layers state
-    model = nn.ModuleList(model)
-    model.forward = lambda x: (model[0](x), model[1](x))
+    beside = columns_of(linear)  # so that the model's layers state
+    model = Sites(lambda m, x: (m.heads(x), m.beside(x)), heads=Heads(linear, mine), beside=beside)
     found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
     if is_all:
-        assert_close(found["0"], [linear(x)])
+        assert_close(found["heads"], [linear(x)])
     else:
-        assert found["0"] == [None]
-
-
-class Pieces(nn.Module):
-    """Each rank goes on with its piece, and with the next rank's."""
-
-    def __init__(self, cut, place, count):
-        super().__init__()
-        self.cut, self.place, self.count = cut, place, count
-        self.mine, self.doubled, self.others = (nn.Identity() for _ in range(3))
-
-    def forward(self, x):
-        if self.count == 1:
-            self.others(x)
-            return self.doubled(self.mine(x) * 2)
-        pieces = self.cut(x, self.count)
-        self.others(pieces[(self.place + 1) % self.count])
-        return self.doubled(self.mine(pieces[self.place]) * 2)
+        assert found["heads"] == [None]
 
 
 CUTS = {
@@ -220,11 +196,16 @@ CUTS = {
 @pytest.mark.parametrize("name", CUTS)
 def test_pieces_of_a_whole_tensor_are_its_shards(name, inference):
     """Each rank's own was taken for a tensor that all have."""
+
+    def pieces(m, x):
+        cut, rank = CUTS[name](x, 2), dist.get_rank()
+        m.others(cut[1 - rank])
+        return m.doubled(m.mine(cut[rank]) * 2)
+
     with torch.inference_mode(inference):
         x = models.random(4, 6)
-        expected = unsharded(Pieces(CUTS[name], 0, 1), [x])
-        model = Pieces(CUTS[name], dist.get_rank(), 2)
-        found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
+        found, _, _ = follow(Sites(pieces, "mine doubled others"), mesh_of(tp_size=2), [x], [WHOLE])
+    expected = {"mine": [x], "doubled": [2 * x], "": [2 * x], "others": []}
     compare(found, expected, unknown=["others"])
 
 
@@ -238,69 +219,44 @@ class Doubled(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
-class Dropout(nn.Module):
-    def forward(self, x):
-        return F.dropout(x.as_subclass(Doubled), training=False)
-
-
 @pytest.mark.ranks(2)
 def test_functions_that_tensors_override_are_theirs():
-    _, _, output = follow(Dropout(), mesh_of(tp_size=2), [torch.ones(2)], [WHOLE])
+    model = Sites(lambda m, x: F.dropout(x.as_subclass(Doubled), training=False))
+    _, _, output = follow(model, mesh_of(tp_size=2), [torch.ones(2)], [WHOLE])
     assert output.tolist() == [2, 2]
-
-
-class Misleading(nn.Module):
-    """Tensors that ranks hold alike, or that sizes alone would misplace."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.column = models.ColumnLinear(models.seeded(nn.Linear, 6, 8).double(), group)
-        self.column.in_features, self.column.out_features = 6, 8
-        self.zeros, self.largest, self.counts = nn.Identity(), nn.Identity(), nn.Identity()
-        self.read, self.unwritten = nn.Identity(), nn.Identity()
-
-    def forward(self, x):
-        h = self.column(x)
-        self.zeros(torch.zeros(4, 4, dtype=h.dtype))  # as wide as the shard of a split tensor
-        self.largest(h.argmax(-1))
-        self.counts(torch.arange(4))
-        self.read(x * h.detach().max().item())
-        self.unwritten(torch.empty_like(x))
-        return h
 
 
 @pytest.mark.ranks(2)
 def test_what_only_looks_replicated_is_not_known():
     """Each was taken for replicated where the ranks' values were equal."""
-    model = Misleading(dist.group.WORLD)
-    mesh = mesh_of(tp_size=2)
-    found, _, _ = follow(model, mesh, [models.random(4, 6)], [WHOLE])
+
+    def misleading(m, x):
+        h = m.column(x)
+        m.zeros(torch.zeros(4, 4, dtype=h.dtype))  # as wide as the shard of a split tensor
+        m.largest(h.argmax(-1))
+        m.counts(torch.arange(4))
+        m.read(x * h.detach().max().item())
+        m.unwritten(torch.empty_like(x))
+        return h
+
+    column = columns_of(models.seeded(nn.Linear, 6, 8).double())
+    model = Sites(misleading, "zeros largest counts read unwritten", column=column)
+    found, _, _ = follow(model, mesh_of(tp_size=2), [models.random(4, 6)], [WHOLE])
     known = {name for name, tensors in found.items() if None not in tensors}
     assert known == {"", "column", "counts"}  # as many numbers as on one process
 
 
 @pytest.mark.ranks(2)
 def test_layers_that_state_nothing_are_not_known_until_they_are_stated():
-    class Bare(nn.Module):
-        def __init__(self):
-            super().__init__()
-            linear = models.seeded(nn.Linear, 6, 8).double()
-            part = linear.weight.detach().chunk(2)[dist.get_rank()]
-            self.up = nn.Linear(6, 4, bias=False).double()
-            self.up.weight = nn.Parameter(part.clone())
-            self.act = nn.Tanh()
-
-        def forward(self, x):
-            return self.act(self.up(x))
-
-    x = models.random(5, 6)
-    full = (x @ models.seeded(nn.Linear, 6, 8).double().weight.t()).tanh()
-    mesh = mesh_of(tp_size=2)
-    found, _, _ = follow(Bare(), mesh, [x], [WHOLE])
-    assert set(found) == {"", "up", "act"} and all(f == [None] for f in found.values())
-    states = statement_of("up.weight", "parameter", 0, Shard(0), None, None, None)
-    found, _, _ = follow(Bare(), mesh, [x], [WHOLE], [states])
-    assert_close(found["act"][0], full)
+    x, whole = models.random(5, 6), models.random(8, 6)
+    up = nn.Linear(6, 4, bias=False).double()
+    up.weight = nn.Parameter(whole.chunk(2)[dist.get_rank()].clone())
+    bare, mesh = nn.Sequential(up, nn.Tanh()), mesh_of(tp_size=2)
+    found, _, _ = follow(bare, mesh, [x], [WHOLE])
+    assert set(found) == {"", "0", "1"} and all(f == [None] for f in found.values())
+    states = statement_of("0.weight", "parameter", 0, Shard(0), None, None, None)
+    found, _, _ = follow(bare, mesh, [x], [WHOLE], [states])
+    assert_close(found["1"][0], (x @ whole.t()).tanh())
 
 
 class SharedKeys(nn.Module):
@@ -333,20 +289,13 @@ def test_one_head_a_rank_that_is_repeated(name):
 
 @pytest.mark.ranks(2)
 def test_rank_dependent_numbers_are_not_known():
-    class Shifted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scaled, self.mine, self.all = nn.Identity(), nn.Identity(), nn.Identity()
-
-        def forward(self, x):
-            rank = dist.get_rank()
-            self.scaled(x * (rank + 1))
-            mine = self.mine(x[:, rank * 3 : rank * 3 + 3])
-            self.all(x[:, :3])
-            return mine
+    def shifted(m, x):
+        rank = dist.get_rank()
+        m.scaled(x * (rank + 1))
+        return m.mine(x[:, rank * 3 : rank * 3 + 3])
 
     x = models.random(4, 6)
-    found, follower, _ = follow(Shifted(), mesh_of(tp_size=2), [x], [WHOLE])
+    found, follower, _ = follow(Sites(shifted, "scaled mine"), mesh_of(tp_size=2), [x], [WHOLE])
     assert found["scaled"] == [None]
     assert_close(found["mine"][0], x)  # consecutive ranges of all ranks make the whole
     assert_close(found[""][0], x)
@@ -355,22 +304,15 @@ def test_rank_dependent_numbers_are_not_known():
 
 @pytest.mark.ranks(2)
 def test_what_ranks_run_differently_is_not_known_until_the_module_ends():
-    class Branches(nn.Module):
-        def forward(self, x):
-            return x.sin() if dist.get_rank() else x.cos().abs()
+    def both(m, x):
+        h = m.before(x)
+        m.branches(h)
+        return m.after(h)
 
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.branches, self.before, self.after = Branches(), nn.Tanh(), nn.Tanh()
-
-        def forward(self, x):
-            h = self.before(x)
-            self.branches(h)
-            return self.after(h)
-
+    branches = Sites(lambda m, x: x.sin() if dist.get_rank() else x.cos().abs())
+    model = Sites(both, branches=branches, before=nn.Tanh(), after=nn.Tanh())
     x = models.random(4, 6)
-    found, _, _ = follow(Both(), mesh_of(tp_size=2), [x], [WHOLE])
+    found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
     assert found["branches"] == [None]
     assert_close(found["after"][0], x.tanh().tanh())
 
@@ -390,19 +332,14 @@ READS = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", READS)
 def test_numbers_that_are_equal_on_all_ranks_may_be_of_their_own_parts(how):
-    class Read(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.whole, self.part = nn.Identity(), nn.Identity()
-
-        def forward(self, x, part):
-            self.whole(READS[how](x))
-            self.part(READS[how](part))
-            return self.whole(torch.tensor([1.0, 2.0]))
+    def read(m, x, part):
+        m.whole(READS[how](x))
+        m.part(READS[how](part))
+        return m.whole(torch.tensor([1.0, 2.0]))
 
     for placement in (R, Shard(1), None):
-        inputs = [torch.zeros(2, 4), torch.zeros(2, 4)]
-        found, _, _ = follow(Read(), mesh_of(tp_size=2), inputs, [WHOLE, (R, placement)])
+        inputs, model = [torch.zeros(2, 4), torch.zeros(2, 4)], Sites(read, "whole part")
+        found, _, _ = follow(model, mesh_of(tp_size=2), inputs, [WHOLE, (R, placement)])
         before, after = found["whole"]
         assert before is not None
         assert (found["part"] == [None]) == (after is None) == (placement != R)
@@ -436,37 +373,29 @@ def test_ranks_that_run_in_the_order_of_a_set_are_advised():
 
 @pytest.mark.ranks(2)
 def test_nan_is_one_number_on_all_ranks():
-    class Filled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.full, self.masked = nn.Identity(), nn.Identity()
-
-        def forward(self, x):
-            self.full(torch.full(x.shape, math.nan))
-            self.masked(x.masked_fill(x > 0, math.nan))
+    def filled(m, x):
+        m.full(torch.full(x.shape, math.nan))
+        m.masked(x.masked_fill(x > 0, math.nan))
 
     x = models.random(4, 6)
     mine = x.chunk(2)[dist.get_rank()]
-    found, _, _ = follow(Filled(), mesh_of(dp_size=2), [mine], [ROWS])
+    found, _, _ = follow(Sites(filled, "full masked"), mesh_of(dp_size=2), [mine], [ROWS])
     assert torch.equal(found["full"][0].isnan(), torch.ones(4, 6, dtype=torch.bool))
     assert_close(found["masked"][0], x.masked_fill(x > 0, math.nan), equal_nan=True)
 
 
-class Chosen(nn.Module):
+def chosen(m, x, mask, table):
     """Rows of a mask by their positions, as transformers has it."""
-
-    def __init__(self):
-        super().__init__()
-        self.mask, self.rows, self.shared = nn.Identity(), nn.Identity(), nn.Identity()
-
-    def forward(self, x, mask, table):
-        rows = torch.arange(x.shape[0])
-        columns = torch.arange(x.shape[1])
-        chosen = mask[rows[:, None, None, None], columns[None, None, None, :]]
-        self.mask(chosen.expand(-1, -1, x.shape[1], -1).double())
-        self.rows(x.index_select(0, rows))
-        self.shared(table[rows])  # of the unsharded program's rows a rank has other ones
-        return x
+    rows = torch.arange(x.shape[0])
+    columns = torch.arange(x.shape[1])
+    chosen = mask[rows[:, None, None, None], columns[None, None, None, :]]
+    m.mask(chosen.expand(-1, -1, x.shape[1], -1).double())
+    m.rows(x.index_select(0, rows))
+    m.behind(mask[rows[:, None], torch.tensor([0, 2])])
+    m.shared(table[rows])  # of the unsharded program's rows a rank has other ones
+    if x.shape[0] < 3:  # a rank's only row was repeated, taken for as many rows as the others
+        m.beside(mask[rows, torch.tensor([0, 2])])
+    return x
 
 
 @pytest.mark.ranks(2)
@@ -474,43 +403,25 @@ class Chosen(nn.Module):
 def test_positions_of_rows_choose_them(rows):
     """Was refused: of a batch with padding in data parallelism, so every hook behind its mask."""
     batch, table = models.random(rows, 3), models.random(8, 3, seed=4)
-    mask = models.random(rows, 3, seed=3) > 0
-    expected = unsharded(Chosen(), [batch, mask, table])
+    mask, model = (
+        models.random(rows, 3, seed=3) > 0,
+        Sites(chosen, "mask rows behind beside shared"),
+    )
+    expected = unsharded(model, [batch, mask, table])
     mine = [full.chunk(2)[dist.get_rank()] for full in (batch, mask)]
-    found, _, _ = follow(Chosen(), mesh_of(dp_size=2), [*mine, table], [ROWS, ROWS, WHOLE])
-    assert found["shared"] == [None]
-    for name in ("mask", "rows"):
+    found, _, _ = follow(model, mesh_of(dp_size=2), [*mine, table], [ROWS, ROWS, WHOLE])
+    assert found["shared"] == [None] and found.get("beside", [None]) == [None]
+    for name in ("mask", "rows", "behind"):
         assert_close(found[name], expected[name])
 
 
 @pytest.mark.ranks(2)
 def test_dropout_is_placed_as_what_it_drops_from():
-    class Drops(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.drop = nn.Dropout()
-
-        def forward(self, x):
-            return self.drop(x).sign()
-
+    model = Sites(lambda m, x: m.drop(x).sign(), drop=nn.Dropout())
     for mesh, placement in ((mesh_of(dp_size=2), ROWS), (mesh_of(tp_size=2), WHOLE)):
         torch.manual_seed(0)
-        _, follower, output = follow(Drops(), mesh, [models.random(4, 3)], [placement])
+        _, follower, output = follow(model, mesh, [models.random(4, 3)], [placement])
         assert follower.placements(follower.value(output)) == placement
-
-
-class Counted(nn.Module):
-    """Rows counted in plain numbers, joined with other dims."""
-
-    def __init__(self):
-        super().__init__()
-        self.joined, self.kept = nn.Identity(), nn.Identity()
-
-    def forward(self, x):
-        rows, length, width = map(int, x.shape)
-        self.joined(x.reshape(rows * length, width))
-        self.kept(x.reshape(rows, length, 3, -1))
-        return x
 
 
 @pytest.mark.ranks(2)
@@ -518,77 +429,62 @@ def test_plain_numbers_of_rows_are_not_those_of_the_unsharded_program():
     """``rows * length`` was taken for a size of the unsharded program, and the view refused, as all
     of DTensors' under data parallelism. Where the rows stand, their number is that of all rows.
     """
-    x = models.random(4, 5, 6)
+
+    def counted(m, x):
+        rows, length, width = map(int, x.shape)
+        m.joined(x.reshape(rows * length, width))
+        m.kept(x.reshape(rows, length, 3, -1))
+        return x
+
+    x, model = models.random(4, 5, 6), Sites(counted, "joined kept")
     mine = x.chunk(2)[dist.get_rank()]
-    found, _, _ = follow(Counted(), mesh_of(dp_size=2), [mine], [ROWS])
-    compare(found, unsharded(Counted(), [x]))
+    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
+    compare(found, unsharded(model, [x]))
 
 
-class Share(nn.Module):
+def share(m, x):
     """A piece of the sequence, of which the size is computed."""
-
-    def __init__(self, rank, parts):
-        super().__init__()
-        self.rank, self.parts, self.before, self.after = rank, parts, nn.Identity(), nn.Identity()
-
-    def forward(self, x):
-        length = x.shape[1] // self.parts
-        mine = self.before(x[:, self.rank * length : (self.rank + 1) * length])
-        self.after(mine.reshape(-1, length, x.shape[2], 1))
-        return x
+    length = x.shape[1] // m.parts
+    mine = m.before(x[:, m.rank * length : (m.rank + 1) * length])
+    m.after(mine.reshape(-1, length, x.shape[2], 1))
+    return x
 
 
-@pytest.mark.ranks(2)
-def test_a_size_divided_by_the_number_of_ranks_may_be_a_share():
-    """It was taken for what the unsharded program passes, so that rows seemed to be split."""
-    x = models.random(1, 6, 4)
-    expected = unsharded(Share(0, 1), [x])
-    found, _, _ = follow(Share(dist.get_rank(), 2), mesh_of(tp_size=2), [x], [WHOLE])
-    compare(found, expected, unknown=["after"])
-
-
-class Narrowed(Share):
+def narrowed(m, x):
     """A piece of one token, by a call whose dim is the same number."""
-
-    def forward(self, x):
-        length = x.shape[1] // self.parts
-        mine = self.before(x.narrow(1, self.rank * length, length))
-        self.after(mine + torch.arange(mine.shape[2]))
-        return x
+    length = x.shape[1] // m.parts
+    mine = m.before(x.narrow(1, m.rank * length, length))
+    m.after(mine + torch.arange(mine.shape[2]))
+    return x
 
 
 @pytest.mark.ranks(2)
-def test_a_size_is_known_by_its_place_among_the_numbers_of_a_call():
-    """Was refused: the length of 1 might be the dim."""
-    x = models.random(1, 2, 4)
-    expected = unsharded(Narrowed(0, 1), [x])
-    found, _, _ = follow(Narrowed(dist.get_rank(), 2), mesh_of(tp_size=2), [x], [WHOLE])
-    compare(found, expected)
+@pytest.mark.parametrize(
+    "lines, length, unknown",
+    [
+        (share, 6, ["after"]),  # taken for what the unsharded program passes: rows seemed split
+        (narrowed, 2, []),  # was refused: the length of 1 might be the dim
+    ],
+)
+def test_sizes_that_are_divided_by_the_number_of_ranks(lines, length, unknown):
+    x = models.random(1, length, 4)
+    expected = unsharded(Sites(lines, "before after", rank=0, parts=1), [x])
+    model = Sites(lines, "before after", rank=dist.get_rank(), parts=2)
+    found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
+    compare(found, expected, unknown)
 
 
-class Padded(nn.Module):
+def padded(m, x):
     """A gather of parts that may be uneven: the ranks exchange their sizes."""
-
-    def __init__(self, parts):
-        super().__init__()
-        self.parts, self.padded, self.whole = parts, nn.Identity(), nn.Identity()
-
-    def forward(self, x):
-        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.parts)]
-        if self.parts > 1:
-            dist.all_gather(sizes, torch.tensor([x.shape[0]]))
-        else:
-            sizes[0] += x.shape[0]
-        padded = x.new_zeros(max(int(size) for size in sizes), *x.shape[1:])
-        padded[: x.shape[0]] = x
-        padded = self.padded(padded * x.new_ones(1))
-        parts = [torch.empty_like(padded) for _ in sizes]
-        if self.parts > 1:
-            dist.all_gather(parts, padded)
-        else:
-            parts = [padded]
-        self.whole(torch.cat([part[: int(size)] for part, size in zip(parts, sizes)]))
-        return x
+    sizes = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
+    dist.all_gather(sizes, torch.tensor([x.shape[0]]))
+    padded = x.new_zeros(max(int(size) for size in sizes), *x.shape[1:])
+    padded[: x.shape[0]] = x
+    padded = m.padded(padded * x.new_ones(1))
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    m.whole(torch.cat([part[: int(size)] for part, size in zip(parts, sizes)]))
+    return x
 
 
 @pytest.mark.ranks(2)
@@ -596,64 +492,47 @@ class Padded(nn.Module):
 def test_zeros_of_a_size_that_is_read_are_known_once_all_are_written(rows):
     """Were refused. Of uneven parts zeros are left on some ranks."""
     x = models.random(sum(rows), 3)
-    expected = unsharded(Padded(1), [x])
     mine = x.split(rows)[dist.get_rank()]
-    found, _, _ = follow(Padded(2), mesh_of(tp_size=2), [mine], [(R, Shard(0))])
-    compare(found, expected, unknown=() if rows == (2, 2) else ("padded",))
+    model = Sites(padded, "padded whole")
+    found, _, _ = follow(model, mesh_of(tp_size=2), [mine], [(R, Shard(0))])
+    unknown = () if rows == (2, 2) else ("padded",)
+    compare(found, {name: [x] for name in ("padded", "whole", "")}, unknown)
 
 
-class StatedHeads(nn.Module):
-    """One head a rank, of a size that the module states."""
-
-    def __init__(self, heads):
-        super().__init__()
-        self.heads, self.head_dim = heads, 4
-        for name in ("viewed", "flexible", "divided", "unflattened", "joined", "added"):
-            setattr(self, name, nn.Identity())
-
-    def forward(self, x):
-        rows, length = x.shape[:2]
-        heads = self.viewed(x.view(rows, length, self.heads, 4))
-        self.flexible(x.view(rows, length, -1, 4))
-        self.divided(x.reshape(rows, length, self.heads, -1))
-        self.unflattened(x.unflatten(dim=-1, sizes=(self.heads, 4)))
-        self.joined(heads.reshape(rows, length, self.heads * 4))
-        self.added(x[:, 0].reshape(x.shape[0], 1, self.heads * 4))  # the last size is no head's
-        return x
+def stated_heads(m, x):
+    """Heads of a size that the module states."""
+    rows, length = x.shape[:2]
+    heads = m.viewed(x.view(rows, length, m.heads, 4))
+    m.flexible(x.view(rows, length, -1, 4))
+    m.divided(x.reshape(rows, length, m.heads, -1))
+    m.unflattened(x.unflatten(dim=-1, sizes=(m.heads, 4)))
+    m.joined(heads.reshape(rows, length, m.heads * 4))
+    m.added(x[:, 0].reshape(x.shape[0], 1, m.heads * 4))  # the last size is no head's
+    return x
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("rows, length", [(2, 3), (1, 1)])
 def test_heads_of_a_stated_size(rows, length):
     """Were refused, but for a view with -1: their features may be split as well."""
-    x = models.random(rows, length, 8)
-    expected = unsharded(StatedHeads(2), [x])
+    x, names = models.random(rows, length, 8), "viewed flexible divided unflattened joined added"
+    whole, sharded = (Sites(stated_heads, names, heads=n, head_dim=4) for n in (2, 1))
+    expected = unsharded(whole, [x])
     mine = x.chunk(2, -1)[dist.get_rank()].contiguous()
-    found, _, _ = follow(StatedHeads(1), mesh_of(tp_size=2), [mine], [(R, Shard(2))])
+    found, _, _ = follow(sharded, mesh_of(tp_size=2), [mine], [(R, Shard(2))])
     lost = {name for name in found if found[name] == [None]}
     compare(found, expected, unknown=lost & {"joined", "added"})
 
 
-class InPlace(nn.Module):
+def in_place(m, x):
     """Results that torch or the model changes after they were made."""
-
-    def __init__(self):
-        super().__init__()
-        self.quantile, self.copied, self.turned = nn.Identity(), nn.Identity(), nn.Identity()
-        self.rnn = nn.RNN(6, 4, batch_first=True).double()
-        nn.init.constant_(self.rnn.weight_hh_l0, 0.1)
-        nn.init.constant_(self.rnn.weight_ih_l0, 0.2)
-        nn.init.zeros_(self.rnn.bias_hh_l0)
-        nn.init.zeros_(self.rnn.bias_ih_l0)
-
-    def forward(self, x):
-        self.quantile(x.quantile(0.4, 1))  # squeezes its result in place
-        blank = torch.empty(x.shape).double()
-        blank[:, :1], blank[:, 1:] = x[:, :1] * 2, x[:, 1:]
-        self.copied(blank)
-        self.turned((x * 2).transpose_(1, 2).unsqueeze_(1))
-        self.rnn(x)
-        return x
+    m.quantile(x.quantile(0.4, 1))  # squeezes its result in place
+    blank = torch.empty(x.shape).double()
+    blank[:, :1], blank[:, 1:] = x[:, :1] * 2, x[:, 1:]
+    m.copied(blank)
+    m.turned((x * 2).transpose_(1, 2).unsqueeze_(1))
+    m.rnn(x)
+    return x
 
 
 @pytest.mark.ranks(2)
@@ -662,40 +541,26 @@ class InPlace(nn.Module):
 def test_views_in_place_copies_of_blank_tensors_and_recurrent_layers(rows, inference):
     """Were refused: of the layers, one row a rank."""
     with torch.inference_mode(inference):
-        x = models.random(rows, 5, 6)
-        expected = unsharded(InPlace(), [x])
-        mine = x.chunk(2)[dist.get_rank()]
-        found, _, _ = follow(InPlace(), mesh_of(dp_size=2), [mine], [ROWS])
+        x, rnn = models.random(rows, 5, 6), models.seeded(nn.RNN, 6, 4, batch_first=True).double()
+        model = Sites(in_place, "quantile copied turned", rnn=rnn)
+        expected = unsharded(model, [x])
+        found, _, _ = follow(model, mesh_of(dp_size=2), [x.chunk(2)[dist.get_rank()]], [ROWS])
     compare(found, expected)
 
 
 @pytest.mark.ranks(2)
 def test_a_view_by_numbers_does_not_tell_one_row_from_other_dims_of_size_1():
     """Was the second dim: the median's view of (1, row, 1, length) drops the first one."""
-
-    class Median(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.median = nn.Identity()
-
-        def forward(self, x):
-            return self.median(x.quantile(0.5, 0))
-
+    median = Sites(lambda m, x: m.median(x.quantile(0.5, 0)), "median")
     mine = models.random(3, 2, 1).chunk(2, 1)[dist.get_rank()]
-    found, _, _ = follow(Median(), mesh_of(dp_size=2), [mine], [(Shard(1), R)])
+    found, _, _ = follow(median, mesh_of(dp_size=2), [mine], [(Shard(1), R)])
     assert found["median"] == [None]
 
 
-class SortedRows(nn.Module):
+def sorted_rows(m, x):
     """Rows in the order of a key, and back, as mixtures of experts have them."""
-
-    def __init__(self, invert):
-        super().__init__()
-        self.invert, self.sorted, self.back = invert, nn.Identity(), nn.Identity()
-
-    def forward(self, x):
-        order = x.detach()[:, 0].sort()[1]
-        return self.back(self.sorted(x[order].cumsum(0))[self.invert(order)])
+    order = x.detach()[:, 0].sort()[1]
+    return m.back(m.sorted(x[order].cumsum(0))[m.invert(order)])
 
 
 def inverse(order, places=None):
@@ -721,7 +586,7 @@ INVERSES = {
 def test_an_inverse_order_is_written_whole(how):
     """What the ranks have in common may be written to a tensor that was empty. Was refused."""
     x = models.random(6, 4)
-    model = SortedRows(INVERSES[how])
+    model = Sites(sorted_rows, "sorted back", invert=INVERSES[how])
     is_known = how.startswith("of") and how not in ("of half", "of another")
     if not is_known:
         model.invert = lambda order: INVERSES[how](order).clamp(0, 5)
@@ -735,58 +600,45 @@ def test_an_inverse_order_is_written_whole(how):
 @pytest.mark.ranks(2)
 def test_an_order_of_each_ranks_own_rows():
     mine = models.random(6, 4).chunk(2)[dist.get_rank()]
-    found, _, _ = follow(SortedRows(inverse), mesh_of(dp_size=2), [mine], [ROWS])
+    model = Sites(sorted_rows, "sorted back", invert=inverse)
+    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
     assert found["sorted"] == found["back"] == [None]
-
-
-class Expanded(nn.Module):
-    """A plain number to which a tensor is expanded, which is a rank's number of heads as well: that
-    of the groups of a router, and that of the heads themselves.
-    """
-
-    def __init__(self, heads):
-        super().__init__()
-        self.heads, self.shared, self.own = heads, nn.Identity(), nn.Identity()
-        self.groups, self.scores, self.biased = nn.Identity(), nn.Identity(), nn.Identity()
-
-    def forward(self, x, scores, bias):
-        chosen = (x > 0).double().unsqueeze(-1).expand(-1, -1, 2)
-        self.groups(chosen.reshape(len(x), -1) * 2)
-        self.own(bias.expand(-1, self.heads, -1) * 2)
-        self.biased(scores + bias.expand(-1, self.heads, -1).exp())
 
 
 @pytest.mark.ranks(2)
 def test_a_number_of_groups_may_be_that_of_the_rank_s_heads():
+    """A plain number to which a tensor is expanded, which is a rank's number of heads as well: that
+    of the groups of a router, and that of the heads themselves.
+    """
+
+    def expanded(m, x, scores, bias):
+        chosen = (x > 0).double().unsqueeze(-1).expand(-1, -1, 2)
+        m.groups(chosen.reshape(len(x), -1) * 2)
+        m.own(bias.expand(-1, m.heads, -1) * 2)
+        m.biased(scores + bias.expand(-1, m.heads, -1).exp())
+
     x, scores, bias = models.random(5, 3), models.random(5, 4, 6, seed=2), models.random(5, 1, 6)
-    expected = unsharded(Expanded(4), [x, scores, bias])
+    whole, sharded = (Sites(expanded, "groups own biased", heads=n) for n in (4, 2))
+    expected = unsharded(whole, [x, scores, bias])
     mine = scores.chunk(2, 1)[dist.get_rank()]
     placements = [WHOLE, (R, Shard(1)), WHOLE]
-    found, _, _ = follow(Expanded(2), mesh_of(tp_size=2), [x, mine, bias], placements)
+    found, _, _ = follow(sharded, mesh_of(tp_size=2), [x, mine, bias], placements)
     compare(found, expected, unknown=["own"])
 
 
-class SizesOfShares(nn.Module):
+def sizes_of_shares(m, x, whole, uneven):
     """Whole tensors with sizes that split dims have on a rank, and shares that a call shows."""
-
-    def __init__(self, heads, features, rank=0):
-        super().__init__()
-        self.heads, self.head_dim, self.features, self.rank = heads, 4, features, rank
-        for name in ("joined", "kept", "keys", "places", "encoded", "divided"):
-            setattr(self, name, nn.Identity())
-
-    def forward(self, x, whole, uneven):
-        rows, length = x.shape[:2]
-        heads = x.view(rows, length, self.heads, 4).transpose(1, 2)
-        self.joined(heads.flatten(0, 1))
-        kept, keys = torch.zeros(rows, 4, 4), torch.zeros(rows, 4, self.heads * 4)
-        kept[:, 0], keys[:, 0] = whole[:, -1], x[:, -1]
-        self.kept(kept.sum(1))
-        self.keys(keys * 2)
-        count = self.heads * 4
-        self.places(torch.arange(count, dtype=torch.float64) + self.rank * count)
-        self.encoded(F.one_hot((whole > 0).long(), 3))
-        self.divided(uneven.view(rows, -1, self.features // 2, 2))
+    rows, length = x.shape[:2]
+    heads = x.view(rows, length, m.heads, 4).transpose(1, 2)
+    m.joined(heads.flatten(0, 1))
+    kept, keys = torch.zeros(rows, 4, 4), torch.zeros(rows, 4, m.heads * 4)
+    kept[:, 0], keys[:, 0] = whole[:, -1], x[:, -1]
+    m.kept(kept.sum(1))
+    m.keys(keys * 2)
+    count = m.heads * 4
+    m.places(torch.arange(count, dtype=torch.float64) + m.rank * count)
+    m.encoded(F.one_hot((whole > 0).long(), 3))
+    m.divided(uneven.view(rows, -1, m.features // 2, 2))
 
 
 @pytest.mark.ranks(2)
@@ -799,9 +651,15 @@ def test_sizes_of_shares_are_settled_by_what_a_tensor_meets(inference):
         models.random(2, 3, 6),
     )
     rank, widths = dist.get_rank(), (4, 2)
-    expected = unsharded(SizesOfShares(2, 6), [x, whole, uneven])
+    all_of, sharded = (
+        Sites(sizes_of_shares, "joined kept keys places encoded divided", head_dim=4, **own)
+        for own in (
+            {"heads": 2, "features": 6, "rank": 0},
+            {"heads": 1, "features": widths[rank], "rank": rank},
+        )
+    )
+    expected = unsharded(all_of, [x, whole, uneven])
     mine = [x.chunk(2, -1)[rank].contiguous(), whole, uneven.split(widths, -1)[rank].contiguous()]
-    sharded = SizesOfShares(1, widths[rank], rank)
     placements = [(R, Shard(2)), WHOLE, (R, Shard(2))]
     with torch.inference_mode(inference):
         found, _, _ = follow(sharded, mesh_of(tp_size=2), mine, placements)

@@ -9,11 +9,11 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.testing import assert_close
 
 import models
-import pipelines
 from cells import mean_loss
-from flex_model import FlexModel, HookFunction, Select
+from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError
 from shared_edits import mixing_features, mixing_rows
+from tiers import ways
 
 BATCH = models.random(4, 6)
 PARALLELISMS = ("tp", "dp")
@@ -128,20 +128,6 @@ def test_graphs_that_a_user_may_make(name, use):
     sharded_and_unsharded(name, lambda full, probe: probe(full).tanh(), use)
 
 
-@pytest.mark.ranks(2)
-def test_the_gradient_of_the_input():
-    parallelism = models.TWO_RANKS["tp"]
-    model = models.mlp()
-    flex = FlexModel(parallelism.shard(model), tensor_parallel_size=2)
-    edit = lambda module, full, save_ctx, modules: full.tanh()  # noqa: E731
-    flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
-    model.fc1.register_forward_hook(lambda module, args, output: output.tanh())
-    x = BATCH.clone().requires_grad_()
-    (got,) = torch.autograd.grad(mean_loss(flex(x)), x)
-    (expected,) = torch.autograd.grad(mean_loss(model(x)), x)
-    assert_close(got, expected)
-
-
 def mixing(module, full, save_ctx, modules):
     return mixing_rows(module, mixing_features(module, full, None, None), None, None).tanh()
 
@@ -216,25 +202,16 @@ def hook_gradient(model, site, edit):
     model.get_submodule(site).register_forward_hook(hook)
 
 
-def test_second_derivatives_through_an_edit_of_a_gradient_on_one_process():
-    """The identity at the module's edge, and what edits the gradient there."""
-    one, model = models.Parallelism("one"), models.mlp()
-    with FlexModel(one.shard(model), records := {}) as flex:
+@pytest.mark.parametrize("parallelism", ways("one", "tp", "dp", "ddp"))
+def test_second_derivatives_through_an_edit_of_a_gradient(parallelism):
+    """What edits it, and the identity at the edge of a module where it is read."""
+    model, records = models.mlp(), {}
+    with FlexModel(parallelism.shard(model), records, **parallelism.sizes) as flex:
         flex.register_full_backward_pre_hook(HookFunction("fc1", editing_function=mixing))
         flex.register_full_backward_hook(HookFunction("fc2"))
         hook_gradient(model, "fc1", mixing)
-        check_second_derivatives(flex, one, model)
-    assert not records["fc2"][0].requires_grad
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["tp", "dp", "ddp"])
-def test_second_derivatives_through_an_edit_of_a_gradient(name):
-    parallelism, model = models.TWO_RANKS[name], models.mlp()
-    with FlexModel(parallelism.shard(model), **parallelism.sizes) as flex:
-        flex.register_full_backward_pre_hook(HookFunction("fc1", editing_function=mixing))
-        hook_gradient(model, "fc1", mixing)
         check_second_derivatives(flex, parallelism, model)
+    assert not any(record.requires_grad for record in records.get("fc2", []))
 
 
 @pytest.mark.ranks(2)
@@ -310,60 +287,3 @@ def test_what_the_user_keeps_of_an_edit_stays_as_the_model_writes_to_it(layout, 
         if grad:
             output.full_tensor().sum().backward()
             assert_close(layer.weight.grad.full_tensor(), (3 * edited).t() @ x)
-
-
-class Copied(nn.Module):
-    """The input of a column-parallel layer as its ranks share it: a module of its own, whose
-    gradients are parts of a sum.
-    """
-
-    def __init__(self, group):
-        super().__init__()
-        self.group = group
-
-    def forward(self, x):
-        return x * 1 if self.group is None else models.CopyToRanks.apply(x, self.group)
-
-
-class ColumnsOfCopy(models.ColumnLinear):
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
-def copied_mlp(group):
-    model = models.mlp()
-    if group is not None:
-        fc1 = ColumnsOfCopy(model.fc1, group)
-        model = models.tensor_parallel(model, group)
-        model.fc1 = fc1
-        model.fc1.in_features, model.fc1.out_features = 6, 8
-    model.inp = nn.Sequential(model.inp, Copied(group))
-    return model
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("select", [None, Select(units=[4, 1])])
-@pytest.mark.parametrize("edits", [False, True])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_loss_on_a_kept_activation_whose_gradients_the_model_sums(passes, edits, select):
-    def keep(module, full, save_ctx, modules):
-        save_ctx.kept = full
-
-    def gradients(group, process_group, size):
-        model = copied_mlp(group)
-        sizes = {"tensor_parallel_size": size, "process_group": process_group}
-        with FlexModel(model, **sizes) as flex:
-            if edits:
-                edit = lambda module, full, save_ctx, modules: full + full.flip(-1)  # noqa: E731
-                flex.register_forward_hook(
-                    HookFunction("inp.1", editing_function=edit, output_name="edited")
-                )
-            flex.register_forward_hook(HookFunction("inp.1", editing_function=keep, select=select))
-            for _ in range(passes):
-                loss = mean_loss(flex(BATCH))
-                (loss + flex.save_ctx.kept.cos().mean()).backward()
-        return [parameter.grad for parameter in model.inp[0].parameters()]
-
-    group = models.mesh(1, 2)["tp"].get_group()
-    expected = gradients(None, pipelines.alone_group(), 1)
-    assert_close(gradients(group, None, 2), expected)

@@ -45,28 +45,6 @@ def test_batches_of_three_and_one_equal_a_batch_of_four(name, kind):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("shape", [(None, 8), (4, 8), (4, None)])
-def test_expected_shape_counts_the_global_batch(shape):
-    records = {}
-    flex = FlexModel(models.mlp(), records, data_parallel_size=2)
-    flex.register_forward_hook(HookFunction("fc1", shape))
-    flex(models.random(4, 6).split(ROWS)[dist.get_rank()])
-    if dist.get_rank() == 0:
-        assert [tuple(record.shape) for record in records["fc1"]] == [(4, 8)]
-
-
-@pytest.mark.ranks(2)
-def test_a_batch_that_changes_its_size_is_gathered_anew():
-    records = {}
-    flex = FlexModel(models.mlp(), records, data_parallel_size=2)
-    flex.register_forward_hook(HookFunction("fc1"))
-    for rows in [(2, 2), (3, 1), (1, 4), (2, 2)]:
-        flex(models.random(sum(rows), 6).split(rows)[dist.get_rank()])
-        if dist.get_rank() == 0:
-            assert [tuple(record.shape) for record in records["fc1"]] == [(sum(rows), 8)]
-
-
 class Masked(nn.Module):
     """Given a mask first, whose rows are not the batch's."""
 

@@ -28,17 +28,6 @@ def test_an_edit_on_rank_0_equals_the_unsharded_run(name, kind):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.ranks(4)
-def test_an_edit_on_rank_0_of_four_equals_the_unsharded_run():
-    parallelism = models.FOUR_RANKS["tp x dp"]
-    wrong = []
-    for edit in ("mixing features", "mixing rows", "in place"):
-        model, batch = models.mlp(), models.random(4, 6)
-        cell = table_cell(model, batch, "forward", "fc1", edit)
-        wrong += differences(parallelism, model, batch, cell, edit_on="rank0")
-    assert not wrong, "\n".join(wrong)
-
-
 @pytest.mark.ranks(2)
 def test_only_rank_0_runs_the_function_and_trains_the_module():
     ran = []
@@ -64,17 +53,6 @@ def test_only_rank_0_runs_the_function_and_trains_the_module():
     else:
         assert ran == []
         assert probe.weight.grad is None or not probe.weight.grad.any()
-
-
-@pytest.mark.ranks(2)
-def test_trained_modules_are_sent_to_all_ranks():
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2, edit_on="rank0")
-    flex.register_trainable_module("probe", nn.Linear(2, 2))
-    for parameter in flex.trainable_modules.parameters():
-        nn.init.constant_(parameter, 7 + dist.get_rank())
-    flex.sync_trainable_modules()
-    for parameter in flex.trainable_modules.parameters():
-        assert parameter.eq(7).all()
 
 
 # ---- A tensor that the function keeps ------------------------------------------------------------

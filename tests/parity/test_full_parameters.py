@@ -11,50 +11,78 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 
-import by_hand
+import frameworks
 import models
 from flex_model import FlexModel, HookFunction
 from tiers import grid_but
 
-BATCH = models.random(4, 5, 8)
-TOKENS = 1 + models.random(2, 5, seed=6).argsort()
+OF_THE_TABLE = (
+    "native-tp-2",
+    "ddp-2",
+    "fsdp2-2",
+    "fsdp1-2",
+    "fsdp1-orig-2",
+    "fairscale-2",
+    "megatron-tp-2",  # a gated ``linear_fc1`` interleaves two halves
+    "hf-llama-2",
+    "mixture-tp-2-mixtral",  # a lone ``_StridedShard``, which torch itself can't gather
+)
+IN_TEST = ("fsdp1-2", "fsdp1-orig-2", "fairscale-2")  # others: parameters/test_parameters
 
 
-def block():
-    """A Block with a constant bias, beside its norm's: constant values alone tell no layout."""
-    model = models.block()
-    nn.init.zeros_(model.mlp.inp.bias)
-    return model
+@pytest.mark.ranks(2, timeout=180)
+@pytest.mark.parametrize("name", grid_but(OF_THE_TABLE, *IN_TEST))
+def test_parameters_of_frameworks(name, tmp_path):
+    check_row(name, tmp_path)
 
 
-def check(model, sharded, forward, my_rows=lambda full: full, gradients=True, **sizes):
-    """Values, new values and gradients of all parameters equal those of ``model``; collective."""
-    flex = FlexModel(sharded, **sizes)
-    same(flex, model)
-    for index, (name, parameter) in enumerate(model.named_parameters()):
-        shape = tuple(parameter.shape)
-        new = 0.3 * models.random(*shape, seed=50 + index, dtype=parameter.dtype)
-        parameter.data.copy_(new)
-        flex.set_module_parameter(name, new)
-        assert torch.equal(flex.get_module_parameter(name), new), name
-    expected = forward(model, lambda full: full)
-    output = forward(flex, my_rows)
-    assert_close(output.detach(), my_rows(expected.detach()))
-    same(flex, model)  # between forward and backward
-    expected.sin().mean().backward()
-    output.sin().mean().backward()
-    same(flex, model)
-    for name, parameter in model.named_parameters():
-        if gradients:
-            full = flex.get_module_gradient(name)
-            assert_close(full, parameter.grad, msg=partial("{}: {}".format, name))
-    flex.restore()
+@pytest.mark.grid
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["hsdp-4", "tp-fsdp2-4"])
+def test_parameters_of_frameworks_on_four_ranks(name, tmp_path):
+    check_row(name, tmp_path)
+
+
+def check_row(name, tmp_path):
+    """A row of the parity table: its parameters, and its gradients but for those that FSDP1 keeps
+    in one flat parameter.
+    """
+    with frameworks.quiet(), frameworks.CASES[name].build(tmp_path) as pair:
+        output = pair.forward(pair.oracle, pair.inputs, pair.keywords)
+        (output.sin().sum() / pair.dp).backward()
+        pair.start()
+
+        def step(flex):
+            found = pair.run_sharded(flex, pair.own_output(output.detach().cos()))
+            expected = pair.own_output(output.detach())
+            assert_close(found.detach(), expected, rtol=pair.tolerance, atol=pair.tolerance)
+
+        has_gradients = name != "fsdp1-2"
+        check(pair.oracle, pair.shard(), step, has_gradients, pair.tolerance, **pair.sizes)
+
+
+def check(model, sharded, step, has_gradients=True, tolerance=1e-9, **sizes):
+    """Values, new values and gradients of all parameters equal those of ``model``; collective.
+    ``step(flex)``: a forward and a backward, of which ``model`` has the gradients.
+    """
+    with FlexModel(sharded, **sizes) as flex:
+        same(flex, model)
+        for name, parameter in model.named_parameters():
+            for new in (2 * parameter.detach(), parameter.detach()):
+                flex.set_module_parameter(name, new)
+                assert torch.equal(flex.get_module_parameter(name), new), name
+        step(flex)
+        same(flex, model)
+        for name, parameter in model.named_parameters():
+            if has_gradients and parameter.grad is not None:
+                full, at = flex.get_module_gradient(name), partial("{}: {}".format, name)
+                apart = tolerance * max(1.0, parameter.grad.abs().max().item())
+                assert_close(full, parameter.grad, rtol=0, atol=apart, msg=at)
 
 
 def same(flex, model):
@@ -66,138 +94,31 @@ def same(flex, model):
         assert type(full) is torch.Tensor and full.device.type == "cpu"
 
 
-def call(model, rows, batch=BATCH):
-    return model(rows(batch))
-
-
-def half(full):
-    return full.chunk(2)[dist.get_rank() % 2]
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["dtensor", "ddp", "fsdp2"])
-def test_parameters_of_torch_on_two_ranks(name):
-    parallelism, model = models.TWO_RANKS[name], block()
-    check(model, parallelism.shard(model), call, parallelism.my_rows)
-
-
-@pytest.mark.ranks(4)
-def test_parameters_of_fsdp2_over_tensor_parallelism():
-    parallelism, model = models.FOUR_RANKS["dtensor x fsdp2"], block()
-    check(model, parallelism.shard(model), call, parallelism.my_rows)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-def test_parameters_of_hsdp():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    model = block()
-    sharded = copy.deepcopy(model)
-    fully_shard(sharded.mlp, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    check(model, sharded, call, lambda full: full.chunk(4)[dist.get_rank()])
+def stepping(model, batch, mine):
+    """The step of ``model`` on a batch, and that of a FlexModel on this rank's rows."""
+    model(batch).sin().mean().backward()
+    return lambda flex: flex(mine).sin().mean().backward()
 
 
 @pytest.mark.ranks(2)
 def test_parameters_of_which_fsdp2_leaves_some_ranks_no_row():
-    model = nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    sharded = fully_shard(copy.deepcopy(model), mesh=models.mesh(2, 1)["dp"])
+    model, batch = nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 1)), models.random(4, 8)
+    sharded = fully_shard(copy.deepcopy(model.double()), mesh=models.mesh(2, 1)["dp"])
     assert sharded[2].weight.to_local().shape[0] == 1 - dist.get_rank()
-    check(model, sharded, call, half)
-
-
-STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+    check(model, sharded, stepping(model, batch, batch.chunk(2)[dist.get_rank()]))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_parameters_of_fsdp1(use_orig_params, strategy):
-    check_fsdp1(models.mesh(2, 1)["dp"].get_group(), use_orig_params, strategy, half)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-def test_parameters_of_fsdp1_with_replicas():
-    mesh = models.mesh(2, 2)
-    groups = mesh["tp"].get_group(), mesh["dp"].get_group()
-    rows = lambda full: full.chunk(4)[dist.get_rank()]  # noqa: E731
-    check_fsdp1(groups, True, "HYBRID_SHARD", rows, data_parallel_size=4)
-
-
-def check_fsdp1(group, use_orig_params, strategy, rows, **sizes):
-    def shard():
-        return FSDP(
-            copy.deepcopy(model),
-            process_group=group,
-            use_orig_params=use_orig_params,
-            sharding_strategy=ShardingStrategy[strategy],
-            auto_wrap_policy=ModuleWrapPolicy({models.Attention, models.MLP}),
-            device_id=torch.device("cpu"),
-        )
-
-    model = block()
-    sharded = by_hand.quietly(shard)
-    check(model, sharded, call, rows, gradients=use_orig_params, **sizes)
-    flex = FlexModel(sharded, **sizes)
-    if not use_orig_params:
-        with pytest.raises(ValueError, match="use_orig_params=True"):
-            flex.get_module_gradient("norm.weight")
-    with FSDP.summon_full_params(sharded), pytest.raises(ValueError, match="summon_full_params"):
-        flex.get_module_parameter("norm.weight")
-    flex.restore()
-
-
-@pytest.mark.ranks(2)
-def test_parameters_of_fairscale():
-    model = models.seeded(by_hand.Tokens).double()
-    sharded = by_hand.quietly(lambda: by_hand.fairscale_tokens(model))
-    check(model, sharded, partial(call, batch=TOKENS), tensor_parallel_size=2)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(2)
-def test_parameters_of_megatron():
-    """The oracle is the same model on one rank; a gated ``linear_fc1`` interleaves two halves."""
-    positions = torch.arange(5).expand(2, 5)
-    mask = torch.ones(1, 1, 5, 5).triu(1).bool()
-
-    with by_hand.megatron():
-        model = by_hand.megatron_gpt(1)
-        sharded = by_hand.megatron_gpt(2)
-        assert sharded.decoder.layers[0].mlp.linear_fc1.weight.partition_stride == 2
-
-        def forward(model, rows):
-            return by_hand.quietly(lambda: model(TOKENS, positions, mask))
-
-        check(model, sharded, forward, tensor_parallel_size=2)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(2, timeout=180)
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_parameters_of_transformers(family, tmp_path):
-    """Mixtral's ``gate_up_proj`` is a lone ``_StridedShard``, which torch itself can't gather."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    if family == "llama":
-        model = models.llama(1, tie_word_embeddings=True).float()
-    else:
-        config = MixtralConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            attn_implementation="eager",
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-        model = models.seeded(MixtralForCausalLM, config).eval()
-    sharded = models.loaded_by_transformers(model, tmp_path)
-    check(model, sharded, lambda model, rows: model(TOKENS).logits)
+def test_what_fsdp1_does_not_give(use_orig_params):
+    sharded = FSDP(models.mlp(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    with FlexModel(sharded) as flex:
+        if not use_orig_params:
+            with pytest.raises(ValueError, match="use_orig_params=True"):
+                flex.get_module_gradient("fc1.weight")
+        summoned = pytest.raises(ValueError, match="summon_full_params")
+        with FSDP.summon_full_params(sharded), summoned:
+            flex.get_module_parameter("fc1.weight")
 
 
 class Fused(nn.Module):
@@ -228,10 +149,11 @@ def test_parameters_of_fsdp2_over_fused_projections(rows):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("hidden", grid_but([8, 7], 7))
 def test_parameters_of_fsdp2_over_layers_that_shard_by_hand(hidden):
-    mesh, model = models.mesh(2, 2), models.mlp(width=8, hidden=hidden)
+    mesh, model, batch = models.mesh(2, 2), models.mlp(hidden=hidden), models.random(4, 6)
     sharded = models.tensor_parallel(model, mesh["tp"].get_group())
     fully_shard(sharded, mesh=mesh["dp"])
-    check(model, sharded, call, models.FOUR_RANKS["tp x dp"].my_rows, device_mesh=mesh)
+    mine = models.FOUR_RANKS["tp x dp"].my_rows(batch)
+    check(model, sharded, stepping(model, batch, mine), device_mesh=mesh)
 
 
 @pytest.mark.ranks(4)

@@ -1,4 +1,4 @@
-"""Sites whose layout is not stated: neurons, steps of a generation, layers that shard by hand."""
+"""What hooks cost where no layout is stated, and tensors that can't be gathered."""
 
 import warnings
 from unittest import mock
@@ -16,45 +16,8 @@ from flex_model import FlexModel, HookError, HookFunction
 from flex_model.distributed.communicator import Communicator
 from frameworks import tensor_of
 from shared_edits import mixing
-from tiers import grid_but
 
-LOGITS_TOLERANCE = 1e-5
-FRAMEWORKS = ["hf-llama-2", "native-tp-2"]
-
-
-def build(name, tmp_path):
-    return frameworks.CASES[name].build(tmp_path)
-
-
-# ---- A neuron of another rank --------------------------------------------------------------------
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("framework", grid_but(FRAMEWORKS, "native-tp-2"))
-@pytest.mark.parametrize("grad", [True, False])
-def test_an_edit_in_place_of_a_neuron_that_lives_on_the_other_rank(framework, grad, tmp_path):
-    with frameworks.quiet(), build(framework, tmp_path) as pair:
-        site, sharded = pair.sites["act_fn"], pair.shard()
-        for neuron in (1, -2):  # one lives on rank 0, the other on rank 1
-
-            def silence(module, full, save_ctx, modules, neuron=neuron):
-                full[..., neuron] = 0
-
-            def hook(module, args, output, neuron=neuron):
-                output = output.clone()
-                output[..., neuron] = 0
-                return output
-
-            with torch.set_grad_enabled(grad), FlexModel(sharded) as flex:
-                before = tensor_of(pair.oracle(*pair.inputs, **pair.keywords))
-                handle = pair.oracle.get_submodule(site).register_forward_hook(hook)
-                expected = tensor_of(pair.oracle(*pair.inputs, **pair.keywords))
-                handle.remove()
-                flex.register_forward_hook(HookFunction(site, editing_function=silence))
-                logits = tensor_of(flex(*pair.inputs, **pair.keywords))
-            assert (expected - before).abs().max() > 100 * LOGITS_TOLERANCE
-            assert logits.requires_grad == grad
-            assert_close(logits, expected, atol=LOGITS_TOLERANCE, rtol=0)
+native = frameworks.CASES["native-tp-2"].build
 
 
 # ---- What it costs -------------------------------------------------------------------------------
@@ -68,9 +31,8 @@ def collectives_of(call):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("framework", grid_but(FRAMEWORKS, "native-tp-2"))
-def test_hooks_on_replicated_tensors_move_no_payload(framework, tmp_path):
-    with frameworks.quiet(), build(framework, tmp_path) as pair, torch.no_grad():
+def test_hooks_on_replicated_tensors_move_no_payload(tmp_path):
+    with frameworks.quiet(), native(tmp_path) as pair, torch.no_grad():
         sharded, records = pair.shard(), {}
         bare = collectives_of(lambda: sharded(*pair.inputs, **pair.keywords))
         with FlexModel(sharded, records) as flex:
@@ -92,11 +54,10 @@ def test_hooks_on_replicated_tensors_move_no_payload(framework, tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("framework", grid_but(FRAMEWORKS, "native-tp-2"))
-def test_an_idle_wrapper_makes_no_collective(framework, tmp_path):
+def test_an_idle_wrapper_makes_no_collective(tmp_path):
     ways = [name for name, value in vars(Communicator).items() if callable(value)]
     ways = [name for name in ways if name not in ("__init__", "close", "is_local")]
-    with frameworks.quiet(), build(framework, tmp_path) as pair:
+    with frameworks.quiet(), native(tmp_path) as pair:
         sharded = pair.shard()
 
         def step(model):
@@ -111,33 +72,7 @@ def test_an_idle_wrapper_makes_no_collective(framework, tmp_path):
                 assert collectives_of(lambda: step(flex)) == bare
 
 
-# ---- Layers that nobody knows --------------------------------------------------------------------
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("site", ["fc1", "act", "fc2"])
-def test_unknown_layers_that_shard_by_hand(site):
-    """An error with the line that states it, never a part; right with ``expected_shape``, and once
-    the weights are stated.
-    """
-    model, batch = models.mlp(), models.random(4, 6)
-    group = models.mesh(1, 2)["tp"].get_group()
-    sharded = models.tensor_parallel(model, group, states_sizes=False)
-    seen = []
-    handle = model.get_submodule(site).register_forward_hook(lambda m, a, out: seen.append(out))
-    expected = model(batch)
-    handle.remove()
-    for shape in (None, tuple(seen[0].shape)):
-        with FlexModel(sharded, records := {}, tensor_parallel_size=2) as flex:
-            flex.register_forward_hook(HookFunction(site, shape))
-            if shape is None:
-                with pytest.raises(ValueError, match=rf"'{site}'.*not known") as error:
-                    flex(batch)
-                assert f"flex.annotate_layout('{site}', kind='forward', tp=" in str(error.value)
-                assert not any(records.values())
-                models.state_layouts(flex, model)
-            assert_close(flex(batch), expected)
-            assert_close(records.get(site, []), seen if dist.get_rank() == 0 else [])
+# ---- Tensors that can't be gathered --------------------------------------------------------------
 
 
 class Aside(models.MLP):

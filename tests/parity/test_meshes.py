@@ -6,7 +6,6 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 import models
-import pipelines
 from flex_model import FlexModel, HookFunction
 from shared_edits import mixing_features
 
@@ -69,34 +68,3 @@ def test_models_with_different_meshes_on_one_world():
     parallelism, flex, records = wraps[1]
     with torch.no_grad():
         assert_close(flex(parallelism.my_rows(BATCH)), parallelism.my_rows(expected))
-
-
-@pytest.mark.ranks(4)
-def test_a_model_of_one_rank_in_a_larger_world():
-    alone = pipelines.alone_group()
-    model, records = models.mlp(), {}
-    expected, seen = run(model)
-    flex = FlexModel(model, records, process_group=alone)
-    flex.register_forward_hook(HookFunction("fc1", editing_function=mixing_features))
-    if dist.get_rank() == 3:  # nobody waits for the others
-        with torch.no_grad():
-            assert_close(flex(BATCH), expected)
-        assert_close(records["fc1"], seen)
-
-
-@pytest.mark.ranks(4)
-def test_a_device_mesh_says_which_ranks_are_which():
-    """Here tp is the slow axis, so sizes alone would pair the wrong ranks."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-    model, records = models.mlp(), {}
-    expected, seen = run(model)
-    flex = FlexModel(
-        models.tensor_parallel(model, mesh["tp"].get_group()), records, device_mesh=mesh
-    )
-    assert (flex.tp_size, flex.dp_size) == (2, 2)
-    flex.register_forward_hook(HookFunction("fc1", editing_function=mixing_features))
-    group = mesh["dp"].get_group()
-    with torch.no_grad():
-        output = flex(models.my_part(BATCH, 0, group))
-    assert_close(output, models.my_part(expected, 0, group))
-    assert_close(records.get("fc1", []), seen if dist.get_rank() == 0 else [])

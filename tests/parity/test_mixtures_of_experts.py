@@ -15,10 +15,7 @@ import frameworks
 import tiny_models
 from flex_model import FlexModel, HookFunction
 from flex_model.layouts.contracts import experts
-
-
-def mixed_rows(module, full, save_ctx, modules):
-    return full + 0.5 * full.flip(0)
+from shared_edits import mixing_features, mixing_rows
 
 
 @pytest.mark.ranks(2, timeout=120)
@@ -31,7 +28,7 @@ def test_layers_of_experts_on_halves_of_a_batch(implementation):
     handles = [
         whole.get_submodule(site).register_forward_pre_hook(lambda _, args: kept.append(args[1])),
         whole.get_submodule(site).register_forward_hook(
-            lambda module, args, output: mixed_rows(module, output, None, None)
+            lambda module, args, output: mixing_rows(module, output, None, None)
         ),
     ]
     expected = whole(tokens, use_cache=False).logits
@@ -41,7 +38,7 @@ def test_layers_of_experts_on_halves_of_a_batch(implementation):
 
     wrapped, records = DistributedDataParallel(copy.deepcopy(model)), {}
     with FlexModel(wrapped, records, data_parallel_size=2, timeout=30) as flex:
-        flex.register_forward_hook(HookFunction(site, None, mixed_rows))
+        flex.register_forward_hook(HookFunction(site, None, mixing_rows))
         flex.register_forward_pre_hook(HookFunction(site, unpack_idx=1, output_name="chosen"))
         logits = flex(half, use_cache=False).logits
         logits.square().mean().backward()
@@ -77,20 +74,16 @@ def test_halves_that_a_plan_calls_consecutive_rows(tmp_path, monkeypatch):
 
     whole, name = load(), "model.layers.1.mlp.experts.gate_up_proj"
     block = whole.get_submodule("model.layers.0.mlp")
-    block.register_forward_hook(lambda module, args, out: mixed_units(module, out, None, None))
+    block.register_forward_hook(lambda module, args, out: mixing_features(module, out, None, None))
     whole(tokens, use_cache=False).logits.square().mean().backward()
     sharded = load(distributed_config=transformers.distributed.DistributedConfig(tp_size=2))
     with FlexModel(sharded, {}, tensor_parallel_size=2, output_ranks="all") as flex:
-        flex.register_forward_hook(HookFunction("model.layers.0.mlp", None, mixed_units))
+        flex.register_forward_hook(HookFunction("model.layers.0.mlp", None, mixing_features))
         flex(tokens, use_cache=False).logits.square().mean().backward()
         assert_close(flex.get_module_parameter(name), whole.get_parameter(name).detach())
         assert_close(
             flex.get_module_gradient(name), whole.get_parameter(name).grad, rtol=1e-5, atol=1e-9
         )
-
-
-def mixed_units(module, full, save_ctx, modules):
-    return full + 0.5 * full.flip(-1)
 
 
 class MoELayer(nn.Module):

@@ -199,16 +199,10 @@ def test_local_batches_over_tensor_parallel_ranks(kind, name):
 
 
 @pytest.mark.ranks(4, timeout=120)
+@pytest.mark.parametrize("name", grid_but(["dp_tp", "dtensor x fsdp2"], "dp_tp"))
 @pytest.mark.parametrize("kind", grid_but(KINDS[:-1], "full_backward"))
-def test_global_batches_over_tensor_parallel_ranks(kind):
-    check_global(kind, "dp_tp", tp=2)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-def test_global_batches_over_tensor_parallel_ranks_whose_weights_fsdp2_shards():
-    for kind in ("forward", "full_backward"):
-        check_global(kind, "dtensor x fsdp2", tp=2, batches=["both"])
+def test_global_batches_over_tensor_parallel_ranks(kind, name):
+    check_global(kind, name, tp=2)
 
 
 def cases(kind, batches):

@@ -91,57 +91,39 @@ def test_lengths_are_known_before_the_edit_and_select_counts_the_padded_batch():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 @pytest.mark.parametrize("output_ranks", ["all", "rank0"])
-def test_trainable_modules_get_the_gradient_of_all_real_tokens(edit_on, output_ranks):
-    whole, batch = models.seeded(Model).double(), LENGTHS
+@pytest.mark.parametrize("dp_batch", ["global", "local"])
+def test_trainable_modules_get_their_gradient(dp_batch, output_ranks, edit_on):
+    """That of all real tokens, or of a rank's own loss."""
+    whole, batch, rank = models.seeded(Model).double(), LENGTHS, dist.get_rank()
     probe = models.seeded(nn.Linear, 8, 8, seed=5).double()
 
     def edit(module, full, save_ctx, modules):
         return full + modules["probe"](mix(module, full, save_ctx, modules))
 
     oracle, oracle_probe = copy.deepcopy(whole), copy.deepcopy(probe)
-    mask = batch.real[..., None]
+    is_global = dp_batch == "global"
+    mask = batch.real[..., None] if is_global else 1
     oracle.block.mlp.register_forward_hook(
         lambda module, args, out: edit(module, out * mask, None, {"probe": oracle_probe})
     )
-    batch.loss(oracle(batch.padded())).backward()
-    records, rank = {}, dist.get_rank()
-    flex = wrapped(
-        copy.deepcopy(whole), records, dp_batch="global", edit_on=edit_on, output_ranks=output_ranks
-    )
-    flex.register_trainable_module("probe", copy.deepcopy(probe))
-    flex.register_forward_hook(HookFunction("block.mlp", editing_function=edit))
-    batch.loss(flex(own()), rank).backward()
-    if edit_on == "all" or rank == 0:
-        assert_close(flex.trainable_modules["probe"].weight.grad, oracle_probe.weight.grad)
-    assert bool(records.get("block.mlp")) == (output_ranks == "all" or rank == 0)
-    flex.restore()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
-def test_trainable_modules_get_the_gradient_of_a_ranks_own_loss(edit_on):
-    """Their mean over the ranks is that of the mean of the losses."""
-    whole, rank = models.seeded(Model).double(), dist.get_rank()
-    probe = models.seeded(nn.Linear, 8, 8, seed=5).double()
-
-    def edit(module, full, save_ctx, modules):
-        return full + modules["probe"](mix(module, full, save_ctx, modules))
-
-    oracle, oracle_probe = copy.deepcopy(whole), copy.deepcopy(probe)
-    oracle.block.mlp.register_forward_hook(
-        lambda module, args, out: edit(module, out, None, {"probe": oracle_probe})
-    )
-    LENGTHS.loss(oracle(own()), rank).backward()
-    flex = wrapped(whole, dp_batch="local", edit_on=edit_on)
-    ours = models.seeded(nn.Linear, 8, 8, seed=5 + rank).double()
-    flex.register_trainable_module("probe", ours)
-    assert_close(ours.state_dict(), probe.state_dict())  # rank 0's, on every rank
-    flex.register_forward_hook(HookFunction("block.mlp", editing_function=edit))
-    LENGTHS.loss(flex(own()), rank).backward()
-    assert_close(ours.weight.grad, oracle_probe.weight.grad)
-    for one, other in zip(flex.parameters(), oracle.parameters()):
-        assert_close(one.grad, other.grad)
-    flex.restore()
+    if is_global:
+        batch.loss(oracle(batch.padded())).backward()
+    else:
+        batch.loss(oracle(own()), rank).backward()
+    records, settings = {}, {"edit_on": edit_on, "output_ranks": output_ranks}
+    with wrapped(whole, records, dp_batch=dp_batch, **settings) as flex:
+        ours = models.seeded(nn.Linear, 8, 8, seed=5 + rank).double()
+        flex.register_trainable_module("probe", ours)
+        assert_close(ours.state_dict(), probe.state_dict())  # rank 0's, on every rank
+        flex.register_forward_hook(HookFunction("block.mlp", editing_function=edit))
+        batch.loss(flex(own()), rank).backward()
+    if edit_on == "all" or rank == 0 or not is_global:
+        assert_close(ours.weight.grad, oracle_probe.weight.grad)
+    is_recorded = output_ranks == "all" or rank == 0 or not is_global
+    assert bool(records.get("block.mlp")) == is_recorded
+    if not is_global:
+        for one, other in zip(whole.parameters(), oracle.parameters()):
+            assert_close(one.grad, other.grad)
 
 
 @pytest.mark.ranks(2)
@@ -233,35 +215,6 @@ def test_batches_without_rows_that_the_model_can_run():
 
 
 @pytest.mark.ranks(2)
-def test_an_epoch_that_ends_sooner_on_one_rank():
-    """The rank without rows runs its last batch as a stand-in, with no loss."""
-    whole, batches = models.seeded(Model).double(), [Batch((2, 2), (5, 4)), Batch((2, 0), (3, 4))]
-    records, rank = {}, dist.get_rank()
-    oracle, oracle_seen = copy.deepcopy(whole), []
-    model = DistributedDataParallel(copy.deepcopy(whole))
-    flex = FlexModel(model, records, data_parallel_size=2, dp_batch="global", timeout=20)
-    flex.register_forward_hook(HookFunction("block.mlp", editing_function=mix))
-    for batch in batches:
-        mask = batch.real[..., None]
-        handle = oracle.block.mlp.register_forward_hook(
-            lambda module, args, out, mask=mask: (
-                oracle_seen.append((out * mask).detach()) or mix(module, out * mask, None, None)
-            )
-        )
-        batch.loss(oracle(batch.padded())).backward()
-        handle.remove()
-        has_rows = batch.rows[rank] > 0
-        with contextlib.nullcontext() if has_rows else flex.no_rows():
-            output = flex(batch.stand_in(rank))
-        (batch.loss(output, rank) * has_rows).backward()
-        if rank == 0:
-            assert_close(records["block.mlp"][0], oracle_seen[-1])
-    for ours, theirs in zip(model.module.parameters(), oracle.parameters()):
-        assert_close(ours.grad, theirs.grad)
-    flex.restore()
-
-
-@pytest.mark.ranks(2)
 def test_join_of_ddp():
     """With DDP's join a rank without rows does not run the model: hooks on a rank's own rows need
     no other rank.
@@ -276,70 +229,4 @@ def test_join_of_ddp():
         for _ in range(1 + 2 * rank):
             flex(own()).sum().backward()
     assert len(calls) == 1 + 2 * rank and len(records["block.mlp"]) == 1
-    flex.restore()
-
-
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("dp_batch", ["global", "local"])
-@pytest.mark.parametrize("form", ["masked", "packed"])
-def test_llama(form, dp_batch):
-    """Rows padded by their rank with a mask, and packed rows whose positions restart."""
-    rank, site = dist.get_rank(), "model.layers.0.mlp"
-    generator = torch.Generator().manual_seed(0)
-    if form == "masked":
-        lengths = [(4, 6), (7, 5)]
-        tokens = [torch.randint(1, 64, (2, max(of)), generator=generator) for of in lengths]
-        masks = [torch.arange(max(of)) < torch.tensor(of)[:, None] for of in lengths]
-        keywords = [{"attention_mask": mask.long()} for mask in masks]
-    else:
-        parts = [(3, 4), (2, 6, 1)]
-        tokens = [torch.randint(1, 64, (1, sum(of)), generator=generator) for of in parts]
-        positions = [torch.cat([torch.arange(n) for n in of])[None] for of in parts]
-        keywords = [{"position_ids": one} for one in positions]
-    whole, width = models.llama(), 32
-    longest = max(one.shape[1] for one in tokens)
-    padded = [nn.functional.pad(one, (0, longest - one.shape[1])) for one in tokens]
-    more = {
-        name: torch.cat(
-            [nn.functional.pad(one[name], (0, longest - one[name].shape[1])) for one in keywords]
-        )
-        for name in keywords[0]
-    }
-    rows = len(tokens[0])
-    real = torch.cat([(torch.arange(longest) < one.shape[1]).expand(rows, -1) for one in tokens])
-    seen = []
-
-    def edit(module, args, out):
-        full = out * real[..., None]
-        seen.append(full.detach())
-        if dp_batch == "global":
-            return mix(module, full, None, None)
-        cut = [full[i * rows : i * rows + rows, : one.shape[1]] for i, one in enumerate(tokens)]
-        edited = [mix(module, part, None, None) for part in cut]
-        return torch.cat([nn.functional.pad(x, (0, 0, 0, longest - x.shape[1])) for x in edited])
-
-    oracle = copy.deepcopy(whole)
-    oracle.get_submodule(site).register_forward_hook(edit)
-    expected = oracle(torch.cat(padded), use_cache=False, **more).logits
-    weight = torch.cat([torch.ones(rows, one.shape[1]) for one in tokens], 1).numel() / 2
-    (expected.sin().mean(-1) * real).sum().div(weight * 2).backward()
-    records = {}
-    model = DistributedDataParallel(copy.deepcopy(whole))
-    flex = FlexModel(model, records, data_parallel_size=2, dp_batch=dp_batch, timeout=30)
-    flex.register_forward_hook(HookFunction(site, None, mix))
-    logits = flex(tokens[rank], use_cache=False, **keywords[rank]).logits
-    logits.sin().mean(-1).sum().div(weight).backward()
-    mine = slice(rank * rows, rank * rows + rows), slice(0, tokens[rank].shape[1])
-    if form == "masked":  # what a row computes at its own padding depends on the mask's form
-        keep = masks[rank]
-        assert_close(logits[keep], expected[mine][keep])
-    else:
-        assert_close(logits, expected[mine])
-        for ours, theirs in zip(model.module.parameters(), oracle.parameters()):
-            assert_close(ours.grad, theirs.grad)
-    if form == "packed" and dp_batch == "local":
-        assert_close(records[site], [seen[0][mine]])
-    elif form == "packed" and rank == 0:
-        assert_close(records[site], seen)
-    assert width == model.module.config.hidden_size
     flex.restore()

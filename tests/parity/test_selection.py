@@ -121,14 +121,6 @@ def test_gradients_and_rank_0(name, case):
     check(PARALLELISMS[name], *CASES[case], edit_on="rank0")
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", models.FOUR_RANKS)
-def test_four_ranks(name):
-    for case in ("a head", "rows and units", "units of all ranks, in no order"):
-        check(models.FOUR_RANKS[name], *CASES[case])
-
-
 @pytest.mark.parametrize("output_ranks", ["rank0", "all"])
 @pytest.mark.parametrize("parallelism", ways("one", *PARALLELISMS))
 def test_records_alone(parallelism, output_ranks):

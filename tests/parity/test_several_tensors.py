@@ -122,15 +122,6 @@ def check(parallelism, edit, order=(0, 1), recomputes=False, names=None, **setti
         assert_close(ours, trained.weight.grad)
 
 
-def test_a_function_that_is_given_after_the_hook_was_made():
-    hook = HookFunction("pair", unpack_idx=(0, 1))
-    hook.editing_function = both
-    with FlexModel(gated()) as flex:
-        flex.register_trainable_module("probe", probe())
-        flex.register_forward_hook(hook)
-        assert_close(flex(BATCH), reference(both)[1])
-
-
 @pytest.mark.parametrize("edit", [None, *EDITS.values()])
 def test_one_process(edit):
     check(models.ONE_RANK, edit)
@@ -156,14 +147,6 @@ def test_two_ranks(name):
         for settings in KINDS.values():
             check(parallelism, edit, **settings)
     check(parallelism, both, order=(1, 0))
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", models.FOUR_RANKS)
-def test_four_ranks(name):
-    for settings in KINDS.values():
-        check(models.FOUR_RANKS[name], both, **settings)
 
 
 @pytest.mark.ranks(2)

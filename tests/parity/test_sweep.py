@@ -197,7 +197,8 @@ def sharded(model, sizes, batch, hooks, edits):
             "records": {site: records[site] for site in hooks},
             "gradients": {site: (records.get(f"{site}.grad") or [None])[0] for site in edits},
             "weights": {
-                name: flex.get_module_gradient(name) for name, _ in model.named_parameters()
+                name.removeprefix("module."): flex.get_module_gradient(name)  # DDP's
+                for name, _ in model.named_parameters()
             },
         }
 

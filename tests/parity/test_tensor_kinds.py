@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as functional
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -191,33 +189,3 @@ def test_tensors_that_cant_be_moved_are_refused_by_name(kind, edit):
         handle.remove()
         flex.register_forward_hook(HookFunction("0", (2, 8, 12)))
         flex(X + dist.get_rank())  # works on
-
-
-@pytest.mark.ranks(2)
-def test_what_enters_a_transfer_is_plain():
-    """Whatever hands it over."""
-    from flex_model.distributed.plain import plain
-
-    group = dist.group.WORLD
-    gather = getattr(functional, "all_gather_single", functional.all_gather_tensor)
-    coming = gather(torch.ones(2), 0, group)
-    assert isinstance(coming, AsyncCollectiveTensor)
-    part = torch.ones(2, requires_grad=True)
-    for tensor in (
-        coming,
-        torch.ones(2).as_subclass(Renamed),
-        torch._efficientzerotensor((2,)),
-        torch.ones(2, dtype=torch.complex64).conj(),
-        torch.distributed.tensor.DTensor.from_local(part, models.mesh(1, 2)["tp"], [Shard(0)]),
-    ):
-        found = plain(tensor)
-        assert type(found) is torch.Tensor
-        assert found.data_ptr()
-        assert not found.is_conj()
-    found.sum().backward()
-    assert torch.equal(part.grad, torch.ones(2))
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
-    communicator = flex._core.communicator
-    assert torch.equal(communicator.broadcast(coming, coming), torch.ones(4))
-    assert torch.equal(communicator.exchange(coming), torch.ones(2, 4))
-    assert torch.equal(communicator.all_reduce_sum(("tp",), coming), 2 * torch.ones(4))

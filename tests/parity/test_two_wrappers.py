@@ -4,19 +4,13 @@ other.
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookFunction
+from tiers import ways
 
 BATCH = models.random(4, 6)
-SETTINGS = {
-    "one": (models.ONE_RANK, {}),
-    "tp": (models.TWO_RANKS["tp"], {"tensor_parallel_size": 2}),
-    "dtensor": (models.TWO_RANKS["dtensor"], {"tensor_parallel_size": 2}),
-    "dp": (models.TWO_RANKS["dp"], {"data_parallel_size": 2}),
-}
 
 
 def add(module, full, save_ctx, modules):
@@ -41,23 +35,26 @@ def oracle(sites, edits):
         return model(BATCH), seen
 
 
-def check_both_edit(name, second_site):
-    parallelism, sizes = SETTINGS[name]
+@pytest.mark.parametrize("parallelism", ways("one", "tp", "dtensor", "dp"))
+@pytest.mark.parametrize("second_site", ["fc1", "act"])
+def test_both_edit(parallelism, second_site):
+    """Was refused on ranks: the second wrapper took the first one's edit for operations of the
+    model.
+    """
+    sizes = parallelism.sizes
     model, records = parallelism.shard(models.mlp()), ({}, {})
     flexes = [FlexModel(model, seen, output_ranks="all", **sizes) for seen in records]
     sites, edits = ("fc1", second_site), (add, mix)
     for flex, site, edit in zip(flexes, sites, edits):
         flex.register_forward_hook(HookFunction(site, editing_function=edit))
-    dp_size = sizes.get("data_parallel_size", 1)
-    rows = dist.get_rank() if dp_size > 1 else 0
 
     def run(call, sites=sites, edits=edits):
         for seen in records:
             seen.clear()
         with torch.no_grad():
-            output = call(BATCH.chunk(dp_size)[rows])
+            output = call(parallelism.my_rows(BATCH))
         expected, given = oracle(sites, edits)
-        assert_close(output, expected.chunk(dp_size)[rows])
+        assert_close(output, parallelism.my_rows(expected))
         found = [tensors[0] for seen in records for tensors in seen.values()]
         assert_close(found, given)
 
@@ -72,20 +69,6 @@ def check_both_edit(name, second_site):
     run(model, sites[1:], edits[1:])
     flexes[1].restore()
     run(model, (), ())
-
-
-@pytest.mark.parametrize("second_site", ["fc1", "act"])
-def test_both_edit_on_one_process(second_site):
-    check_both_edit("one", second_site)
-
-
-# "the tensor-parallel ranks hold different values" before: the second wrapper took the first one's
-# edit for operations of the model.
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", ["tp", "dtensor", "dp"])
-@pytest.mark.parametrize("second_site", ["fc1", "act"])
-def test_both_edit_on_two_ranks(name, second_site):
-    check_both_edit(name, second_site)
 
 
 @pytest.mark.ranks(2)

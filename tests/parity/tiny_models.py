@@ -41,6 +41,7 @@ SIZES = {
     r"num_labels": LABELS,
 }
 
+IMAGES = {"image_size": 8, "patch_size": 4}
 #: Arguments that sizes alone don't settle, by the beginning of a class' name.
 FURTHER = {
     "DiffLlama": {"num_key_value_heads": 2},
@@ -53,6 +54,13 @@ FURTHER = {
     "Lfm2Moe": {"layer_types": ["conv", "full_attention"]},
     "Mamba2": {"num_heads": 12, "head_dim": 8, "n_groups": 1},
     "NemotronFor": {"num_key_value_heads": 3},
+    "ViTFor": IMAGES,
+    "CLIPModel": {
+        "projection_dim": 16,
+        "vision_config": IMAGES
+        | {"hidden_size": 48, "intermediate_size": 20}
+        | {"num_hidden_layers": 2, "num_attention_heads": 6},
+    },
 }
 
 
@@ -120,18 +128,18 @@ def batch_of(task: str) -> dict:
     """Rows of equal length, with as many labels in each: a rank's loss is the mean of its own."""
     kind = TASKS[task]
     shape = (ROWS, CHOICES, LENGTH) if kind == "choices" else (ROWS, LENGTH)
-    ids = _integers(4, WORDS, *shape, seed=6)
+    ids = integers(4, WORDS, *shape, seed=6)
     ids[..., -1] = 2  # the end, by which BART reads a row
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if kind == "words":
-        return batch | {"labels": _integers(4, WORDS, *shape, seed=7)}
+        return batch | {"labels": integers(4, WORDS, *shape, seed=7)}
     if kind == "answers":
-        starts, ends = (_integers(0, LENGTH, ROWS, seed=seed) for seed in (7, 8))
+        starts, ends = (integers(0, LENGTH, ROWS, seed=seed) for seed in (7, 8))
         return batch | {"start_positions": starts, "end_positions": ends}
     high = CHOICES if kind == "choices" else LABELS
     shape = (ROWS, LENGTH) if kind == "tags" else (ROWS,)
-    return batch | {"labels": _integers(0, high, *shape, seed=7)}
+    return batch | {"labels": integers(0, high, *shape, seed=7)}
 
 
-def _integers(low: int, high: int, *shape: int, seed: int) -> torch.Tensor:
+def integers(low: int, high: int, *shape: int, seed: int) -> torch.Tensor:
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
