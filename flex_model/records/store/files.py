@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import mmap
 import os
 import threading
 import weakref
@@ -24,6 +25,8 @@ from torch import Tensor
 
 ASIDE = ".part"
 _CHUNK_BYTES = 16 * 2**20  # per write
+_LOADED_BYTES = 2**18  # per read: they stay in the cache
+_LIBC = ctypes.CDLL(None)
 _ALIGNMENT = 64  # of the first tensor: operations on complex128 need 16
 _MAX_HEADER_BYTES = 100_000_000  # the most that readers of safetensors accept
 
@@ -45,6 +48,7 @@ _NAMES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
@@ -111,6 +115,44 @@ def safetensors_of(tensors: Mapping[str, Tensor]) -> Iterable[bytes | memoryview
     yield text
     for name in names:
         yield from _chunks(tensors[name])
+
+
+class MappedFile:
+    """A safetensors file, mapped once: its tensors are views of one storage.
+
+    Raises:
+        ValueError: it is not such a file; also a RuntimeError or OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with open(path, "rb") as file:
+            self._begin = 8 + int.from_bytes(file.read(8), "little")
+            self._header = json.loads(file.read(min(self._begin - 8, _MAX_HEADER_BYTES)))
+        size = path.stat().st_size
+        self._data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+    def load(self, name: str) -> None:
+        """Read a tensor from the disk, if it is not in memory. A mapped page that is read where it
+        is used comes with a few neighbours only, and whoever uses it waits.
+        """
+        start, end = (self._begin + offset for offset in self._header[name]["data_offsets"])
+        first, last = (self._data.data_ptr() + place for place in (start, end))
+        first -= first % mmap.PAGESIZE
+        is_held = (ctypes.c_char * -(-(last - first) // mmap.PAGESIZE))()  # a byte for each page
+        _LIBC.mincore(ctypes.c_void_p(first), ctypes.c_size_t(last - first), is_held)
+        if b"\0" not in is_held.raw:
+            return
+        piece = memoryview(bytearray(_LOADED_BYTES))
+        with open(self._path, "rb", buffering=0) as file:
+            for at in range(start, end, _LOADED_BYTES):
+                os.preadv(file.fileno(), [piece[: end - at]], at)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor; KeyError if there is none. A write to it does not change the file."""
+        found = self._header[name]
+        start, end = (self._begin + offset for offset in found["data_offsets"])
+        return self._data[start:end].view(_DTYPES[found["dtype"]]).view(found["shape"])
 
 
 def _chunks(tensor: Tensor) -> Iterable[memoryview]:
