@@ -51,8 +51,8 @@ _NAMES = {
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
-def write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file in whole; when this returns, it is on the disk under its name.
+def write_whole(path: Path, chunks: Iterable[bytes | memoryview], syncs: bool = True) -> None:
+    """Write a file in whole; when this returns, it has its name, and, if ``syncs``, is on the disk.
 
     Raises:
         OSError: the file system's error; the file of this name is then unchanged, or absent.
@@ -63,13 +63,15 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             for chunk in chunks:
                 write_chunk(file, chunk)
             file.flush()
-            os.fsync(file.fileno())
+            if syncs:
+                os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
         with contextlib.suppress(OSError):  # frees the space on a disk that is full
             aside.unlink()
         raise
-    sync_folder(path.parent)
+    if syncs:
+        sync_folder(path.parent)
 
 
 def write_chunk(file, chunk: bytes | memoryview) -> None:
@@ -147,6 +149,10 @@ class MappedFile:
         with open(self._path, "rb", buffering=0) as file:
             for at in range(start, end, _LOADED_BYTES):
                 os.preadv(file.fileno(), [piece[: end - at]], at)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors."""
+        return {name: self.tensor(name) for name in self._header}
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor; KeyError if there is none. A write to it does not change the file."""
