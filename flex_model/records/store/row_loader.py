@@ -146,15 +146,15 @@ class RowLoader(IterableDataset[Rows]):
 
     def __iter__(self) -> Iterator[Rows]:
         ahead: deque[Future[Rows]] = deque()
-        with ThreadPoolExecutor(1) as loading, ThreadPoolExecutor(_THREADS) as reading:
-            for batch, segments in self._batches(loading):
-                ahead.append(reading.submit(self._read, batch, segments))
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for batch, segments in self._batches(threads):
+                ahead.append(threads.submit(self._read, batch, segments))
                 if len(ahead) == self._ahead:
                     yield ahead.popleft().result()
             while ahead:
                 yield ahead.popleft().result()
 
-    def _batches(self, loading: ThreadPoolExecutor) -> Iterator[tuple[int, list[Segment]]]:
+    def _batches(self, threads: ThreadPoolExecutor) -> Iterator[tuple[int, list[Segment]]]:
         """Yield the batches of this reader, and the segments that have its own part of them."""
         reader = Reader(self._folder, self._manifest, _OPEN_GROUPS)
         worker = get_worker_info()
@@ -162,7 +162,7 @@ class RowLoader(IterableDataset[Rows]):
         mine = range(self._first + number, self._num_batches, count)
         segments: list[Segment] = []
         num_rows = 0
-        made = (loading.submit(self._segment, reader, mine, *place) for place in self._places())
+        made = (threads.submit(self._segment, reader, mine, *place) for place in self._places())
         # The next segment is loaded from the disk while the batches of this one are used.
         for loaded, _ in itertools.pairwise(itertools.chain(made, [None])):
             assert loaded is not None
