@@ -25,7 +25,7 @@ from torch import Tensor
 
 ASIDE = ".part"
 _CHUNK_BYTES = 16 * 2**20  # per write
-_LOADED_BYTES = 2**18  # per read: they stay in the cache
+_LOADED_BYTES = 2**19  # per read: they stay in the cache
 _LIBC = ctypes.CDLL(None)
 _ALIGNMENT = 64  # of the first tensor: operations on complex128 need 16
 _MAX_HEADER_BYTES = 100_000_000  # the most that readers of safetensors accept
@@ -139,16 +139,13 @@ class MappedFile:
         is used comes with a few neighbours only, and whoever uses it waits.
         """
         start, end = (self._begin + offset for offset in self._header[name]["data_offsets"])
-        first, last = (self._data.data_ptr() + place for place in (start, end))
-        first -= first % mmap.PAGESIZE
-        is_held = (ctypes.c_char * -(-(last - first) // mmap.PAGESIZE))()  # a byte for each page
-        _LIBC.mincore(ctypes.c_void_p(first), ctypes.c_size_t(last - first), is_held)
-        if b"\0" not in is_held.raw:
-            return
-        piece = memoryview(bytearray(_LOADED_BYTES))
+        piece, is_held = memoryview(bytearray(_LOADED_BYTES)), ctypes.c_ubyte(1)
         with open(self._path, "rb", buffering=0) as file:
             for at in range(start, end, _LOADED_BYTES):
-                os.preadv(file.fileno(), [piece[: end - at]], at)
+                page = (self._data.data_ptr() + at) // mmap.PAGESIZE * mmap.PAGESIZE
+                _LIBC.mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(is_held))
+                if not is_held.value & 1:
+                    os.preadv(file.fileno(), [piece[: end - at]], at)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors."""

@@ -29,9 +29,11 @@ from flex_model.records.store.reader import Reader
 from flex_model.records.store.row_segment import Segment
 from flex_model.records.store.row_table import Block, RowTable
 
+_STREAM = 2  # the version of the order of rows
 _OPEN_GROUPS = 64  # records are read in a random order
 _THREADS = 2  # that read batches ahead of their use
-_AHEAD_BYTES = 2**24  # of these batches: they should stay in the cache
+_READ_BYTES = 2**23  # of batches, by a thread at once: threads that wait for each other are slow
+_MOST_AT_ONCE = 16
 
 
 class Rows(NamedTuple):
@@ -114,8 +116,9 @@ class RowLoader(IterableDataset[Rows]):
         self._first = 0
         self._table = RowTable(Reader(folder, manifest), names, mask, annotations)
         row_bytes = sum(width * dtype.itemsize for width, dtype in self._table.rows.values())
-        self._ahead = max(_THREADS, _AHEAD_BYTES // max(1, self._own_rows * row_bytes))
-        self._buffers = {name: _Buffers(self._ahead + 2) for name in names}
+        at_once = _READ_BYTES // max(1, self._own_rows * row_bytes)
+        self._at_once = min(max(1, at_once), _MOST_AT_ONCE)
+        self._buffers = {name: _Buffers((_THREADS + 1) * self._at_once) for name in names}
         self._num_rows = sum(block.num_rows for block in self._table.blocks)
         self._num_batches = epochs * self._num_rows // batch_rows
         if not self._num_batches:
@@ -123,7 +126,7 @@ class RowLoader(IterableDataset[Rows]):
                 f"loader: {folder} has {self._num_rows} rows of {list(names)}, less than a batch "
                 f"of {batch_rows}; give a smaller batch_rows"
             )
-        stream = (manifest.id, manifest.groups, *names, self._table.mask)
+        stream = (_STREAM, manifest.id, manifest.groups, *names, self._table.mask)
         text = json.dumps((*stream, batch_rows, buffer_rows, seed))
         self._stream = digest_of(text.encode())
 
@@ -145,14 +148,15 @@ class RowLoader(IterableDataset[Rows]):
         self._first = int(state["batch"])
 
     def __iter__(self) -> Iterator[Rows]:
-        ahead: deque[Future[Rows]] = deque()
+        ahead: deque[Future[list[Rows]]] = deque()
         with ThreadPoolExecutor(_THREADS) as threads:
-            for batch, segments in self._batches(threads):
-                ahead.append(threads.submit(self._read, batch, segments))
-                if len(ahead) == self._ahead:
-                    yield ahead.popleft().result()
+            batches = self._batches(threads)
+            while some := list(itertools.islice(batches, self._at_once)):
+                ahead.append(threads.submit(list, itertools.starmap(self._read, some)))
+                if len(ahead) == _THREADS:
+                    yield from ahead.popleft().result()
             while ahead:
-                yield ahead.popleft().result()
+                yield from ahead.popleft().result()
 
     def _batches(self, threads: ThreadPoolExecutor) -> Iterator[tuple[int, list[Segment]]]:
         """Yield the batches of this reader, and the segments that have its own part of them."""
@@ -202,7 +206,7 @@ class RowLoader(IterableDataset[Rows]):
                 block = None if place is None else self._table.blocks[place]
                 if block is None or num_rows + block.num_rows > self._buffer_rows:
                     if picked and begin < start + num_rows and start < end:
-                        yield start, picked
+                        yield start, sorted(picked)  # rows of one file follow each other
                     start, picked, num_rows = start + num_rows, [], 0
                 if block is not None:
                     picked.append(block)
