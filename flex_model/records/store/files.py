@@ -139,13 +139,20 @@ class MappedFile:
         is used comes with a few neighbours only, and whoever uses it waits.
         """
         start, end = (self._begin + offset for offset in self._header[name]["data_offsets"])
-        piece, is_held = memoryview(bytearray(_LOADED_BYTES)), ctypes.c_ubyte(1)
+        pieces = range(start, end, _LOADED_BYTES)
+        # All from the first one on that is not: the kernel reads ahead of a plain read.
+        first = next((i for i, at in enumerate(pieces) if not self._is_in_memory(at)), len(pieces))
+        buffer = memoryview(bytearray(_LOADED_BYTES))
         with open(self._path, "rb", buffering=0) as file:
-            for at in range(start, end, _LOADED_BYTES):
-                page = (self._data.data_ptr() + at) // mmap.PAGESIZE * mmap.PAGESIZE
-                _LIBC.mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(is_held))
-                if not is_held.value & 1:
-                    os.preadv(file.fileno(), [piece[: end - at]], at)
+            for at in pieces[first:]:
+                os.preadv(file.fileno(), [buffer[: end - at]], at)
+
+    def _is_in_memory(self, at: int) -> bool:
+        """Whether the page of this byte is in memory."""
+        page = (self._data.data_ptr() + at) // mmap.PAGESIZE * mmap.PAGESIZE
+        found = ctypes.c_ubyte(1)
+        _LIBC.mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(found))
+        return bool(found.value & 1)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors."""
