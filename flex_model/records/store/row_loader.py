@@ -33,7 +33,7 @@ _STREAM = 2  # the version of the order of rows
 _OPEN_GROUPS = 64  # records are read in a random order
 _THREADS = 2  # that read batches ahead of their use
 _READ_BYTES = 2**23  # of batches, by a thread at once: threads that wait for each other are slow
-_MOST_AT_ONCE = 16
+_MOST_AT_ONCE = 16  # small batches, as the first one waits for the others
 
 
 class Rows(NamedTuple):
