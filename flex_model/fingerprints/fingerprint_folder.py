@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, describe
-from flex_model.fingerprints.summary import Summary
-from flex_model.records.store.files import ASIDE, safetensors_of, write_whole
+from flex_model.distributed.transports.buffer_layout import as_bytes
+from flex_model.fingerprints.summary import NUM_SAMPLES, ROUTING, Summary
+from flex_model.records.store.files import ASIDE, MappedFile, safetensors_of, write_whole
 
 Folder = str | os.PathLike[str]
 _RUN, _VALUES, _TENSORS = "run.json", "values.safetensors", "tensors"
@@ -71,8 +73,9 @@ class RunWriter:
         values = {f"input {i}": one for i, one in enumerate(inputs)}
         if run.sites:
             values["moments"] = torch.stack([site.moments for site in run.sites])
+            samples = [as_bytes(site.sample.cpu().contiguous()) for site in run.sites]
+            values["samples"] = torch.cat(samples)
         for i, site in enumerate(run.sites):
-            values[f"sample {i}"] = site.sample
             if site.margins is not None:
                 values[f"margins {i}"] = site.margins
         _write(self.folder / _VALUES, values)
@@ -81,7 +84,7 @@ class RunWriter:
             for site in run.sites
         ]
         described = {**vars(run), "sites": sites, "inputs": [structure, describe(inputs)]}
-        write_whole(self.folder / _RUN, [json.dumps(described).encode()])
+        write_whole(self.folder / _RUN, [json.dumps(described).encode()], syncs=False)
 
 
 def read_run(folder: Folder) -> RecordedRun:
@@ -98,13 +101,16 @@ def read_run(folder: Folder) -> RecordedRun:
             f"compare: {folder} has no whole fingerprint: there is none, or its run was "
             f"interrupted; run flex.fingerprint({str(folder)!r}, ...) again"
         ) from None
-    values, sites = _read(folder / _VALUES), []
+    values, sites, end = _read(folder / _VALUES), [], 0
     for i, row in enumerate(run["sites"]):
         dtype, shape = DTYPE_OF_NAME[row["dtype"]], tuple(row["shape"])
+        kept = shape if row["kind"] == ROUTING else (min(math.prod(shape), NUM_SAMPLES),)
+        start, end = end, end + math.prod(kept) * dtype.itemsize
         read = (
             functools.partial(_read_full, folder, i, dtype, shape) if run["has_tensors"] else None
         )
-        sample, margins = values[f"sample {i}"].view(dtype), values.get(f"margins {i}")
+        sample = values["samples"][start:end].clone().view(dtype).view(kept)  # aligned
+        margins = values.get(f"margins {i}")
         tensors = {"moments": values["moments"][i], "sample": sample, "margins": margins}
         sites.append(Summary(**{**row, **tensors, "dtype": dtype, "shape": shape}, read_full=read))
     structure, described = run["inputs"]
@@ -116,7 +122,8 @@ def read_run(folder: Folder) -> RecordedRun:
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    write_whole(path, safetensors_of({k: one.cpu().contiguous() for k, one in tensors.items()}))
+    chunks = safetensors_of({k: one.cpu().contiguous() for k, one in tensors.items()})
+    write_whole(path, chunks, syncs=False)
 
 
 def _read_full(folder: Path, number: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
@@ -125,12 +132,9 @@ def _read_full(folder: Path, number: int, dtype: torch.dtype, shape: Sequence[in
 
 def _read(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file; tensors of dtypes that it has no name for are bytes."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
+        return MappedFile(path).tensors()
+    except (KeyError, TypeError, ValueError, RuntimeError, OSError) as error:
         raise ValueError(f"compare: {path} can't be read ({error}); record the run again") from None
 
 

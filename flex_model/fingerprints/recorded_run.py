@@ -20,7 +20,7 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
 from flex_model.fingerprints.fingerprint_folder import Folder, RecordedRun, RunWriter
 from flex_model.fingerprints.summary import ROUTING, Summary, summarised
-from flex_model.fingerprints.summed_parts import Held, Part, Sums, joined, layout_of
+from flex_model.fingerprints.summed_parts import Held, Part, joined, layout_of, summed_up
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction, PartHook
 from flex_model.hooks.hook_call import HookCall
@@ -142,7 +142,6 @@ class Recorder:
         self._found = RecordedRun([], {}, None, 0, has_tensors=write is not None)
         self._sites: list[Summary | Part] = []
         self._order: list[int] = []  # the hooks that were called, on every rank
-        self._sums = Sums()
         self._calls: Counter[tuple[str, str]] = Counter()
         self._choices: dict[str, Tensor] = {}  # of a block of experts, at its last call
         self.core.unresolved.clear()
@@ -230,7 +229,7 @@ class Recorder:
                 assert spec is not None
                 held = self._held[spec] = Held.of(spec, tensor.device)
             shape = tuple(tensor.shape) if spec is None else spec.full_shape
-            found = self._sums.of(tensor, held)
+            found = summed_up(tensor, held)
             summary = Summary(*self._key(name, kind), tensor.dtype, shape, *found)
             self._sites.append(Part(summary, held, spec, registration.layout_site))
         else:

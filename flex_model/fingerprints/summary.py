@@ -15,7 +15,6 @@ from flex_model.distributed.placement import Shape
 
 NUM_SAMPLES = 2048
 _MIXER = 0x85EBCA6B  # odd, without a pattern
-_BLOCK = 8192  # elements that are summed in a tensor's own precision
 
 #: The kind of a site beside those of hooks: the experts that a gate chooses.
 ROUTING = "routing"
@@ -102,14 +101,10 @@ def sums_of(flat: Tensor) -> Tensor:
         return torch.stack([exact.sum(), exact.square().sum(), exact.abs().max()]).double()
     if flat.is_cpu and flat.dtype in (torch.float32, torch.float64, torch.bfloat16):
         return torch.ops.flex_model.moments(flat)
-    # Sums of blocks in the tensor's own precision, then of these: no copy in float64 is made.
     wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-    whole = len(wide) - len(wide) % _BLOCK
-    blocks = [part for part in (wide[:whole].view(-1, _BLOCK), wide[None, whole:]) if part.numel()]
-    total = torch.cat([block.sum(1).double() for block in blocks]).sum()
-    norms = [torch.linalg.vector_norm(block, dim=1).double() for block in blocks]
-    largest = torch.stack(wide.aminmax()).abs().max().double()
-    return torch.stack([total, torch.cat(norms).square().sum(), largest])
+    total = wide.sum(dtype=torch.float64)
+    norm = torch.linalg.vector_norm(wide, dtype=torch.float64)
+    return torch.stack([total, norm.square(), torch.stack(wide.aminmax()).abs().max().double()])
 
 
 def moments_of(sums: Tensor, counts: Tensor) -> Tensor:

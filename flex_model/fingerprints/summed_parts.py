@@ -22,7 +22,6 @@ from flex_model.fingerprints.summary import Summary, moments_of, num_reals, posi
 from flex_model.layouts import replicas, resolve
 from flex_model.layouts.tensor_site import Site
 
-_REMEMBERED = 8  # tensors: the input of three projections, and what they made
 _CPU = torch.device("cpu")
 
 
@@ -100,29 +99,14 @@ class Part(NamedTuple):
     site: Site
 
 
-class Sums:
-    """Sums up parts of tensors; one that was just summed up is not again: a module's output is the
-    next one's input.
+def summed_up(tensor: Tensor, held: Held) -> tuple[Tensor, Tensor]:
+    """Return the sums and the sample of what a rank holds. Local.
+
+    Nothing of it is kept for a module that gets the same tensor: as long as a tensor lives, its
+    memory is not used again, and the page faults of other memory take longer than its sums.
     """
-
-    def __init__(self) -> None:
-        self._seen: dict[Any, tuple[Tensor, int, Tensor, Tensor]] = {}
-
-    def of(self, tensor: Tensor, held: Held) -> tuple[Tensor, Tensor]:
-        """Return sums and sample of what a rank holds. Local."""
-        flat = tensor.contiguous().view(-1)
-        sample, own = flat.index_select(0, held.index), flat[held.share[0] : held.share[1]]
-        if not tensor.is_cpu or tensor.is_inference():  # the host would wait; without a version
-            return sums_of(own), sample
-        key = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), held.share
-        seen = self._seen.get(key)  # its memory is kept, so that no other tensor has its address
-        # A kernel may have written to it without torch's knowledge: so its sample is compared.
-        if seen and seen[1] == tensor._version and torch.equal(seen[2], sample):
-            return seen[3], sample
-        self._seen[key] = tensor, tensor._version, sample, sums_of(own)
-        while len(self._seen) > _REMEMBERED:
-            del self._seen[next(iter(self._seen))]
-        return self._seen[key][3], sample
+    flat = tensor.contiguous().view(-1)
+    return sums_of(flat[held.share[0] : held.share[1]]), flat.index_select(0, held.index)
 
 
 def joined(communicator: Communicator, parts: Sequence[Part]) -> list[Summary]:
@@ -143,7 +127,7 @@ def joined(communicator: Communicator, parts: Sequence[Part]) -> list[Summary]:
         row = torch.cat([sums.view(torch.int64), torch.tensor(hashes)[:, None]], 1)
         table = communicator.exchange(row)
         for part, of_ranks in zip(parts, table[..., 3].t().tolist()):
-            if part.held.num_copies > 1 and part.spec is not None:
+            if part.held.num_copies > 1 and part.spec is not None and len(set(of_ranks)) > 1:
                 prints = values.Fingerprints(communicator.mesh, tuple(of_ranks))
                 axes = resolve.differing_axes(part.spec.layout, prints)
                 if axes:

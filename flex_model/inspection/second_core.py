@@ -219,6 +219,9 @@ class SecondCore(HookCore):
         if is_agreed(error) and not isinstance(error, ValueError):
             raise error
         self.unresolved[registration.index] = error
+        cause: BaseException | None = error
+        while cause is not None:  # the frames of a traceback hold the tensors of the forward
+            cause = cause.with_traceback(None).__cause__ or cause.__context__
 
 
 @contextlib.contextmanager

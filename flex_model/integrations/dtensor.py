@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -63,11 +64,11 @@ def range_in_dim(tensor: Any, dim: int) -> tuple[int, int] | None:
 def wait(tensor: Tensor) -> Tensor:
     """Return a plain tensor for an AsyncCollectiveTensor, in the graph; other tensors unchanged.
 
-    Its own ``wait()`` would detach it from the graph, so this clones it.
+    Its own ``wait()`` would detach it from the graph, so this clones it where there is one.
     """
     module = sys.modules.get(FUNCTIONAL_COLLECTIVES)
     if module is not None and isinstance(tensor, module.AsyncCollectiveTensor):
-        return tensor.clone()
+        return tensor.clone() if torch.is_grad_enabled() else tensor.wait()
     return tensor
 
 

@@ -59,16 +59,18 @@ class RootHooks:
         chain = wrapped_chain(self._root)
         for module in chain:
             self._install(module, self.begin, self.end)
+        names: dict[str, None] = {}  # of the modules with hooks, and of those around them
         for registration in self._table.active_hooks.registrations if self._has_parts else ():
             if registration.index in self._installed or registration.module is None:
                 continue
             self._installed.add(registration.index)
             path = registration.name.split(".")
-            for name in (".".join(path[: i + 1]) for i in range(len(path))):
-                module = find_module(self._root, name)
-                if module not in chain:
-                    self._parts.setdefault(module, Part(name, module))
-                    self._install(module, self.begin_part, self.end_part)
+            names |= dict.fromkeys(".".join(path[: i + 1]) for i in range(len(path)))
+        for name in names:
+            module = find_module(self._root, name)
+            if module not in chain:
+                self._parts.setdefault(module, Part(name, module))
+                self._install(module, self.begin_part, self.end_part)
 
     def _install(self, module: nn.Module, begin: Any, end: Any) -> None:
         before, after = self._hooked.get(module, (None, None))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import weakref
 
 import pytest
 import torch
@@ -88,6 +89,30 @@ def test_a_second_fingerprint_reuses_the_proofs_of_the_first(name, tmp_path):
     last = flex._core.recorder
     flex.restore()
     assert last.core.is_closed
+
+
+def test_a_refused_site_does_not_hold_the_tensors_of_the_forward(tmp_path):
+    class Named(nn.Module):
+        def forward(self, x):
+            return "no tensor"
+
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.named, self.second = nn.Linear(6, 8), Named(), nn.Linear(8, 3)
+
+        def forward(self, x):
+            hidden = self.first(x)
+            self.named(hidden)
+            of_hidden = weakref.ref(hidden)
+            output = self.second(hidden)
+            del hidden
+            self.is_held = of_hidden() is not None
+            return output
+
+    model = Dropping().double()
+    folder = fingerprint(tmp_path / "a", model, X)
+    assert list(read_run(folder).refused) == ["forward of named"] and not model.is_held
 
 
 def test_a_gate_has_its_own_forward_after_each_fingerprint(tmp_path):

@@ -10,7 +10,7 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.errors import ReplicasDifferError
 from flex_model.fingerprints.summary import Summary, summarised
-from flex_model.fingerprints.summed_parts import Held, Part, Sums, joined
+from flex_model.fingerprints.summed_parts import Held, Part, joined, summed_up
 from flex_model.layouts.tensor_site import Site
 
 TP = models.TWO_RANKS["tp"]
@@ -31,18 +31,18 @@ def shards_of(full, placement):
     return [torch.cat([part[rank] for part in parts], placement.dim) for rank in range(2)]
 
 
-def part_of(flex, shard, shards, placement, sums):
+def part_of(flex, shard, shards, placement):
     layout, shapes = ShardLayout(tp=placement), [tuple(one.shape) for one in shards]
     spec = TensorSpec.of(flex._communicator, layout, shapes, shard.dtype)
     held = Held.of(spec, shard.device)
-    summary = Summary("one", "forward", 0, shard.dtype, spec.full_shape, *sums.of(shard, held))
+    summary = Summary("one", "forward", 0, shard.dtype, spec.full_shape, *summed_up(shard, held))
     return Part(summary, held, spec, Site("hook on one", "one", "forward", 0))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_parts_joined_are_the_full_tensors_summary(name):
-    flex, placement, sums = FlexModel(torch.nn.Identity(), **TP.sizes), LAYOUTS[name], Sums()
+    flex, placement = FlexModel(torch.nn.Identity(), **TP.sizes), LAYOUTS[name]
     torch.manual_seed(3)
     fulls = [torch.randn(6, 32, 48, dtype=dtype) for dtype in (torch.float64, torch.bfloat16)]
     fulls += [torch.randn(6, 32, 48, dtype=torch.complex64), torch.randint(9, (6, 8, 48)) * 10**6]
@@ -51,7 +51,7 @@ def test_parts_joined_are_the_full_tensors_summary(name):
     parts = []
     for full in fulls:
         shards = shards_of(full, placement)
-        parts.append(part_of(flex, shards[dist.get_rank()], shards, placement, sums))
+        parts.append(part_of(flex, shards[dist.get_rank()], shards, placement))
     for full, found in zip(fulls, joined(flex._communicator, parts), strict=True):
         alone = summarised(full, "one", "forward", 0)
         assert found.shape == alone.shape and torch.equal(
@@ -65,18 +65,6 @@ def test_parts_joined_are_the_full_tensors_summary(name):
 def test_replicas_that_differ_are_an_error_on_every_rank():
     flex, full = FlexModel(torch.nn.Identity(), **TP.sizes), torch.arange(6000.0)
     own = full + dist.get_rank()
-    part = part_of(flex, own, [full, full], Replicate(), Sums())
+    part = part_of(flex, own, [full, full], Replicate())
     with pytest.raises(ReplicasDifferError, match="hook on one"):
         joined(flex._communicator, [part])
-
-
-def test_a_tensor_is_summed_up_again_after_any_change():
-    sums, tensor = Sums(), torch.randn(5000)
-    held = Held.whole(tensor)
-    first, _ = sums.of(tensor, held)
-    assert sums.of(tensor.view(5000), held)[0] is first
-    tensor[4321] += 1  # by torch, at any position
-    second, _ = sums.of(tensor, held)
-    assert second is not first and second[0] != first[0]
-    tensor.data.mul_(2)  # unseen by torch
-    assert sums.of(tensor, held)[0][0] == 2 * second[0]

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import mmap
 import os
 import threading
 import weakref
@@ -24,6 +25,8 @@ from torch import Tensor
 
 ASIDE = ".part"
 _CHUNK_BYTES = 16 * 2**20  # per write
+_LOADED_BYTES = 2**19  # per read: they stay in the cache
+_LIBC = ctypes.CDLL(None)
 _ALIGNMENT = 64  # of the first tensor: operations on complex128 need 16
 _MAX_HEADER_BYTES = 100_000_000  # the most that readers of safetensors accept
 
@@ -45,10 +48,11 @@ _NAMES = {
     torch.float32: "F32",
     torch.float64: "F64",
 }
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
-def write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a file in whole; when this returns, it is on the disk under its name.
+def write_whole(path: Path, chunks: Iterable[bytes | memoryview], syncs: bool = True) -> None:
+    """Write a file in whole; when this returns, it has its name, and, if ``syncs``, is on the disk.
 
     Raises:
         OSError: the file system's error; the file of this name is then unchanged, or absent.
@@ -59,13 +63,15 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             for chunk in chunks:
                 write_chunk(file, chunk)
             file.flush()
-            os.fsync(file.fileno())
+            if syncs:
+                os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
         with contextlib.suppress(OSError):  # frees the space on a disk that is full
             aside.unlink()
         raise
-    sync_folder(path.parent)
+    if syncs:
+        sync_folder(path.parent)
 
 
 def write_chunk(file, chunk: bytes | memoryview) -> None:
@@ -111,6 +117,52 @@ def safetensors_of(tensors: Mapping[str, Tensor]) -> Iterable[bytes | memoryview
     yield text
     for name in names:
         yield from _chunks(tensors[name])
+
+
+class MappedFile:
+    """A safetensors file, mapped once: its tensors are views of one storage.
+
+    Raises:
+        ValueError: it is not such a file; also a RuntimeError or OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with open(path, "rb") as file:
+            self._begin = 8 + int.from_bytes(file.read(8), "little")
+            self._header = json.loads(file.read(min(self._begin - 8, _MAX_HEADER_BYTES)))
+        size = path.stat().st_size
+        self._data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+    def load(self, name: str) -> None:
+        """Read a tensor from the disk, if it is not in memory. A mapped page that is read where it
+        is used comes with a few neighbours only, and whoever uses it waits.
+        """
+        start, end = (self._begin + offset for offset in self._header[name]["data_offsets"])
+        pieces = range(start, end, _LOADED_BYTES)
+        # All from the first one on that is not: the kernel reads ahead of a plain read.
+        first = next((i for i, at in enumerate(pieces) if not self._is_in_memory(at)), len(pieces))
+        buffer = memoryview(bytearray(_LOADED_BYTES))
+        with open(self._path, "rb", buffering=0) as file:
+            for at in pieces[first:]:
+                os.preadv(file.fileno(), [buffer[: end - at]], at)
+
+    def _is_in_memory(self, at: int) -> bool:
+        """Whether the page of this byte is in memory."""
+        page = (self._data.data_ptr() + at) // mmap.PAGESIZE * mmap.PAGESIZE
+        found = ctypes.c_ubyte(1)
+        _LIBC.mincore(ctypes.c_void_p(page), ctypes.c_size_t(1), ctypes.byref(found))
+        return bool(found.value & 1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors."""
+        return {name: self.tensor(name) for name in self._header}
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor; KeyError if there is none. A write to it does not change the file."""
+        found = self._header[name]
+        start, end = (self._begin + offset for offset in found["data_offsets"])
+        return self._data[start:end].view(_DTYPES[found["dtype"]]).view(found["shape"])
 
 
 def _chunks(tensor: Tensor) -> Iterable[memoryview]:

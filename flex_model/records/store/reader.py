@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections import OrderedDict
 from collections.abc import Collection
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.placement import Shape
+from flex_model.records.store.files import MappedFile
 from flex_model.records.store.manifest import (
     Index,
     Manifest,
@@ -34,38 +34,45 @@ def as_numpy(tensor: Tensor) -> Any:
 class RecordRows:
     """The rows of a record, mapped from its files. A row is the last dim; its number counts through
     all dims before that.
+
+    Attributes:
+        start, step: The place of a row is ``start + step * number``: in its file, if that has the
+            record as a whole.
     """
 
     def __init__(self, layout: RecordLayout, shards: list[Tensor]) -> None:
-        self._layout, self._shards = layout, shards
+        self._layout, self._shards = layout, [shard.flatten(0, -2) for shard in shards]
+        self.start, self.step = 0, 1
+        if layout.is_whole:
+            first, self.step = self._shards[0], layout.shape[-1]
+            self.start = int(first.storage_offset())
+            places = first.untyped_storage().nbytes() // first.itemsize - self.step + 1
+            self._anywhere = first.as_strided((places, self.step), (1, 1), 0)
 
-    def read(self, numbers: Tensor, out: Tensor) -> None:
-        """Read the rows with these numbers alone into ``out``: contiguous, (rows, width)."""
+    def reads(self, other: RecordRows) -> bool:
+        """Whether the rows of the other record can be read by this one: they are in one file."""
+        if not (self._layout.is_whole and other._layout.is_whole):
+            return self is other
+        return self._anywhere.data_ptr() == other._anywhere.data_ptr()
+
+    def read(self, places: Tensor, out: Tensor) -> None:
+        """Read the rows at these places alone into ``out``: contiguous, (rows, width)."""
         layout, shards = self._layout, self._layout.shards
         if layout.is_whole:
-            torch.index_select(_flat(self._shards[0]), 0, numbers, out=out)
+            torch.index_select(self._anywhere, 0, places, out=out)
             return
-        places = torch.unravel_index(numbers, layout.shape[:-1])
+        indices = torch.unravel_index(places, layout.shape[:-1])
         for shard, start, shard_start, sizes in layout.boxes:
-            is_held, number = torch.ones_like(numbers, dtype=torch.bool), torch.zeros_like(numbers)
-            for place, a, b, n, size in zip(places, start, shard_start, sizes, shards[shard][1]):
-                is_held &= (place >= a) & (place < a + n)
-                number = number * size + (place - a + b)
-            held = _flat(self._shards[shard])[:, shard_start[-1] : shard_start[-1] + sizes[-1]]
+            is_held, number = torch.ones_like(places, dtype=torch.bool), torch.zeros_like(places)
+            for index, a, b, n, size in zip(indices, start, shard_start, sizes, shards[shard][1]):
+                is_held &= (index >= a) & (index < a + n)
+                number = number * size + (index - a + b)
+            held = self._shards[shard][:, shard_start[-1] : shard_start[-1] + sizes[-1]]
             channels = slice(start[-1], start[-1] + sizes[-1])
             if is_held.all():
                 out[:, channels] = held.index_select(0, number)
             else:
                 out[is_held, channels] = held.index_select(0, number[is_held])
-
-    def load(self) -> None:
-        """Read the record's pages from the disk, if they are not in memory: a byte of each."""
-        for shard in self._shards:
-            shard.flatten().view(torch.uint8)[:: mmap.PAGESIZE].sum()
-
-
-def _flat(shard: Tensor) -> Tensor:
-    return shard.reshape(-1, shard.shape[-1])
 
 
 class _Group:
@@ -74,7 +81,7 @@ class _Group:
     def __init__(self, folder: Path, index: Index) -> None:
         self.index = index
         self._folder = folder
-        self._files: dict[int, Any] = {}  # by rank
+        self._files: dict[int, MappedFile] = {}  # by rank
 
     def tensor(self, key: str, layout: RecordLayout) -> Tensor:
         """Return a full tensor, in memory of its own."""
@@ -95,27 +102,31 @@ class _Group:
 
     def shard(self, key: str, rank: int, shape: Shape, dtype: torch.dtype) -> Tensor:
         """Return one rank's shard. ValueError if its file does not have it."""
-        from safetensors import SafetensorError, safe_open
-
-        index = self.index
-        path = self._folder / shard_name(index.first, index.last, index.session, rank)
         try:
-            if rank not in self._files:
-                self._files[rank] = safe_open(str(path), framework="pt")
-            tensor = self._files[rank].get_tensor(key)
+            tensor = self.file(rank).tensor(key)
             if tensor.dtype != dtype:  # a dtype that safetensors has no name for
                 if tensor.dtype != torch.uint8 or tensor.dim() != 1:
                     raise ValueError(f"{key!r} is of {tensor.dtype}, not {dtype}")
                 tensor = tensor.clone().view(dtype).reshape(shape)  # aligned for operations
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{key!r} has shape {tuple(tensor.shape)}, not {shape}")
-        except (SafetensorError, ValueError, RuntimeError, OSError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError, OSError) as error:
             raise ValueError(
-                f"ActivationStore: {path} is not the file that a store wrote with "
-                f"{index_name(index.first, index.last)} ({error}); delete {self._folder} and run "
-                "again"
+                f"ActivationStore: {self._path(rank)} is not the file that a store wrote with "
+                f"{index_name(self.index.first, self.index.last)} ({error}); delete "
+                f"{self._folder} and run again"
             ) from error
         return tensor
+
+    def file(self, rank: int) -> MappedFile:
+        """Return a rank's file, which is mapped once."""
+        if rank not in self._files:
+            self._files[rank] = MappedFile(self._path(rank))
+        return self._files[rank]
+
+    def _path(self, rank: int) -> Path:
+        index = self.index
+        return self._folder / shard_name(index.first, index.last, index.session, rank)
 
 
 class Reader:
@@ -156,6 +167,13 @@ class Reader:
         group = self._group(batch)
         key, layout = group.index.of_batch[batch][name][call]
         return RecordRows(layout, group.shards(key, layout))
+
+    def load(self, batch: int, name: str, call: int) -> None:
+        """Read the record of one call from the disk, if it is not in memory."""
+        group = self._group(batch)
+        key, layout = group.index.of_batch[batch][name][call]
+        for rank, _ in layout.shards:
+            group.file(rank).load(key)
 
     def moments(self, name: str) -> Tensor | None:
         """Return the moments of all rows of one name; None if the files do not have them, or its

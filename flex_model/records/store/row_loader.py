@@ -12,26 +12,28 @@ from __future__ import annotations
 
 import itertools
 import json
+import mmap
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from flex_model.distributed import memory
 from flex_model.records.store.manifest import Manifest, digest_of
 from flex_model.records.store.reader import Reader
 from flex_model.records.store.row_segment import Segment
 from flex_model.records.store.row_table import Block, RowTable
 
+_STREAM = 2  # the version of the order of rows
 _OPEN_GROUPS = 64  # records are read in a random order
-_BATCHES_AHEAD = 2  # that as many threads read while one is used
-
-_Parts: TypeAlias = list[tuple[Segment, range]]  # where the rows of a batch are in the stream
+_THREADS = 2  # that read batches ahead of their use
+_READ_BYTES = 2**23  # of batches, by a thread at once: threads that wait for each other are slow
+_MOST_AT_ONCE = 16  # small batches, as the first one waits for the others
 
 
 class Rows(NamedTuple):
@@ -50,6 +52,31 @@ class Rows(NamedTuple):
     origins: Tensor
     positions: Tensor
     state: dict[str, Any]
+
+
+class _Buffers:
+    """Memory of batches, which is used again when no tensor has it any more: page faults of fresh
+    memory take longer than to read rows into it.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._unused: deque[mmap.mmap] = deque(maxlen=most)
+
+    def __reduce__(self) -> Any:
+        return _Buffers, (self._unused.maxlen,)  # a worker process has its own
+
+    def empty(self, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor."""
+        size = rows * width * dtype.itemsize
+        if not size:
+            return torch.empty(rows, width, dtype=dtype)
+        try:
+            buffer = self._unused.pop()
+        except IndexError:
+            buffer = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        lease = memoryview(buffer)  # which the storage of the tensor, and of its views, refers to
+        weakref.finalize(lease, self._unused.append, buffer).atexit = False
+        return torch.frombuffer(lease, dtype=dtype).view(rows, width)
 
 
 class RowLoader(IterableDataset[Rows]):
@@ -88,6 +115,10 @@ class RowLoader(IterableDataset[Rows]):
         self._rank, self._world, self._own_rows = rank, world, batch_rows // world
         self._first = 0
         self._table = RowTable(Reader(folder, manifest), names, mask, annotations)
+        row_bytes = sum(width * dtype.itemsize for width, dtype in self._table.rows.values())
+        at_once = _READ_BYTES // max(1, self._own_rows * row_bytes)
+        self._at_once = min(max(1, at_once), _MOST_AT_ONCE)
+        self._buffers = {name: _Buffers((_THREADS + 1) * self._at_once) for name in names}
         self._num_rows = sum(block.num_rows for block in self._table.blocks)
         self._num_batches = epochs * self._num_rows // batch_rows
         if not self._num_batches:
@@ -95,7 +126,7 @@ class RowLoader(IterableDataset[Rows]):
                 f"loader: {folder} has {self._num_rows} rows of {list(names)}, less than a batch "
                 f"of {batch_rows}; give a smaller batch_rows"
             )
-        stream = (manifest.id, manifest.groups, *names, self._table.mask)
+        stream = (_STREAM, manifest.id, manifest.groups, *names, self._table.mask)
         text = json.dumps((*stream, batch_rows, buffer_rows, seed))
         self._stream = digest_of(text.encode())
 
@@ -117,52 +148,51 @@ class RowLoader(IterableDataset[Rows]):
         self._first = int(state["batch"])
 
     def __iter__(self) -> Iterator[Rows]:
-        ahead: deque[Future[Rows]] = deque()
-        with ThreadPoolExecutor(1) as loading, ThreadPoolExecutor(_BATCHES_AHEAD) as reading:
-            for batch, parts in self._batches(loading):
-                ahead.append(reading.submit(self._read, batch, parts))
-                if len(ahead) > _BATCHES_AHEAD:
-                    yield ahead.popleft().result()
+        ahead: deque[Future[list[Rows]]] = deque()
+        with ThreadPoolExecutor(_THREADS) as threads:
+            batches = self._batches(threads)
+            while some := list(itertools.islice(batches, self._at_once)):
+                ahead.append(threads.submit(list, itertools.starmap(self._read, some)))
+                if len(ahead) == _THREADS:
+                    yield from ahead.popleft().result()
             while ahead:
-                yield ahead.popleft().result()
+                yield from ahead.popleft().result()
 
-    def _batches(self, loading: ThreadPoolExecutor) -> Iterator[tuple[int, _Parts]]:
-        """Yield the batches of this reader, and where in which segments its own part of them is."""
+    def _batches(self, threads: ThreadPoolExecutor) -> Iterator[tuple[int, list[Segment]]]:
+        """Yield the batches of this reader, and the segments that have its own part of them."""
         reader = Reader(self._folder, self._manifest, _OPEN_GROUPS)
         worker = get_worker_info()
         number, count = (worker.id, worker.num_workers) if worker else (0, 1)
-        parts: _Parts = []
-        segments = (loading.submit(self._segment, reader, *place) for place in self._places())
+        mine = range(self._first + number, self._num_batches, count)
+        segments: list[Segment] = []
+        num_rows = 0
+        made = (threads.submit(self._segment, reader, mine, *place) for place in self._places())
         # The next segment is loaded from the disk while the batches of this one are used.
-        for loaded, _ in itertools.pairwise(itertools.chain(segments, [None])):
+        for loaded, _ in itertools.pairwise(itertools.chain(made, [None])):
             assert loaded is not None
             segment = loaded.result()
-            begin = max(self._first, segment.start // self._batch_rows)
-            end = min(self._num_batches, -(-segment.end // self._batch_rows))
-            for batch in range(begin, end):
-                first = batch * self._batch_rows + self._rank * self._own_rows
-                last = first + self._own_rows
-                here = range(max(first, segment.start), min(last, segment.end))
-                if (batch - self._first) % count == number and here:
-                    parts.append((segment, here))
-                    if here.stop == last:
-                        yield batch, parts
-                        parts = []
+            for batch, origins in segment.beside["origins"].items():
+                segments.append(segment)
+                num_rows += len(origins)
+                if num_rows == self._own_rows:
+                    yield batch, segments
+                    segments, num_rows = [], 0
 
-    def _read(self, batch: int, parts: _Parts) -> Rows:
-        def beside(name: str) -> Tensor:
-            return torch.cat([segment.beside(name, places) for segment, places in parts])
-
+    def _read(self, batch: int, segments: list[Segment]) -> Rows:
         records = {}
-        for name in self._table.names:
-            width, dtype = self._table.rows[name]
-            records[name] = memory.empty((self._own_rows, width), dtype)
-            outs = records[name].split([len(places) for _, places in parts])
-            for (segment, places), out in zip(parts, outs):
-                segment.read(name, places, out)
-        annotations = {name: beside(f"annotation/{name}") for name in self._table.annotations}
+        for name, (width, dtype) in self._table.rows.items():
+            runs = [run for segment in segments for run in segment.runs[name][batch]]
+            records[name] = self._buffers[name].empty(self._own_rows, width, dtype)
+            outs = records[name].split([len(places) for _, places in runs])
+            for (source, places), out in zip(runs, outs):
+                source.read(places, out)
+        beside = {
+            name: torch.cat([segment.beside[name][batch] for segment in segments])
+            for name in segments[0].beside
+        }
+        annotations = {name: beside[f"annotation/{name}"] for name in self._table.annotations}
         state = {"stream": self._stream, "batch": batch + 1}
-        return Rows(records, annotations, beside("origins"), beside("positions"), state)
+        return Rows(records, annotations, beside["origins"], beside["positions"], state)
 
     def _places(self) -> Iterator[tuple[int, list[Block]]]:
         """Yield the segments that are not read yet: where each starts, and its blocks."""
@@ -176,17 +206,25 @@ class RowLoader(IterableDataset[Rows]):
                 block = None if place is None else self._table.blocks[place]
                 if block is None or num_rows + block.num_rows > self._buffer_rows:
                     if picked and begin < start + num_rows and start < end:
-                        yield start, picked
+                        yield start, sorted(picked)  # rows of one file follow each other
                     start, picked, num_rows = start + num_rows, [], 0
                 if block is not None:
                     picked.append(block)
                     num_rows += block.num_rows
 
-    def _segment(self, reader: Reader, start: int, blocks: list[Block]) -> Segment:
+    def _segment(self, reader: Reader, mine: range, start: int, blocks: list[Block]) -> Segment:
+        """Return the segment that starts there, with the reader's part of the batches ``mine``."""
         order = self._order(sum(block.num_rows for block in blocks), "rows", start)
-        first, last = (len(blocks) * i // self._world for i in (self._rank, self._rank + 1))
-        share = slice(first, last + 1)
-        return Segment(reader, self._table, start, blocks, order, self._batch_rows, share)
+        parts = {}
+        for batch in range(start // self._batch_rows, -(-(start + len(order)) // self._batch_rows)):
+            at = batch * self._batch_rows - start
+            own = at + self._rank * self._own_rows
+            part = order[max(own, 0) : max(own + self._own_rows, 0)]
+            if batch in mine and len(part):
+                # In the tensor's memory. torch's sort takes ten times as long.
+                order[max(at, 0) : at + self._batch_rows].numpy().sort()
+                parts[batch] = part
+        return Segment(reader, self._table, blocks, parts)
 
     def _order(self, count: int, *of: Any) -> Tensor:
         if self._seed is None:

@@ -4,67 +4,67 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from flex_model.records.store.reader import Reader
+from flex_model.records.store.reader import Reader, RecordRows
 from flex_model.records.store.row_table import Block, RowTable, per_row
+
+Runs: TypeAlias = list[tuple[RecordRows, Tensor]]  # records, and places of rows in them
 
 
 class Segment:
-    """The rows of some blocks at one stretch of a loader's stream.
+    """A reader's rows of some blocks at one stretch of a loader's stream.
 
     The pages of the records, and all beside them, are in memory when it is made: a loader makes the
-    next one in a thread.
+    next one in a thread. It prepares all batches at once: each operation of a thread makes the
+    threads that read wait.
 
     Args:
-        start: Where it begins in the stream, in rows.
-        order: The numbers of its rows, shuffled; a row's number counts through the blocks. The
-            stream has those of a batch in ascending order.
-        share: The blocks whose rows are read.
+        parts: By batch, the numbers of the reader's rows, ascending; a row's number counts through
+            the blocks.
+
+    Attributes:
+        beside: By name and batch, the columns beside these rows.
+        runs: By name and batch, these rows.
     """
 
     def __init__(
-        self,
-        reader: Reader,
-        table: RowTable,
-        start: int,
-        blocks: Sequence[Block],
-        order: Tensor,
-        batch_rows: int,
-        share: slice,
+        self, reader: Reader, table: RowTable, blocks: Sequence[Block], parts: dict[int, Tensor]
     ) -> None:
-        num_rows = len(order)
-        self.start, self.end = start, start + num_rows
-        batches = torch.arange(self.start, self.end) // batch_rows
-        self._rows = (batches * num_rows + order).sort().values % num_rows
-        self._bounds = torch.tensor([0, *itertools.accumulate(b.num_rows for b in blocks)])
-        beside = [_beside(reader, table, block) for block in blocks]
-        self._beside = {
-            name: torch.cat([one[name] for one in beside])[self._rows] for name in beside[0]
+        rows = torch.cat([torch.empty(0, dtype=torch.int64), *parts.values()])
+        sizes = [len(part) for part in parts.values()]
+        columns = [_beside(reader, table, block) for block in blocks]
+        beside = {
+            name: torch.cat([one[name] for one in columns]).index_select(0, rows)
+            for name in columns[0]
         }
-        self._numbers = self._beside["origins"][:, 2].contiguous()
-        self._records = [
-            {name: reader.rows(block.batch, name, block.call) for name in table.names}
-            for block in blocks
-        ]
-        for records in self._records[share]:
-            for record in records.values():
-                record.load()
-
-    def beside(self, name: str, places: range) -> Tensor:
-        """Return a column beside the records, at these places of the stream."""
-        return self._beside[name][places.start - self.start : places.stop - self.start]
-
-    def read(self, name: str, places: range, out: Tensor) -> None:
-        """Read the rows of a name at these places of the stream."""
-        here = slice(places.start - self.start, places.stop - self.start)
-        numbers = self._numbers[here]
-        cuts = torch.searchsorted(self._rows[here], self._bounds).tolist()
-        for records, (first, last) in zip(self._records, itertools.pairwise(cuts)):
-            if first < last:
-                records[name].read(numbers[first:last], out[first:last])
+        self.beside = {name: dict(zip(parts, one.split(sizes))) for name, one in beside.items()}
+        ends = list(itertools.accumulate(block.num_rows for block in blocks))
+        of_blocks = torch.bucketize(rows, torch.tensor(ends), right=True)
+        used = of_blocks.bincount(minlength=len(blocks)).nonzero().flatten().tolist()
+        self.runs: dict[str, dict[int, Runs]] = {}
+        for name in table.names:
+            records = {i: reader.rows(blocks[i].batch, name, blocks[i].call) for i in used}
+            steps = torch.zeros(len(blocks), 2, dtype=torch.int64)
+            sources: list[RecordRows] = []
+            bounds: list[int] = []  # where the rows of the next source begin
+            for i, record in records.items():
+                reader.load(blocks[i].batch, name, blocks[i].call)
+                steps[i, 0], steps[i, 1] = record.start, record.step
+                if not sources or not sources[-1].reads(record):
+                    bounds += [ends[i - 1]] * bool(sources)
+                    sources.append(record)
+            start, step = steps.index_select(0, of_blocks).unbind(1)
+            places = (start + step * beside["origins"][:, 2]).split(sizes)
+            at = torch.tensor(bounds, dtype=torch.int64)
+            cuts = [torch.searchsorted(part, at).tolist() for part in parts.values()]
+            self.runs[name] = {
+                batch: list(zip(sources, one.tensor_split(cut)))
+                for batch, one, cut in zip(parts, places, cuts)
+            }
 
 
 def _beside(reader: Reader, table: RowTable, block: Block) -> dict[str, Tensor]:

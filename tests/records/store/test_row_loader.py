@@ -1,6 +1,7 @@
 """Rows for training: every row once, aligned, in one order for any number of readers."""
 
 import json
+import mmap
 import signal
 import subprocess
 import sys
@@ -151,6 +152,19 @@ def test_a_reader_reads_its_own_rows_alone(tmp_path, monkeypatch):
     assert sum(count for count, _ in read) == num_rows // 8 * 2
     # Of a batch of every record each reader has some: its own, and those at the edges.
     assert len({id(record) for _, record in read}) < BATCHES - 2
+
+
+def test_memory_is_used_again_when_no_tensor_has_it(tmp_path, monkeypatch):
+    loader, made = filled(tmp_path).loader("1", 2, epochs=2), []
+    plain = mmap.mmap
+    monkeypatch.setattr(mmap, "mmap", lambda *how: made.append(plain(*how)) or made[-1])
+    kept = []
+    for i, rows in enumerate(loader):
+        if i % 9 == 0:
+            part = rows.records["1"].T[3:5]  # which has the memory, as any view
+            kept.append((part, part.clone()))
+    assert len(made) < len(loader) / 2
+    assert all(torch.equal(part, before) for part, before in kept)
 
 
 def test_what_is_not_aligned_is_refused(tmp_path):
