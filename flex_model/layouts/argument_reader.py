@@ -176,10 +176,10 @@ class ArgumentReader:
         split = shards[0].shard if shards else None
         num_same = 0  # dims that a view keeps
         rows_dim = -1 if split is None else split.dim
-        # A rank's one row among dims of size 1, of which a view drops or adds some.
+        # A rank's one row beside other dims of size 1, of which a view drops or adds some.
         before, ones = shards[0].shapes[0] if shards else (), [n for *_, n in self._plain if n == 1]
-        hides_row = before[rows_dim : rows_dim + 1] == (1,) and len(ones) > 1
-        hides_row &= len(ones) != before.count(1)
+        hides_row = before[rows_dim : rows_dim + 1] == (1,) and len(ones) != before.count(1)
+        hides_row &= 1 in before[: max(rows_dim, 0)] or len(ones) > 1
         begins_with_rows = rows_dim == 0 and any(one[1:] == (0, -1) for one in self._plain)
         for name, place, number in self._plain:
             if not shards and (number in unsettled if name == "size" else unsettled):

@@ -549,11 +549,17 @@ def test_views_in_place_copies_of_blank_tensors_and_recurrent_layers(rows, infer
 
 
 @pytest.mark.ranks(2)
-def test_a_view_by_numbers_does_not_tell_one_row_from_other_dims_of_size_1():
-    """Was the second dim: the median's view of (1, row, 1, length) drops the first one."""
-    median = Sites(lambda m, x: m.median(x.quantile(0.5, 0)), "median")
-    mine = models.random(3, 2, 1).chunk(2, 1)[dist.get_rank()]
-    found, _, _ = follow(median, mesh_of(dp_size=2), [mine], [(Shard(1), R)])
+@pytest.mark.parametrize("width", [1, 8])
+def test_a_view_by_numbers_does_not_tell_one_row_from_other_dims_of_size_1(width):
+    """Was the second dim: the median's view of (1, row, width, length) drops the first one."""
+
+    def median(m, x):
+        joined = x.flatten(1, 2)  # a split dim as wide as the view's second one
+        return m.median(joined.unflatten(1, (x.shape[1], -1)).quantile(0.5, 0))
+
+    mine = models.random(3, 2, width).chunk(2, 1)[dist.get_rank()]
+    model = Sites(median, "median")
+    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [(Shard(1), R)])
     assert found["median"] == [None]
 
 
