@@ -32,6 +32,7 @@ _KEEP_ALL = {
 }  # fmt: skip
 _BESIDE = {"where", "masked_fill", "copy", "index_copy", "complex"}
 _MAX_CHOICES = 64
+EXPANDS = {"expand": "size", "repeat": "repeats"}  # by the argument that has the sizes
 _FILLS = {"zeros_like", "ones_like", "full_like", "fill", "zero"}
 
 
@@ -55,7 +56,7 @@ def open_dims(
             of_each.append(frozenset())
         else:
             return None
-    if name == "expand":
+    if name in EXPANDS:
         return _expanded(operation, of_each[0], split_sizes)
     if not any(of_each):
         return None
@@ -111,11 +112,13 @@ def _expanded(operation: Operation, dims: OpenDims, split_sizes: set[int]) -> Op
     operand, result = operation.operands[0], operation.outputs[0]
     offset = result.ndim - operand.ndim
     found = {dim + offset for dim in dims}
-    known = operation.full_sizes.get("size", [None] * result.ndim)
+    known = operation.full_sizes.get(EXPANDS[operation.name], [None] * result.ndim)
     for dim in range(result.ndim):
         sizes = {shape[dim] for shape in result.shapes}
         was = {shape[dim - offset] for shape in operand.shapes} if dim >= offset else {1}
         full = known[dim] if dim < len(known) else None
+        if operation.name == "repeat" and was != {1}:
+            continue  # a number of copies, not a size
         if sizes == was and (full is not None or not sizes <= split_sizes):
             continue
         if full is not None and sizes == {full}:

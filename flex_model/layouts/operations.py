@@ -219,7 +219,9 @@ def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Val
     """Note a result of which only the extent is not known, or was inferred wrongly."""
     values = operation.values
     placement, is_tp = proofs.placements.get(value), proofs.axis == "tp"
-    may_be_share = operation.name == "expand" or (is_tp and any(v in proofs.open for v in values))
+    may_be_share = operation.name in constants.EXPANDS or (
+        is_tp and any(v in proofs.open for v in values)
+    )
     if placement is None or (placement == REPLICATED and may_be_share):
         dims = constants.open_dims(operation, proofs.open, proofs.axis, proofs.split_sizes)
         if dims is not None:
@@ -254,7 +256,7 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[logged.Op, ...]) ->
         for i, output in enumerate(entries[0].outputs)
     )
     made = {size for output in outputs for shape in output.shapes for size in shape}
-    unsettled = proofs.split_sizes & made if may_be_split or name == "expand" else set()
+    unsettled = proofs.split_sizes & made if may_be_split or name in constants.EXPANDS else set()
     reader.conclude_sizes(unsettled)
     operation = Operation(
         name,

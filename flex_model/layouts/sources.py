@@ -372,7 +372,10 @@ def check_batch_dim(batch_dim: Any) -> BatchDim:
 
 
 #: Arguments of transformers that hold rows, by their number of dims; so do those with "label".
-_HOLD_ROWS = {"start_positions": 1, "end_positions": 1, "position_ids": 2, "token_type_ids": 2}
+_HOLD_ROWS = {
+    **dict.fromkeys(("start_positions", "end_positions"), 1),
+    **dict.fromkeys(("input_ids", "attention_mask", "position_ids", "token_type_ids"), 2),
+}
 
 
 def inputs_along_dp(

@@ -145,6 +145,12 @@ def held_in_containers(model, h):
     return h * model.tables["scale"] + model.tables["steps"][0].unsqueeze(-1)
 
 
+def repeated_for_rows(model, h):
+    """Prompts of all rows, by a number that is as large as a rank's rows."""
+    prompts = model.table[:2].repeat(len(h), 1, 1)
+    return torch.cat([prompts * 2, h], 1)[:, 1:-1].sin()
+
+
 def literal_slices(model, h):
     """By numbers in variables that are as large as some ranks' rows."""
     one, two, three = 1, 2, 3
@@ -196,6 +202,7 @@ LINES = [
     filled_in,
     put_at_tokens,
     held_in_containers,
+    repeated_for_rows,
     literal_slices,
     shared_mask,
     zeros_of_rows,

@@ -237,7 +237,14 @@ class NamedInputs(nn.Module):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("labels", (3,)), ("start_positions", (3,)), ("position_ids", (3, 3)), ("labels", (3, 3))],
+    [
+        ("labels", (3,)),
+        ("start_positions", (3,)),
+        ("position_ids", (3, 3)),
+        ("labels", (3, 3)),
+        ("input_ids", (3, 3)),
+        ("attention_mask", (3, 3)),
+    ],
 )
 def test_an_input_that_holds_rows_by_its_name(name, shape):
     """Equal on all ranks, and as long as their rows: only its name says what it is."""
