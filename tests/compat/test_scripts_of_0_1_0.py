@@ -1,8 +1,9 @@
 """Scripts in the style of release 0.1.0: layers that split by hand, and ``expected_shape`` alone to
-say so. Values, edits and gradients equal the unsharded model's.
+say so. Values, edits, gradients and parameters equal the unsharded model's.
 """
 
 import argparse
+import re
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from flex_model.core import FlexModel, HookFunction
 from tiers import grid_but
 
 BATCH, LENGTH, WIDTH = 3, 4, 6
-WIDE = {"even": 8, "uneven": 9}
+WIDE = {"even": 8, "uneven": 11}
 STYLES = ("functions", "plain", "functional")  # the last two have no gradients
 
 
@@ -181,6 +182,11 @@ def editing_function(current_module, inputs, save_ctx, modules):
     return modules["probe"].forward(mixed)
 
 
+def by_svd(current_module, inputs, save_ctx, modules):
+    values = torch.linalg.svdvals(inputs.detach().flatten(0, 1))
+    return torch.where(inputs > values[-1] / 10, inputs, 0.0)
+
+
 def in_place(current_module, inputs, save_ctx, modules):
     inputs[..., -1] = 0  # of the last rank
     return inputs
@@ -202,20 +208,34 @@ def probe(width):
     return models.seeded(nn.Linear, width, width, seed=5).double()
 
 
-def oracle(wide, site, edit):
+def oracle(wide, site, edit, register="register_forward_hook"):
     """The record, the output, the loss's gradients and the probe's, of the model on one process."""
     model, records = whole(wide), []
     width = WIDTH if site in FRONT else wide
     modules, context = nn.ModuleDict({"probe": probe(width)}), argparse.Namespace()
 
-    def hook(module, args, output):
-        records.append(output.detach().clone())
-        return output if edit is None else edit(None, output.clone(), context, modules)
+    def edited(tensor):
+        records.append(tensor.detach().clone())
+        return tensor if edit is None else edit(None, tensor.clone(), context, modules)
 
-    model.get_submodule(site).register_forward_hook(hook)
+    hooks = {
+        "register_forward_hook": lambda module, args, output: edited(output),
+        "register_forward_pre_hook": lambda module, args: (edited(args[0]),),
+        "register_full_backward_hook": lambda module, grads, _: (edited(grads[0]),),
+        "register_full_backward_pre_hook": lambda module, grads: (edited(grads[0]),),
+    }
+    getattr(model.get_submodule(site), register)(hooks[register])
     output = model(ids())
     output.sin().mean().backward()
-    return records, output.detach(), model, modules["probe"]
+    return records[0], output.detach(), model, modules["probe"]
+
+
+def check_parameters(flex, model):
+    """In full, by the sizes that are given: weights of rows and of columns."""
+    for name, parameter in model.named_parameters():
+        full = flex.get_module_parameter(name, tuple(parameter.shape))
+        assert torch.equal(full, parameter.detach()), name
+        assert full.device.type == "cpu" and not full.requires_grad
 
 
 def check_values(wide, style):
@@ -227,7 +247,21 @@ def check_values(wide, style):
         with torch.no_grad():
             assert_close(flex(ids()), output)
         if dist.get_rank() == 0:
-            assert_close(records[site], expected, msg=lambda text, s=site: f"{s}: {text}")
+            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
+        flex.restore()
+
+
+def check_edits(wide, edit):
+    """Without gradients at every site."""
+    for site in SPLIT + FRONT + LAST:
+        expected, output, _, trained = oracle(wide, site, edit)
+        flex = wrap(split(wide, "functions"), records := {})
+        flex.register_trainable_module("probe", probe(trained.in_features))
+        flex.register_forward_hook(HookFunction(site, full_shape(site, wide), edit))
+        with torch.no_grad():
+            assert_close(flex(ids()), output, msg=lambda text, s=site: f"{s}: {text}")
+        if dist.get_rank() == 0:
+            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
         flex.restore()
 
 
@@ -241,7 +275,7 @@ def check_training(wide, edit, sites):
         found.sin().mean().backward()
         assert_close(found.detach(), output, msg=lambda text, s=site: f"{s}: {text}")
         if dist.get_rank() == 0:
-            assert_close(records[site], expected, msg=lambda text, s=site: f"{s}: {text}")
+            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
         for name, parameter in flex.trainable_modules["probe"].named_parameters():
             gradient = trained.get_parameter(name).grad
             assert_close(parameter.grad, gradient, msg=lambda text, s=site: f"{s}: {text}")
@@ -268,7 +302,30 @@ def test_values_on_two_ranks(wide, style):
     check_values(WIDE[wide], style)
 
 
-EDITS = {"a probe": editing_function, "in place": in_place}
+@pytest.mark.grid
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("wide", WIDE)
+def test_values_on_four_ranks(wide, style):
+    check_values(WIDE[wide], style)
+
+
+EDITS = {"a probe": editing_function, "by its values": by_svd, "in place": in_place}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("wide", grid_but(WIDE, "uneven"))
+def test_edits_on_two_ranks(wide, name):
+    check_edits(WIDE[wide], EDITS[name])
+
+
+@pytest.mark.grid
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("wide", WIDE)
+def test_edits_on_four_ranks(wide, name):
+    check_edits(WIDE[wide], EDITS[name])
 
 
 @pytest.mark.ranks(2)
@@ -276,6 +333,14 @@ EDITS = {"a probe": editing_function, "in place": in_place}
 @pytest.mark.parametrize("wide", grid_but(WIDE, "uneven"))
 def test_gradients_through_edits_on_two_ranks(wide, name):
     """A split tensor's gradient is split as it is; behind all Functions the loss's is whole."""
+    check_training(WIDE[wide], EDITS[name], SPLIT + LAST)
+
+
+@pytest.mark.grid
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("wide", WIDE)
+def test_gradients_through_edits_on_four_ranks(wide, name):
     check_training(WIDE[wide], EDITS[name], SPLIT + LAST)
 
 
@@ -291,12 +356,211 @@ def test_gradients_in_front_of_functions_that_are_not_declared(site):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("wide", WIDE)
+def test_parameters_on_two_ranks(wide):
+    wide = WIDE[wide]
+    check_parameters(wrap(split(wide, "plain"), {}), whole(wide))
+
+
+@pytest.mark.grid
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("wide", WIDE)
+def test_parameters_on_four_ranks(wide):
+    wide = WIDE[wide]
+    check_parameters(wrap(split(wide, "plain"), {}), whole(wide))
+
+
+# ---- Gradients -----------------------------------------------------------------------------------
+
+BACKWARD = ("register_full_backward_pre_hook", "register_full_backward_hook")
+
+
+def check_gradients(wide, site, register, shape, edit):
+    expected, _, model, _ = oracle(wide, site, edit, register)
+    flex = wrap(split(wide, "functions"), records := {})
+    getattr(flex, register)(HookFunction(site, shape, edit))
+    flex(ids()).sin().mean().backward()
+    if dist.get_rank() == 0:
+        assert_close(records[site], [expected])
+    check_local_gradients(flex, model)
+
+
+def doubled(current_module, inputs, save_ctx, modules):
+    return inputs + inputs.flip(-1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edit", [None, doubled], ids=["read", "edit"])
+@pytest.mark.parametrize("wide", WIDE)
+def test_gradients_of_split_sites(wide, edit):
+    """Their expected shape is that of the tensor passed."""
+    wide = WIDE[wide]
+    for site in SPLIT:
+        check_gradients(wide, site, BACKWARD[0], (None, None, wide), edit)
+    check_gradients(wide, "layers.1.feed_forward.act", BACKWARD[1], (None, None, wide), edit)
+
+
+# ---- What a hint says, and what it doesn't -------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
 def test_groups_with_an_expected_shape():
-    wide, edit = WIDE["even"], lambda module, full, save_ctx, modules: full + full.flip(-1)
+    wide = WIDE["even"]
     flex = wrap(split(wide, "functions"), {})
-    flex.create_hook_group("wide", "feed_forward.w1", (None, None, wide), edit, 0)
+    flex.create_hook_group("wide", "feed_forward.w1", (None, None, wide), doubled, 0)
     model = whole(wide)
     for layer in model.layers:
         layer.feed_forward.w1.register_forward_hook(lambda m, args, out: out + out.flip(-1))
     assert_close(flex(ids(), groups=["wide"]), model(ids()))
     assert_close(flex(ids(), groups=["wide"], complement=True), whole(wide)(ids()))
+
+
+@pytest.mark.ranks(2)
+def test_a_saved_activation_is_used_at_another_site():
+    """A cached activation of one site is added at another, as activation patching does it."""
+    wide = WIDE["uneven"]
+
+    def keep(module, inputs, save_ctx, modules):
+        save_ctx.activation = inputs
+
+    def patch(module, inputs, save_ctx, modules):
+        return inputs + save_ctx.activation.flip(-1)
+
+    def run(model, register):
+        register(model, "layers.0.feed_forward.w1", keep)
+        register(model, "layers.1.feed_forward.w3", patch)
+        output = model(ids())
+        output.sin().mean().backward()
+        return output.detach()
+
+    context, alone = argparse.Namespace(), whole(wide)
+
+    def plain(model, site, edit):
+        module = model.get_submodule(site)
+        module.register_forward_hook(lambda module, args, out: edit(module, out, context, {}))
+
+    expected = run(alone, plain)
+    flex = wrap(split(wide, "functions"), {})
+
+    def hooked(model, site, edit):
+        model.register_forward_hook(HookFunction(site, (None, None, wide), edit))
+
+    found = run(flex, hooked)
+    assert_close(found, expected)
+    gradient = flex.module.layers[0].feed_forward.w1.weight.grad
+    assert_close(gradient, share(alone.layers[0].feed_forward.w1.weight.grad, 0))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shape", [(None, None, 9), (None, None, 4), (None, 8)])
+def test_a_shape_that_does_not_add_up(shape):
+    """On every rank: four features each are no nine; not the ranks' own; another number of dims."""
+    flex = wrap(split(8, "plain"), {})
+    flex.register_forward_hook(HookFunction("layers.0.feed_forward.w1", shape))
+    with (
+        pytest.raises((ValueError, TypeError), match=r"layers\.0\.feed_forward\.w1"),
+        torch.no_grad(),
+    ):
+        flex(ids())
+
+
+@pytest.mark.ranks(2)
+def test_without_a_hint_it_is_refused():
+    """And the advice is a layout, since a shape does not tell in which order the parts are."""
+    flex = wrap(split(8, "plain"), {})
+    flex.register_forward_hook(HookFunction("layers.0.feed_forward.w1"))
+    with pytest.raises(ValueError, match=re.escape("annotate_layout")) as error, torch.no_grad():
+        flex(ids())
+    assert "expected_shape=" not in str(error.value)
+
+
+class Partial(nn.Module):
+    """A row layer whose sum comes after a site: replicas there have other values."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight, self.site = nn.Parameter(share(linear.weight, 1)), nn.Identity()
+
+    def forward(self, x):
+        x = self.site(F.linear(share(x, -1), self.weight))
+        dist.all_reduce(x)
+        return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("shape", [None, (None, None, WIDTH), (BATCH, LENGTH, WIDTH)])
+def test_a_partial_sum_is_no_replica(shape):
+    """Its full size equals the ranks' own, so a hint says nothing against it: an error."""
+    flex = wrap(Partial(models.seeded(nn.Linear, 8, WIDTH).double()), {})
+    flex.register_forward_hook(HookFunction("site", shape))
+    with pytest.raises(ValueError, match="'site'"), torch.no_grad():
+        flex(models.random(BATCH, LENGTH, 8))
+
+
+class Fused(nn.Module):
+    """Gate and up in one weight, of each of which a rank has a half."""
+
+    def __init__(self, linear):
+        super().__init__()
+        gate, up = linear.weight.chunk(2)
+        self.weight = nn.Parameter(torch.cat([share(gate, 0), share(up, 0)]))
+        self.weight.tensor_model_parallel = True
+        self.weight.partition_dim, self.weight.partition_stride = 0, 2
+        self.site = nn.Identity()
+
+    def forward(self, x):
+        gate, up = self.site(F.linear(x, self.weight)).chunk(2, -1)
+        return F.silu(gate) * up
+
+
+@pytest.mark.ranks(2)
+def test_a_proof_that_parts_interleave_wins():
+    linear = models.seeded(nn.Linear, WIDTH, 8).double()
+    x, records = models.random(BATCH, LENGTH, WIDTH), {}
+    flex = wrap(Fused(linear), records)
+    flex.register_forward_hook(HookFunction("site", (None, None, 8)))
+    with torch.no_grad():
+        flex(x)
+    if dist.get_rank() == 0:
+        assert_close(records["site"][0], F.linear(x, linear.weight).detach())
+    full = flex.get_module_parameter("weight", (8, WIDTH))
+    assert_close(full, linear.weight.detach())
+
+
+# ---- Rows over data-parallel ranks ---------------------------------------------------------------
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("rows", [2 * BATCH, None])
+def test_columns_and_rows_on_four_ranks(rows):
+    """tp 2 x dp 2: the batch dim is the global batch, or it is left out."""
+    wide, mesh = WIDE["even"], models.mesh(2, 2)
+    full = models.seeded(torch.randint, 0, 12, (2 * BATCH, LENGTH), seed=4)
+    mine = full.chunk(2)[mesh["dp"].get_local_rank()]
+    model, group, records = whole(wide), mesh["tp"].get_group(), {}
+    expected = []
+    model.layers[0].feed_forward.w1.register_forward_hook(
+        lambda module, args, output: expected.append(output.detach())
+    )
+    model(full)
+    sharded = whole(wide)
+    mlp = sharded.layers[0].feed_forward
+    for name, dim in (("w1", 0), ("w3", 0), ("w2", 1)):
+        linear = getattr(mlp, name)
+        weight = linear.weight.detach().chunk(2, dim)[group.rank()].clone()
+        linear.weight = nn.Parameter(weight)
+        if dim == 0:
+            linear.bias = nn.Parameter(linear.bias.detach().chunk(2)[group.rank()].clone())
+    mlp.w2.register_forward_hook(lambda module, args, output: summed(output, group, module.bias))
+    flex = FlexModel(sharded, records, tensor_parallel_size=2, data_parallel_size=2)
+    flex.register_forward_hook(HookFunction("layers.0.feed_forward.w1", (rows, None, wide)))
+    with torch.no_grad():
+        assert_close(flex(mine), model(full).chunk(2)[mesh["dp"].get_local_rank()])
+    if dist.get_rank() == 0:
+        assert_close(records["layers.0.feed_forward.w1"], expected[:1])
+
+
+def summed(output, group, bias):
+    output = output - bias / 2
+    dist.all_reduce(output, group=group)
+    return output
