@@ -18,7 +18,6 @@ from torch.distributed.pipelining.microbatch import (
 )
 from torch.utils import _pytree as pytree
 
-from flex_model import _C
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.distributed.tensor_dicts import Description, describe, from_rank, gather_to_first
@@ -174,11 +173,11 @@ def join(
         placement = stated
     elif isinstance(placement, Shard) and stated not in (None, placement):
         raise ValueError(_refusal(parts, placement, "", stated))
-    are_alike = len({(part.shape, part.dtype) for part in parts}) == 1
+    are_alike = len({part.shape for part in parts}) == 1
     if isinstance(placement, Replicate) and are_alike:
         if is_gradient:  # each micro-batch adds to it
             return torch.stack(list(parts)).sum(0)
-        if all(_C.same_bytes(part.contiguous(), first.contiguous()) for part in parts[1:]):
+        if all(same_bits(part, first) for part in parts[1:]):
             return first
     dim = placement.dim if isinstance(placement, Shard) else -1
     if placement != Shard(dim):  # in parts, or in pieces
@@ -244,6 +243,18 @@ def part_of_shape(
     part = list(shape)
     part[dim] = sum(of_rank[0] for of_rank in rows)
     return tuple(part)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are alike, in dtype, shape and bits."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.numel() == 0:
+        return True
+    return torch.equal(
+        one.contiguous().reshape(-1).view(torch.uint8),
+        other.contiguous().reshape(-1).view(torch.uint8),
+    )
 
 
 _BACKWARD = ("full_backward", "full_backward_pre")
