@@ -15,7 +15,7 @@ from flex_model.distributed.placement import Shard
 from flex_model.layouts import chunks, logged, memory_map
 from flex_model.layouts.logged import Value
 from flex_model.layouts.operation_log import dtype_of
-from flex_model.layouts.propagation.operation import Operand, full_size
+from flex_model.layouts.propagation.operation import Operand, Shape, full_size
 from flex_model.layouts.propagation.slicing import SPLITS
 from flex_model.layouts.propagation.views import TO_SIZES
 from flex_model.layouts.sizes import (
@@ -176,10 +176,7 @@ class ArgumentReader:
         split = shards[0].shard if shards else None
         num_same = 0  # dims that a view keeps
         rows_dim = -1 if split is None else split.dim
-        # A rank's one row beside other dims of size 1, of which a view drops or adds some.
-        before, ones = shards[0].shapes[0] if shards else (), [n for *_, n in self._plain if n == 1]
-        hides_row = before[rows_dim : rows_dim + 1] == (1,) and len(ones) != before.count(1)
-        hides_row &= 1 in before[: max(rows_dim, 0)] or len(ones) > 1
+        hides_row = bool(shards) and self._hides_row(shards[0].shapes[0], rows_dim)
         begins_with_rows = rows_dim == 0 and any(one[1:] == (0, -1) for one in self._plain)
         for name, place, number in self._plain:
             if not shards and (number in unsettled if name == "size" else unsettled):
@@ -205,6 +202,13 @@ class ArgumentReader:
             self.full_sizes = {
                 name: sizes for name, sizes in self.full_sizes.items() if name in kept
             }
+
+    def _hides_row(self, shape: Shape, rows_dim: int) -> bool:
+        """Whether a view drops or adds dims of size 1, of which a rank's one row may be any."""
+        ones = sum(number == 1 for _, _, number in self._plain)
+        if shape[rows_dim] != 1 or ones == shape.count(1):
+            return False
+        return ones > 1 or 1 in shape[:rows_dim]
 
     def _may_count_rows(self, number: int) -> bool:
         """Whether the number may be a rank's size of a split dim, or that joined with others."""
