@@ -4,27 +4,20 @@ it ran, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from flex_model.distributed.costs import Spent
 from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.hooks.registration import Registration
 from flex_model.inspection import text
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
-from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
-
-from flex_model.distributed.costs import Spent
-
-if TYPE_CHECKING:
-    from flex_model.hooks.core import HookCore
-
 
 NOT_RUN = "not run yet"
 _ON_RANK_0 = "known from its record, on rank 0"

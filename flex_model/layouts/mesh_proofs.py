@@ -8,7 +8,8 @@ from typing import Any
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shape, Shard
 from flex_model.layouts.expected_shape import fits
-from flex_model.layouts.operation_log import Chunk, Value
+from flex_model.layouts.logged import Value
+from flex_model.layouts.operation_log import Chunk
 from flex_model.layouts.placement_encoding import Pair
 from flex_model.layouts.proofs import AxisProofs
 from flex_model.layouts.sources import AXES

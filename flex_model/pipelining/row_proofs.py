@@ -26,8 +26,9 @@ from flex_model.hooks.site import ModuleSite
 from flex_model.integrations import compiled
 from flex_model.layouts import follow
 from flex_model.layouts.follow import Follower
+from flex_model.layouts.logged import Value
 from flex_model.layouts.module_buffers import Buffers
-from flex_model.layouts.operation_log import Chunk, Value
+from flex_model.layouts.operation_log import Chunk
 from flex_model.layouts.placement_encoding import encode
 from flex_model.layouts.proofs import AxisProofs
 from flex_model.selection import Select
