@@ -26,6 +26,7 @@ class Evidence:
         rows: In a forward of batches of different lengths: the rows of each data-parallel rank.
         obstacles: By axis without known placement: the operation where the proof fails.
         follower: The follower of its forward, while that runs.
+        words: See `Follower.words`, of the module that is called.
         value: The follower's value for the tensor; ``edited``: that of a hook's replacement.
     """
 
@@ -34,6 +35,7 @@ class Evidence:
     gradient: Pair = UNKNOWN
     follower: Follower | None = None
     value: Any = None
+    words: tuple[str, ...] = ()
     edited: Any = None
     needs_gradient: bool = False
     rows: Rows | None = None

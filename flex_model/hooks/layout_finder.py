@@ -36,6 +36,7 @@ from flex_model.layouts.expected_shape import rows_dim
 from flex_model.layouts.follow import Pair
 from flex_model.layouts.inputs import refusal_of_stand_in
 from flex_model.layouts.placement_encoding import common, encode
+from flex_model.layouts.refusal import ONE_ORDER
 from flex_model.layouts.sources import AXES
 
 _REMEMBERED_SPECS = 128  # per hook: generation may bring a new shape with every step
@@ -172,12 +173,19 @@ class LayoutFinder:
             if registration.kind == "tensor":
                 proven = registration.parameter.placements
             proven = _first_known(call.stated, proven)
-            row = torch.tensor([site_hash(encode(placement)) for placement in proven])
+            words = call.evidence.words
+            row = torch.tensor([*(site_hash(encode(one)) for one in proven), site_hash(*words)])
             table = self._communicator.exchange(
                 torch.cat([values.fingerprint(shard), row])
             ).tolist()
             prints = values.Fingerprints.of(mesh, [rank[:2] for rank in table])
-            proven = common(proven, [rank[2:] for rank in table])
+            if len({rank[4] for rank in table}) > 1:
+                raise ValueError(
+                    f"{site.name}: the ranks call the module with different arguments ({words} on "
+                    "this one), so their tensors are not parts of one; where the model goes "
+                    f"through a set, {ONE_ORDER}"
+                )
+            proven = common(proven, [rank[2:4] for rank in table])
         stated = registration.hook_function.placements
         of_gradient: Mapping[str, Placement] = {}
         is_gradient = registration.is_backward or registration.kind == "tensor"

@@ -373,10 +373,12 @@ class Tracking:
         key = forward.key.forward
         if self._follow == "always":
             key = site_hash(key, self.num_followed)
+        module = registration.module and registration.module()
         evidence = Evidence(
             key,
             follower=forward.follower,
             value=forward.follower.joint_value(tensor),
+            words=() if module is None else forward.follower.words(module),
             rows=forward.rows,
             # A part that the backward recomputes runs without gradients first.
             needs_gradient=(registration.is_backward or registration.edits)

@@ -91,6 +91,7 @@ class Follower:
             any(map(_has_backward_hooks, root.modules())),
         )
         self._modules: dict[int, str] = {}
+        self._words: dict[int, tuple[str, ...]] = {}  # by module: those of its last call
         # Running modules, with their paths in the log and the sizes stated by the modules around
         # them.
         self._open: list[tuple[int, str, frozenset[int]]] = []
@@ -114,7 +115,9 @@ class Follower:
             if module is self._root:
                 continue
             self._handles += [
-                module.register_forward_pre_hook(self._enter_module, prepend=True),
+                module.register_forward_pre_hook(
+                    self._enter_module, prepend=True, with_kwargs=True
+                ),
                 module.register_forward_hook(self._exit_module, prepend=True, always_call=True),
             ]
         self.recorder.__enter__()
@@ -143,9 +146,18 @@ class Follower:
 
     # Modules.
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def words(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the identifiers among the arguments of the module's last call and of the calls
+        around it, such as a kind of layer: ranks whose calls differ in them are at different calls.
+        """
+        return self._words.get(id(module), ())
+
+    def _enter_module(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         name = self._modules.get(id(module))
         if name is not None and not self.recorder.is_paused:
+            given = (one for one in (*args, *kwargs.values()) if isinstance(one, str))
+            around = self._words[self._open[-1][0]] if self._open else ()
+            self._words[id(module)] = (*around, *filter(str.isidentifier, given))
             outside = self.recorder.stated_sizes
             self._open.append((id(module), self.log.enter(name), outside))
             self.recorder.set_stated_sizes(layers.stated_last_sizes(module) or outside)

@@ -25,6 +25,10 @@ PAD = (
     'ones: FlexModel(dp_batch="global") pads them, "local" passes each rank its own'
 )
 
+ONE_ORDER = (
+    "start all ranks with PYTHONHASHSEED=0 in their environment, which gives them one order"
+)
+
 AXIS_NAMES = {"dp": "data-parallel", "tp": "tensor-parallel"}
 
 
@@ -60,8 +64,8 @@ def refusal(
             )
         if OF_OTHERS in lost or DIFFERS in lost:
             advice += (
-                "; where the model goes through a set (for kind in set(layer_types): ...), start "
-                "all ranks with PYTHONHASHSEED=0 in their environment, which gives them one order"
+                "; where the model goes through a set (for kind in set(layer_types): ...), "
+                f"{ONE_ORDER}"
             )
         if axis == "dp" and site.kind != "parameter":
             lines.append('FlexModel(..., dp_batch="local")  # each data-parallel rank its own rows')

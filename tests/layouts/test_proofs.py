@@ -345,6 +345,41 @@ def test_numbers_that_are_equal_on_all_ranks_may_be_of_their_own_parts(how):
         assert (found["part"] == [None]) == (after is None) == (placement != R)
 
 
+class Rotary(nn.Module):
+    """A rotary embedding with a table for each kind of layer, as of Gemma 3."""
+
+    def __init__(self):
+        super().__init__()
+        self.cos = nn.Identity()
+
+    def forward(self, positions, kind):
+        return self.cos((positions * len(kind)).cos())
+
+
+class InOrder(nn.Module):
+    def __init__(self, kinds):
+        super().__init__()
+        self.kinds, self.rotary = kinds, Rotary()
+
+    def forward(self, x):
+        tables = {kind: self.rotary(x, kind=kind) for kind in self.kinds}
+        return x * tables["full"] + tables["sliding"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edits", [False, True])
+@pytest.mark.parametrize("name", ["rotary", "rotary.cos"])
+def test_calls_of_other_kinds_on_data_parallel_ranks_are_not_joined(name, edits):
+    edit = (lambda m, full, s, ms: full.flip(0)) if edits else None
+    model = InOrder(["full", "sliding"])
+    flex = FlexModel(model, {}, data_parallel_size=2)
+    flex.register_forward_hook(HookFunction(name, editing_function=edit))
+    flex(models.random(2, 6))
+    model.kinds = model.kinds[:: -1 if dist.get_rank() else 1]
+    with pytest.raises(ValueError, match="different arguments.*PYTHONHASHSEED=0"):
+        flex(models.random(2, 6))
+
+
 class Kinds(nn.Module):
     """It makes its tables in the order of a set, as models with two kinds of attention do."""
 
