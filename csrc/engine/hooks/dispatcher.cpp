@@ -46,17 +46,18 @@ bool Site::refresh() {
   return changed;
 }
 
-py::object Site::plain_leaf(const Hook& hook, const py::object& tree) const {
+py::object Site::plain_leaf(const Hook& hook, const py::object& tree, bool is_inference) const {
   const TorchAccess& torch = dispatcher_->torch;
   Py_ssize_t num_leaves = 0;
   py::object leaf = leaf_at(tree.ptr(), hook.unpack_idx, &num_leaves);
   if (!leaf || !torch.is_tensor(leaf)) return {};
+  if (is_inference) return leaf;  // no backward recomputes there
   const py::object task = checked(PyObject_CallNoArgs(torch.current_graph_task.ptr()));
   return PyLong_AsLong(task.ptr()) == -1 ? leaf : py::object();
 }
 
 bool Site::run_gathered(const Hook& hook, PyObject* module, py::object& tree) {
-  const py::object leaf = plain_leaf(hook, tree);
+  const py::object leaf = plain_leaf(hook, tree, dispatcher_->torch.is_in_inference_mode());
   if (!leaf || !dispatcher_->is_settled(hook)) return false;
   const auto handlers = dispatcher_->handlers;  // a call may close the dispatcher
   // (full, like, scatter): the full tensor, one of its shape, dtype and device, and a function from
@@ -73,7 +74,8 @@ bool Site::run_gathered(const Hook& hook, PyObject* module, py::object& tree) {
 
 bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
   const TorchAccess& torch = dispatcher_->torch;
-  const py::object leaf = plain_leaf(hook, tree);
+  const bool is_inference = torch.is_in_inference_mode();
+  const py::object leaf = plain_leaf(hook, tree, is_inference);
   if (!leaf) return false;
   const Names& of = names();
   const bool is_settled = hook.edits_here && dispatcher_->is_settled(hook);
@@ -94,7 +96,6 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
   const auto record = [&](const py::object& tensor) {
     throw_if(PyList_Append(list.ptr(), tensor.ptr()) < 0);
   };
-  const bool is_inference = is_true(checked(PyObject_CallNoArgs(torch.is_inference_mode.ptr())));
   const bool has_graph = is_true(of.requires_grad.of(leaf));
   const auto copied = [&](bool in_graph) {
     py::object plain;  // a copy made in inference mode is no plain tensor

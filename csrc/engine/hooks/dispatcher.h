@@ -69,7 +69,7 @@ class Site {
   bool run_gathered(const Hook& hook, PyObject* module, py::object& tree);
   // The hook's tensor, if it may be served here: in a forward, of a plain class; else none. Throws
   // py::error_already_set.
-  py::object plain_leaf(const Hook& hook, const py::object& tree) const;
+  py::object plain_leaf(const Hook& hook, const py::object& tree, bool is_inference) const;
   py::object record_list(const Hook& hook) const;  // made where there is none
 
   Dispatcher* dispatcher_;  // nullptr once detached

@@ -90,6 +90,10 @@ struct TorchAccess {
   py::object is_capturing = torch.attr("is_capturing");        // whether a CUDA graph is captured
   py::object storage_uses = torch.attr("storage_uses");        // how many owners a storage has
 
+  bool is_in_inference_mode() const {
+    return is_true(checked(PyObject_CallNoArgs(is_inference_mode.ptr())));
+  }
+
   bool is_tensor(const py::object& object) const {
     return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == tensor_type.ptr();
   }
