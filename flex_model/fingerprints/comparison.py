@@ -23,7 +23,7 @@ from flex_model.fingerprints.fingerprint_folder import (
 )
 from flex_model.fingerprints.first_difference import Difference, judged
 from flex_model.fingerprints.recorded_run import on_rank_0, record_run
-from flex_model.fingerprints.summary import Summary, summarised
+from flex_model.fingerprints.summary import Summary, finished, summed
 from flex_model.inspection import text
 from flex_model.inspection.second_core import Loss
 
@@ -217,7 +217,7 @@ def compared(a: RecordedRun, b: RecordedRun, names: Names | None = None) -> Comp
                 unmatched.append(f"{_shown(site)}: a part of {_shown(other)}, without tensors=True")
                 continue
             part = make(other.read_full())
-            made = summarised(part, *other.key)
+            (made,) = finished([summed(part, *other.key)])
             other = replace(made, read_full=part.clone, layout=other.layout)
         pairs.append((site, other))
     unmatched += [f"in B only: {_shown(site)}" for key, site in by_key.items() if key not in used]

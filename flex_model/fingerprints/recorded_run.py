@@ -19,8 +19,8 @@ from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
 from flex_model.fingerprints.fingerprint_folder import Folder, RecordedRun, RunWriter
-from flex_model.fingerprints.summary import ROUTING, Summary, summarised
-from flex_model.fingerprints.summed_parts import Held, Part, joined, layout_of, summed_up
+from flex_model.fingerprints.summary import ROUTING, Summary, summed
+from flex_model.fingerprints.summed_parts import Held, Part, described, joined
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction, PartHook
 from flex_model.hooks.hook_call import HookCall
@@ -140,7 +140,7 @@ class Recorder:
     ) -> None:
         self._write, self._replacement = write, replacement
         self._found = RecordedRun([], {}, None, 0, has_tensors=write is not None)
-        self._sites: list[Summary | Part] = []
+        self._parts: list[Part] = []
         self._order: list[int] = []  # the hooks that were called, on every rank
         self._calls: Counter[tuple[str, str]] = Counter()
         self._choices: dict[str, Tensor] = {}  # of a block of experts, at its last call
@@ -218,20 +218,18 @@ class Recorder:
         registration = call.registration
         self._order.append(registration.site)
         name, kind = registration.name, registration.kind
-        take = self._takes.get(name)
         if tensor is None:
             return
-        if take is not None:
-            take(name, tensor, spec)
-        elif is_part:
-            held = Held.whole(tensor) if spec is None else self._held.get(spec)
+        if name in self._takes:
+            self._takes[name](name, tensor, spec)
+        elif is_part and spec is not None:
+            held = self._held.get(spec)
             if held is None:
-                assert spec is not None
-                held = self._held[spec] = Held.of(spec, tensor.device)
-            shape = tuple(tensor.shape) if spec is None else spec.full_shape
-            found = summed_up(tensor, held)
-            summary = Summary(*self._key(name, kind), tensor.dtype, shape, *found)
-            self._sites.append(Part(summary, held, spec, registration.layout_site))
+                held = self._held[spec] = Held.of(spec, tensor)
+            sums, sample = held.summed(tensor)
+            key, shape = self._key(name, kind), spec.full_shape
+            summary = Summary(*key, tensor.dtype, shape, sums, sample, **held.described)
+            self._parts.append(Part(summary, held, registration.layout_site))
         else:
             try:
                 self._add(name, kind, tensor, spec)
@@ -252,12 +250,11 @@ class Recorder:
     ) -> int:
         """Keep the summary of a full tensor; return the number of the call."""
         if self._write is not None:
-            self._write(len(self._sites), full)
-        found = summarised(full, *self._key(name, kind), margins)
+            self._write(len(self._parts), full)
+        found = summed(full, *self._key(name, kind), margins)
         if spec is not None:
-            layout, splits = layout_of(spec)
-            found = replace(found, layout=layout, splits=splits)
-        self._sites.append(found)
+            found = replace(found, **described(spec))
+        self._parts.append(Part(found))
         return found.call
 
     def _chose(self, name: str, full: Tensor, spec: TensorSpec | None) -> None:
@@ -294,8 +291,7 @@ class Recorder:
         communicator.check_consistency(
             header, f"the end of a fingerprint, after {len(self._order)} tensors"
         )
-        summaries = iter(joined(communicator, [o for o in self._sites if isinstance(o, Part)]))
-        sites = [next(summaries) if isinstance(one, Part) else one for one in self._sites]
+        sites = joined(communicator, self._parts)
         for one in self.core.table.registrations:
             if one.index in self.core.unresolved:
                 site = f"{one.kind} of {text.site(one.name, 0)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -72,20 +72,26 @@ def positions(shape: Shape, device: torch.device) -> Tensor:
     return ((places + (mixed ^ mixed >> 13) / 2**32) * (numel / NUM_SAMPLES)).long().to(device)
 
 
-def summarised(
-    full: Tensor, name: str, kind: str, call: int, margins: Tensor | None = None
-) -> Summary:
-    """Return the summary of a full tensor, whose tensors stay on its device: nothing waits."""
+def summed(full: Tensor, name: str, kind: str, call: int, margins: Tensor | None = None) -> Summary:
+    """Return the summary of a full tensor, not `finished`: nothing waits for its device."""
     full, shape = full.detach(), tuple(full.shape)
     flat = full.contiguous().view(-1)
-    sample = full if kind == ROUTING else flat[positions(shape, full.device)]
-    found = Summary(name, kind, call, full.dtype, shape, sums_of(flat), sample, margins)
-    return replace(found, moments=moments_of(found.moments, torch.tensor(num_reals(found))))
+    sample = full if kind == ROUTING else flat.index_select(0, positions(shape, full.device))
+    return Summary(name, kind, call, full.dtype, shape, sums_of(flat), sample, margins)
 
 
-def num_reals(one: Summary) -> int:
-    """Return how many real numbers the tensor has."""
-    return math.prod(one.shape) * (1 + one.dtype.is_complex)
+def finished(found: Sequence[Summary]) -> list[Summary]:
+    """Return summaries that have ``sums_of`` of their tensors in place of the moments, with these;
+    the host waits for their devices.
+    """
+    if not found:
+        return []
+    total, squares, largest = torch.stack([one.moments.cpu() for one in found]).unbind(1)
+    num_reals = [math.prod(one.shape) * (1 + one.dtype.is_complex) for one in found]
+    counts = torch.tensor(num_reals).clamp(min=1)
+    is_infinite = 1 - largest.isfinite().double()
+    moments = torch.stack([total / counts, (squares / counts).sqrt(), largest, is_infinite], 1)
+    return [replace(one, moments=row) for one, row in zip(found, moments)]
 
 
 def sums_of(flat: Tensor) -> Tensor:
@@ -105,11 +111,3 @@ def sums_of(flat: Tensor) -> Tensor:
     total = wide.sum(dtype=torch.float64)
     norm = torch.linalg.vector_norm(wide, dtype=torch.float64)
     return torch.stack([total, norm.square(), torch.stack(wide.aminmax()).abs().max().double()])
-
-
-def moments_of(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the moments of `Summary`, (..., 4), of sums, (..., 3), over so many real numbers."""
-    total, squares, largest = sums.unbind(-1)
-    counts = counts.clamp(min=1)
-    is_finite = largest.isfinite().double()
-    return torch.stack([total / counts, (squares / counts).sqrt(), largest, 1 - is_finite], -1)
