@@ -187,7 +187,7 @@ class SecondCore(HookCore):
             user.communicator.timeout_s,
             batch_dim=user.tracking.batch_dim,
             on_failure=None if edits else self._leave_out,
-            warns=False,  # the hooks may be on all modules, and the report lists those not called
+            only_whole=True,  # the report lists modules that were not called
         )
         for statement in user.tracking.statements if reference is None else ():
             self.tracking.state(statement)
