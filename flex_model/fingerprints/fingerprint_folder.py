@@ -62,14 +62,26 @@ class RunWriter:
         for old in (folder / _TENSORS).glob("*"):
             old.unlink()
         self.folder = folder
+        self._error: OSError | None = None
 
     def add(self, number: int, full: Tensor) -> None:
-        """Write the full tensor of the site of this number."""
-        (self.folder / _TENSORS).mkdir(exist_ok=True)
-        _write(_file_of(self.folder, number), {"full": full.detach()})
+        """Write the full tensor of the site of this number. ``finish`` raises what fails: until
+        then the other ranks wait for this one's part of the run.
+        """
+        try:
+            (self.folder / _TENSORS).mkdir(exist_ok=True)
+            _write(_file_of(self.folder, number), {"full": full.detach()})
+        except OSError as error:
+            self._error = error
 
     def finish(self, run: RecordedRun) -> None:
-        """Write all else."""
+        """Write all else.
+
+        Raises:
+            OSError: something could not be written.
+        """
+        if self._error is not None:
+            raise self._error
         structure, inputs = as_json(run.inputs)
         values = {f"input {i}": one for i, one in enumerate(inputs)}
         if run.sites:

@@ -4,7 +4,6 @@ of the tensors.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -39,14 +38,8 @@ def on_rank_0(core: HookCore, what: str, compute: Callable[[], Any]) -> Any:
     """Compute something that JSON can hold on rank 0; return it, or raise its error, on every rank.
     Collective.
     """
-
-    def computed() -> Any:
-        try:
-            return compute() if core.mesh.group_rank == 0 else None
-        except (OSError, ImportError) as error:
-            raise ValueError(str(error)) from error
-
-    return gather_checked(core.communicator, what, computed)[0]
+    is_first = core.mesh.group_rank == 0
+    return gather_checked(core.communicator, what, lambda: compute() if is_first else None)[0]
 
 
 def record_run(
@@ -231,10 +224,7 @@ class Recorder:
             summary = Summary(*key, tensor.dtype, shape, sums, sample, **held.described)
             self._parts.append(Part(summary, held, registration.layout_site))
         else:
-            try:
-                self._add(name, kind, tensor, spec)
-            except OSError as error:
-                self.core.communicator.fail(f"{call.describe()}: {error}", error)
+            self._add(name, kind, tensor, spec)
 
     def _key(self, name: str, kind: str) -> tuple[str, str, int]:
         self._calls[name, kind] += 1
@@ -281,8 +271,7 @@ class Recorder:
                 self._found.refused[f"gradient of {name}"] = str(error)
                 continue
             if gradient is not None:
-                add = functools.partial(self._add, name, "tensor", gradient)
-                on_rank_0(self.core, "fingerprint", add)
+                self._add(name, "tensor", gradient)
 
     def _run(self, inputs: Any) -> RecordedRun:
         """Return what was recorded, on rank 0. Collective."""

@@ -14,7 +14,8 @@ import frameworks
 import models
 from flex_model import FlexModel, cli
 from flex_model.distributed.placement import Shard
-from flex_model.fingerprints.fingerprint_folder import RunWriter, read_run
+from flex_model.fingerprints import fingerprint_folder
+from flex_model.fingerprints.fingerprint_folder import read_run
 from flex_model.fingerprints.summary import NUM_SAMPLES, positions
 
 X = models.random(4, 5, 6)
@@ -157,12 +158,11 @@ def test_an_error_on_rank_0_alone_is_raised_on_all_ranks(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="no such part"):
         flex.verify(tmp_path / "a", X, names={"fc1": ("fc1", part)})
 
-    def full_disk(self, number, full):
-        if full.dim() == 1:  # a bias's gradient
-            raise OSError("no space left")
+    def full_disk(path, chunks, syncs):
+        raise OSError("no space left")
 
-    monkeypatch.setattr(RunWriter, "add", full_disk)
-    with pytest.raises(ValueError, match="no space left"):
+    monkeypatch.setattr(fingerprint_folder, "write_whole", full_disk)
+    with pytest.raises(OSError, match="no space left"):
         flex.fingerprint(tmp_path / "b", X, loss=loss, tensors=True)
 
 
