@@ -181,19 +181,14 @@ def compare_live(
         tensors = from_rank(core.communicator, 0, tensors, described)
         device = next((one.device for one in core.module.parameters()), torch.device("cpu"))
         inputs = of_json(structure, [one.to(device) for one in tensors])
-    read_of = {
+    inputs_of_a = {
         (partner_of(one.name, names)[0], one.call): one.read_full
         for one in (runs[0].sites if runs else ())
-        if one.kind == "forward_pre"
+        if one.kind == "forward_pre" and one.read_full is not None
     }
-
-    def replacement(name: str, call: int) -> Tensor | None:
-        read_full = read_of.get((name, call))
-        return None if read_full is None else read_full()
-
     with tempfile.TemporaryDirectory(prefix="flex_model-") as folder:
-        taken = {"replacement": replacement} if own else {"loss": loss}
-        record_run(core, folder, inputs, **{"loss": None, "tensors": has_tensors, **taken})
+        fed, loss = (inputs_of_a, None) if own else (None, loss)
+        record_run(core, folder, inputs, loss, has_tensors, replacements=fed)
         found = on_rank_0(
             core, "compare", lambda: asdict(compared(runs[0], read_run(folder), names))
         )

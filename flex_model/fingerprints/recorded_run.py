@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ from flex_model.integrations import expert_routing, transformers_private
 from flex_model.integrations.made_sites import MadeSites
 from flex_model.names import clean
 
-#: Returns the tensor that takes an input's place, given its name and call; None: there is none.
-Replacement = Callable[[str, int], Tensor | None]
+#: By name and call of an input, what reads the tensor that takes its place.
+Replacements = Mapping[tuple[str, int], Callable[[], Tensor]]
 
 
 def on_rank_0(core: HookCore, what: str, compute: Callable[[], Any]) -> Any:
@@ -49,10 +49,10 @@ def record_run(
     loss: second_core.Loss | None,
     tensors: bool = False,
     routing: bool = True,
-    replacement: Replacement | None = None,
+    replacements: Replacements | None = None,
 ) -> None:
     """Run ``FlexModel.fingerprint``. Collective over the mesh; rank 0 alone uses the folder and
-    ``replacement``.
+    ``replacements``.
     """
     if loss is not None and not callable(loss):
         raise TypeError(f"fingerprint: loss must be a function of the output or None, got {loss!r}")
@@ -67,9 +67,9 @@ def record_run(
     on_rank_0(core, "fingerprint", lambda: writers.append(RunWriter(Path(folder))))
     full_inputs = second_core.full_inputs(core, *inputs)
     with core.table.nothing_chosen():
-        recorder = _recorder_of(core, loss is not None, routing, tensors, replacement is not None)
+        recorder = _recorder_of(core, loss is not None, routing, tensors, replacements is not None)
         write = writers[0].add if writers and tensors else None
-        run = recorder.record(inputs, full_inputs, loss, write, replacement)
+        run = recorder.record(inputs, full_inputs, loss, write, replacements or {})
     on_rank_0(core, "fingerprint", lambda: writers[0].finish(run))
 
 
@@ -121,7 +121,6 @@ class Recorder:
         self._held: weakref.WeakKeyDictionary[TensorSpec, Held] = weakref.WeakKeyDictionary()
         self.core = second_core.SecondCore(user, edit_on="rank0")
         self.core.table.choose(NOTHING, NOTHING)
-        self._begin(None, None)
         try:
             self._hook(is_backward, has_routing, is_fed)
         except BaseException:
@@ -129,9 +128,9 @@ class Recorder:
             raise
 
     def _begin(
-        self, write: Callable[[int, Tensor], None] | None, replacement: Replacement | None
+        self, write: Callable[[int, Tensor], None] | None, replacements: Replacements
     ) -> None:
-        self._write, self._replacement = write, replacement
+        self._write, self._replacements = write, replacements
         self._found = RecordedRun([], {}, None, 0, has_tensors=write is not None)
         self._parts: list[Part] = []
         self._order: list[int] = []  # the hooks that were called, on every rank
@@ -145,14 +144,14 @@ class Recorder:
         full_inputs: Any,
         loss: second_core.Loss | None,
         write: Callable[[int, Tensor], None] | None,
-        replacement: Replacement | None,
+        replacements: Replacements,
     ) -> RecordedRun:
         """Run the model. Collective.
 
         Args:
             write: Writes the full tensor of the site of a number; None: they are not kept.
         """
-        self._begin(write, replacement)
+        self._begin(write, replacements)
         try:
             second_core.run_once(
                 self.core, second_core.detached(inputs, None), loss, self._take_gradients
@@ -165,7 +164,7 @@ class Recorder:
         finally:
             if not self._is_kept:
                 self.core.close()
-            self._begin(None, None)
+            self._begin(None, {})
 
     def _hook(self, is_backward: bool, has_routing: bool, is_fed: bool) -> None:
         """Hook the first input and output of each module, and with a backward their gradients; and
@@ -196,8 +195,9 @@ class Recorder:
         def feed(module: Any, full: Tensor, save_ctx: Any, modules: Any) -> Tensor | None:
             spec = next(reversed(hook._registrations[0].specs.values()), None)
             call = self._add(name, "forward_pre", full, spec)
-            other = None if self._replacement is None else self._replacement(name, call)
-            if other is None or other.shape != full.shape:
+            read = self._replacements.get((name, call))
+            other = full if read is None else read()
+            if read is None or other.shape != full.shape:
                 return None
             self._found.replaced.append((name, call))
             return other.to(full)
