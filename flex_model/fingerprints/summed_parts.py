@@ -15,7 +15,7 @@ from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import GRID
-from flex_model.distributed.placement import Shard, ShardLayout, located
+from flex_model.distributed.placement import Shard, located
 from flex_model.distributed.transports.buffer_layout import as_bytes
 from flex_model.fingerprints.summary import Summary, finished, positions, sums_of
 from flex_model.layouts import replicas, resolve
@@ -31,13 +31,14 @@ class Held:
             that it does not hold, any place.
         is_given: By byte of these values, 1 if it is this rank that gives it to the full sample.
         share: The part of its flat shard that it sums up, among the ranks that hold the same.
-        sharding: The layout; ``described``: what of it is in a `Summary`.
+        axes: The axes along which ranks hold the same.
+        described: What a `Summary` has of the layout.
     """
 
     index: Tensor
     is_given: Tensor
     share: tuple[int, int]
-    sharding: ShardLayout
+    axes: tuple[str, ...]
     described: dict[str, Any]
 
     @staticmethod
@@ -55,7 +56,8 @@ class Held:
             is_held, index = is_held | is_inside, index.where(~is_inside, place)
         is_given = (is_held & (copy == 0)).to(torch.uint8).repeat_interleave(tensor.itemsize)
         share = numel * copy // len(copies), numel * (copy + 1) // len(copies)
-        return Held(index.to(tensor.device), is_given, share, spec.layout, described(spec))
+        axes = tuple(resolve.axes_of_replicas(spec.layout, mesh))
+        return Held(index.to(tensor.device), is_given, share, axes, described(spec))
 
     def summed(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sums and the sample of what the rank holds. Local.
@@ -111,26 +113,23 @@ def _full(
 ) -> list[Summary]:
     """Return the summaries of tensors of which all ranks have parts, not finished."""
     mesh = communicator.mesh
-    samples = [one.sample for one in summaries]
-    hashes = [
-        values.fingerprint(sample)[0]
-        if resolve.axes_of_replicas(part.sharding, mesh)
-        else torch.tensor(0)
-        for part, sample in zip(held, samples)
-    ]
-    sums = torch.stack([one.moments.cpu() for one in summaries]).view(torch.int64)
-    table = communicator.exchange(torch.cat([sums, torch.stack(hashes)[:, None]], 1))
-    for part, site, sample, of_ranks in zip(held, sites, samples, table[..., 3].t().tolist()):
-        if len(set(of_ranks)) > 1:
-            prints = values.Fingerprints(mesh, tuple(of_ranks))
-            axes = resolve.differing_axes(part.sharding, prints)
-            if axes:
-                replicas.reconciled(communicator, site, sample, axes)
-    found = table[..., :3].contiguous().view(torch.float64)
+    samples = [as_bytes(one.sample).cpu() for one in summaries]
+    groups: dict[tuple[str, ...], list[int]] = {}  # of tensors that have replicas along these axes
+    for i, part in enumerate(held):
+        groups.setdefault(part.axes, []).append(i)
+    joint = [torch.cat([samples[i] for i in group]) for group in groups.values()]
+    hashes = torch.stack([values.fingerprint(one)[0] for one in joint])
+    sums = torch.stack([one.moments.cpu() for one in summaries])
+    table = communicator.exchange(torch.cat([sums.view(torch.int64).flatten(), hashes]))
+    for (axes, group), of_ranks in zip(groups.items(), table[:, sums.numel() :].t().tolist()):
+        prints = values.Fingerprints(mesh, tuple(of_ranks))
+        differing = [axis for axis in axes if not prints.equal_along(axis)]
+        for i in group if differing else ():
+            replicas.reconciled(communicator, sites[i], summaries[i].sample, differing)
+    found = table[:, : sums.numel()].view(torch.float64).unflatten(1, sums.shape)
     sums = torch.cat([found[..., :2].sum(0), found[..., 2:].amax(0)], 1)
     # Each byte of the samples is one rank's, and zero on the others.
-    data = torch.cat([as_bytes(sample).cpu() for sample in samples])
-    data.mul_(torch.cat([part.is_given for part in held]))
+    data = torch.cat(samples).mul_(torch.cat([part.is_given for part in held]))
     data = communicator.all_reduce_sum(GRID, data)
     full = [part.clone() for part in data.split([one.nbytes for one in samples])]  # aligned
     return [
