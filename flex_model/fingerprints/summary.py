@@ -105,9 +105,10 @@ def sums_of(flat: Tensor) -> Tensor:
     if not flat.is_floating_point():
         exact = flat.long()
         return torch.stack([exact.sum(), exact.square().sum(), exact.abs().max()]).double()
-    if flat.is_cpu and flat.dtype in (torch.float32, torch.float64, torch.bfloat16):
-        return torch.ops.flex_model.moments(flat)
-    wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    is_summed = flat.dtype in (torch.float32, torch.float64, torch.bfloat16)
+    wide = flat if is_summed else flat.float()
+    if flat.is_cpu:
+        return torch.ops.flex_model.moments(wide)
     total = wide.sum(dtype=torch.float64)
     norm = torch.linalg.vector_norm(wide, dtype=torch.float64)
     return torch.stack([total, norm.square(), torch.stack(wide.aminmax()).abs().max().double()])
