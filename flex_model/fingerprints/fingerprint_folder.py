@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, describe
-from flex_model.distributed.transports.buffer_layout import as_bytes
 from flex_model.fingerprints.summary import NUM_SAMPLES, ROUTING, Summary
 from flex_model.records.store.files import ASIDE, MappedFile, safetensors_of, write_whole
 
@@ -86,8 +85,7 @@ class RunWriter:
         values = {f"input {i}": one for i, one in enumerate(inputs)}
         if run.sites:
             values["moments"] = torch.stack([site.moments for site in run.sites])
-            samples = [as_bytes(site.sample.cpu().contiguous()) for site in run.sites]
-            values["samples"] = torch.cat(samples)
+            values["samples"] = torch.cat([site.sample.cpu() for site in run.sites])
         for i, site in enumerate(run.sites):
             if site.margins is not None:
                 values[f"margins {i}"] = site.margins
@@ -118,12 +116,13 @@ def read_run(folder: Folder) -> RecordedRun:
     run = json.loads(bytes(values["run"].tolist()))
     for i, row in enumerate(run["sites"]):
         dtype, shape = DTYPE_OF_NAME[row["dtype"]], tuple(row["shape"])
-        kept = shape if row["kind"] == ROUTING else (min(math.prod(shape), NUM_SAMPLES),)
-        start, end = end, end + math.prod(kept) * dtype.itemsize
+        numel = math.prod(shape)
+        kept = numel if row["kind"] == ROUTING else min(numel, NUM_SAMPLES)
+        start, end = end, end + kept * dtype.itemsize
         read = (
             functools.partial(_read_full, folder, i, dtype, shape) if run["has_tensors"] else None
         )
-        sample = values["samples"][start:end].clone().view(dtype).view(kept)  # aligned
+        sample = values["samples"][start:end]
         margins = values.get(f"margins {i}")
         tensors = {"moments": values["moments"][i], "sample": sample, "margins": margins}
         sites.append(Summary(**{**row, **tensors, "dtype": dtype, "shape": shape}, read_full=read))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.placement import Shape
+from flex_model.distributed.transports.buffer_layout import as_bytes
 
 NUM_SAMPLES = 2048
 _MIXER = 0x85EBCA6B  # odd, without a pattern
@@ -30,7 +31,7 @@ class Summary:
         call: Counted from 0 for each name and kind.
         moments: Mean, root of the mean square, largest magnitude, and 1 if an element is not
             finite; float64.
-        sample: The values at ``positions``; of a routing, all of them.
+        sample: The bytes of the values at ``positions``; of a routing, of all.
         margins: Of a routing: by token, how far the last chosen expert is ahead of the next one, in
             units of rounding at the scale of the scores.
         read_full: Reads the tensor, where it is kept.
@@ -53,6 +54,12 @@ class Summary:
     def key(self) -> tuple[str, str, int]:
         """The name, kind and call, which no other summary of a run has."""
         return self.name, self.kind, self.call
+
+    @property
+    def values(self) -> Tensor:
+        """The values of the sample; of a routing, in the tensor's shape."""
+        aligned = self.sample.clone().view(self.dtype)
+        return aligned.view(self.shape) if self.kind == ROUTING else aligned
 
 
 @functools.lru_cache(maxsize=64)
@@ -77,7 +84,7 @@ def summed(full: Tensor, name: str, kind: str, call: int, margins: Tensor | None
     full, shape = full.detach(), tuple(full.shape)
     flat = full.contiguous().view(-1)
     sample = full if kind == ROUTING else flat.index_select(0, positions(shape, full.device))
-    return Summary(name, kind, call, full.dtype, shape, sums_of(flat), sample, margins)
+    return Summary(name, kind, call, full.dtype, shape, sums_of(flat), as_bytes(sample), margins)
 
 
 def finished(found: Sequence[Summary]) -> list[Summary]:

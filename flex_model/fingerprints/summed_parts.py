@@ -67,7 +67,7 @@ class Held:
         """
         flat = tensor.contiguous().view(-1)
         held = flat if len(flat) else flat.new_zeros(1)
-        return sums_of(flat[slice(*self.share)]), held.index_select(0, self.index)
+        return sums_of(flat[slice(*self.share)]), as_bytes(held.index_select(0, self.index))
 
 
 def described(spec: TensorSpec) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def _full(
 ) -> list[Summary]:
     """Return the summaries of tensors of which all ranks have parts, not finished."""
     mesh = communicator.mesh
-    samples = [as_bytes(one.sample).cpu() for one in summaries]
+    samples = [one.sample.cpu() for one in summaries]
     groups: dict[tuple[str, ...], list[int]] = {}  # of tensors that have replicas along these axes
     for i, part in enumerate(held):
         groups.setdefault(part.axes, []).append(i)
@@ -125,14 +125,14 @@ def _full(
         prints = values.Fingerprints(mesh, tuple(of_ranks))
         differing = [axis for axis in axes if not prints.equal_along(axis)]
         for i in group if differing else ():
-            replicas.reconciled(communicator, sites[i], summaries[i].sample, differing)
+            replicas.reconciled(communicator, sites[i], summaries[i].values, differing)
     found = table[:, : sums.numel()].view(torch.float64).unflatten(1, sums.shape)
     sums = torch.cat([found[..., :2].sum(0), found[..., 2:].amax(0)], 1)
     # Each byte of the samples is one rank's, and zero on the others.
     data = torch.cat(samples).mul_(torch.cat([part.is_given for part in held]))
     data = communicator.all_reduce_sum(GRID, data)
-    full = [part.clone() for part in data.split([one.nbytes for one in samples])]  # aligned
+    full = data.split([len(one) for one in samples])
     return [
-        replace(one, moments=of_one, sample=sample.view(one.dtype))
+        replace(one, moments=of_one, sample=sample)
         for one, of_one, sample in zip(summaries, sums, full)
     ]
