@@ -1093,8 +1093,9 @@ class FlexModel(nn.Module):
         Collective over the ranks of the model; rank 0 writes.
 
         Raises:
-            ValueError: the folder has other files or can't be written; inputs that are neither the
-                same on all ranks nor rows of one batch. On every rank.
+            ValueError: the folder has other files; inputs that are neither the same on all ranks
+                nor rows of one batch. On every rank.
+            OSError: the folder can't be written. On every rank.
             RuntimeError: called during a run.
         """
         self._check_whole("fingerprint")

@@ -6,7 +6,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed.mesh import Axis
@@ -346,6 +349,19 @@ def _boxes(along_dims: Sequence[Sequence[Sequence[_Range]]], num_ranks: int) -> 
             starts, shard_starts, sizes = ([r[i] for r in box] for i in range(3))
             boxes.append((rank, starts, shard_starts, sizes))
     return boxes
+
+
+def located(
+    indices: Sequence[Tensor], box: Sequence[Any], shard: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return which elements of the full tensor are in a box of a shard, by their indices along each
+    dim, and where they are in the flat shard; the places of the others are any numbers.
+    """
+    is_inside, place = torch.tensor(True), torch.tensor(0)
+    for index, held, start, shard_start, size in zip(indices, shard, *box[1:]):
+        is_inside = is_inside & (index >= start) & (index < start + size)
+        place = place * held + (index - start + shard_start)
+    return is_inside, place
 
 
 def _chosen(ranges: Sequence[_Range], chosen: Sequence[int]) -> tuple[list[int], list[_Range]]:

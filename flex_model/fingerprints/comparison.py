@@ -23,7 +23,7 @@ from flex_model.fingerprints.fingerprint_folder import (
 )
 from flex_model.fingerprints.first_difference import Difference, judged
 from flex_model.fingerprints.recorded_run import on_rank_0, record_run
-from flex_model.fingerprints.summary import Summary, summarised
+from flex_model.fingerprints.summary import Summary, finished, summed
 from flex_model.inspection import text
 from flex_model.inspection.second_core import Loss
 
@@ -181,19 +181,14 @@ def compare_live(
         tensors = from_rank(core.communicator, 0, tensors, described)
         device = next((one.device for one in core.module.parameters()), torch.device("cpu"))
         inputs = of_json(structure, [one.to(device) for one in tensors])
-    read_of = {
+    inputs_of_a = {
         (partner_of(one.name, names)[0], one.call): one.read_full
         for one in (runs[0].sites if runs else ())
-        if one.kind == "forward_pre"
+        if one.kind == "forward_pre" and one.read_full is not None
     }
-
-    def replacement(name: str, call: int) -> Tensor | None:
-        read_full = read_of.get((name, call))
-        return None if read_full is None else read_full()
-
     with tempfile.TemporaryDirectory(prefix="flex_model-") as folder:
-        taken = {"replacement": replacement} if own else {"loss": loss}
-        record_run(core, folder, inputs, **{"loss": None, "tensors": has_tensors, **taken})
+        fed, loss = (inputs_of_a, None) if own else (None, loss)
+        record_run(core, folder, inputs, loss, has_tensors, replacements=fed)
         found = on_rank_0(
             core, "compare", lambda: asdict(compared(runs[0], read_run(folder), names))
         )
@@ -217,7 +212,7 @@ def compared(a: RecordedRun, b: RecordedRun, names: Names | None = None) -> Comp
                 unmatched.append(f"{_shown(site)}: a part of {_shown(other)}, without tensors=True")
                 continue
             part = make(other.read_full())
-            made = summarised(part, *other.key)
+            (made,) = finished([summed(part, *other.key)])
             other = replace(made, read_full=part.clone, layout=other.layout)
         pairs.append((site, other))
     unmatched += [f"in B only: {_shown(site)}" for key, site in by_key.items() if key not in used]

@@ -1,4 +1,4 @@
-"""The folder of a fingerprint: ``run.json`` is written last, and a folder without it unfinished."""
+"""The folder of a fingerprint: its file is written last, and a folder without it unfinished."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, describe
-from flex_model.distributed.transports.buffer_layout import as_bytes
 from flex_model.fingerprints.summary import NUM_SAMPLES, ROUTING, Summary
 from flex_model.records.store.files import ASIDE, MappedFile, safetensors_of, write_whole
 
 Folder = str | os.PathLike[str]
-_RUN, _VALUES, _TENSORS = "run.json", "values.safetensors", "tensors"
+_RUN, _TENSORS = "run.safetensors", "tensors"
+_PLAIN = (Tensor, nn.Parameter)
 _IN_JSON = ("name", "kind", "call", "shape", "layout", "splits")
 
 
@@ -55,36 +55,49 @@ class RunWriter:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         names = {one.name.removesuffix(ASIDE) for one in folder.iterdir()}
-        if names - {_RUN, _VALUES, _TENSORS}:
+        if names - {_RUN, _TENSORS}:
             raise ValueError(f"fingerprint: {folder} has other files; give a folder of its own")
         (folder / _RUN).unlink(missing_ok=True)  # first: from now on it is unfinished
         for old in (folder / _TENSORS).glob("*"):
             old.unlink()
         self.folder = folder
+        self._error: OSError | None = None
 
     def add(self, number: int, full: Tensor) -> None:
-        """Write the full tensor of the site of this number."""
-        (self.folder / _TENSORS).mkdir(exist_ok=True)
-        _write(_file_of(self.folder, number), {"full": full.detach()})
+        """Write the full tensor of the site of this number. ``finish`` raises what fails: until
+        then the other ranks wait for this one's part of the run.
+        """
+        try:
+            (self.folder / _TENSORS).mkdir(exist_ok=True)
+            _write(_file_of(self.folder, number), {"full": full.detach()})
+        except OSError as error:
+            self._error = error
 
     def finish(self, run: RecordedRun) -> None:
-        """Write all else."""
+        """Write all else.
+
+        Raises:
+            OSError: something could not be written.
+        """
+        if self._error is not None:
+            raise self._error
         structure, inputs = as_json(run.inputs)
         values = {f"input {i}": one for i, one in enumerate(inputs)}
         if run.sites:
             values["moments"] = torch.stack([site.moments for site in run.sites])
-            samples = [as_bytes(site.sample.cpu().contiguous()) for site in run.sites]
-            values["samples"] = torch.cat(samples)
+            values["samples"] = torch.cat([site.sample.cpu() for site in run.sites])
         for i, site in enumerate(run.sites):
             if site.margins is not None:
                 values[f"margins {i}"] = site.margins
-        _write(self.folder / _VALUES, values)
         sites = [
             {name: getattr(site, name) for name in _IN_JSON} | {"dtype": str(site.dtype)}
             for site in run.sites
         ]
         described = {**vars(run), "sites": sites, "inputs": [structure, describe(inputs)]}
-        write_whole(self.folder / _RUN, [json.dumps(described).encode()], syncs=False)
+        values["run"] = torch.frombuffer(
+            bytearray(json.dumps(described).encode()), dtype=torch.uint8
+        )
+        _write(self.folder / _RUN, values)
 
 
 def read_run(folder: Folder) -> RecordedRun:
@@ -94,22 +107,22 @@ def read_run(folder: Folder) -> RecordedRun:
         ValueError: the folder does not hold a finished fingerprint.
     """
     folder = Path(folder)
-    try:
-        run = json.loads((folder / _RUN).read_text())
-    except FileNotFoundError:
+    if not (folder / _RUN).exists():
         raise ValueError(
             f"compare: {folder} has no whole fingerprint: there is none, or its run was "
             f"interrupted; run flex.fingerprint({str(folder)!r}, ...) again"
-        ) from None
-    values, sites, end = _read(folder / _VALUES), [], 0
+        )
+    values, sites, end = _read(folder / _RUN), [], 0
+    run = json.loads(bytes(values["run"].tolist()))
     for i, row in enumerate(run["sites"]):
         dtype, shape = DTYPE_OF_NAME[row["dtype"]], tuple(row["shape"])
-        kept = shape if row["kind"] == ROUTING else (min(math.prod(shape), NUM_SAMPLES),)
-        start, end = end, end + math.prod(kept) * dtype.itemsize
+        numel = math.prod(shape)
+        kept = numel if row["kind"] == ROUTING else min(numel, NUM_SAMPLES)
+        start, end = end, end + kept * dtype.itemsize
         read = (
             functools.partial(_read_full, folder, i, dtype, shape) if run["has_tensors"] else None
         )
-        sample = values["samples"][start:end].clone().view(dtype).view(kept)  # aligned
+        sample = values["samples"][start:end]
         margins = values.get(f"margins {i}")
         tensors = {"moments": values["moments"][i], "sample": sample, "margins": margins}
         sites.append(Summary(**{**row, **tensors, "dtype": dtype, "shape": shape}, read_full=read))
@@ -143,16 +156,16 @@ def _file_of(folder: Path, number: int) -> Path:
 
 
 def as_json(inputs: Any) -> tuple[Any, list[Tensor]]:
-    """Return what JSON holds of a tree, and its tensors; None of None, and if it has more."""
+    """Return what JSON holds of a tree, and its plain tensors; None of None, and if it has more."""
     if inputs is None:
         return None, []
     leaves, spec = tree_flatten(inputs)
-    plain = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
+    plain = [None if type(leaf) in _PLAIN else [leaf] for leaf in leaves]
     try:
         structure = json.loads(json.dumps([treespec_dumps(spec), plain]))
     except (TypeError, NotImplementedError):
         return None, []
-    return structure, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return structure, [leaf for leaf in leaves if type(leaf) in _PLAIN]
 
 
 def of_json(structure: Any, tensors: Iterable[Tensor]) -> Any:

@@ -158,7 +158,7 @@ def _difference(
     if a.dtype != b.dtype and (is_of_one_dtype or not _is_inexact(a.dtype, b.dtype)):
         text = f"{a.dtype} in A, {b.dtype} in B"
         return replace(found, kind="dtype", ulps=math.inf, text=text)
-    ours, theirs, index = b.sample, a.sample, positions(a.shape, a.sample.device)
+    ours, theirs, index = b.values, a.values, positions(a.shape, torch.device("cpu"))
     if a.read_full is not None and b.read_full is not None:
         ours, theirs = b.read_full().reshape(-1), a.read_full().reshape(-1)
         index = torch.arange(len(ours))
@@ -185,12 +185,13 @@ def _difference(
 
 
 def _of_routing(a: Summary, b: Summary, found: Difference) -> Difference:
-    differ = (a.sample != b.sample).any(-1).nonzero().flatten()
+    ours, theirs = b.values, a.values
+    differ = (ours != theirs).any(-1).nonzero().flatten()
     if not len(differ):
         return found
     assert a.margins is not None
-    listed = [[[i], a.sample[i].tolist(), b.sample[i].tolist(), "", ""] for i in differ.tolist()]
-    text = f"{len(differ)} of {len(a.sample)} tokens go to other experts"
+    listed = [[[i], theirs[i].tolist(), ours[i].tolist(), "", ""] for i in differ.tolist()]
+    text = f"{len(differ)} of {len(ours)} tokens go to other experts"
     ulps = a.margins[differ].max().item()
     return replace(found, ulps=ulps, text=text, positions=tuple(listed[:_WORST]))
 

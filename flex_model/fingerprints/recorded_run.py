@@ -4,10 +4,9 @@ of the tensors.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
 from flex_model.fingerprints.fingerprint_folder import Folder, RecordedRun, RunWriter
-from flex_model.fingerprints.summary import ROUTING, Summary, summarised
-from flex_model.fingerprints.summed_parts import Held, Part, joined, layout_of, summed_up
+from flex_model.fingerprints.summary import ROUTING, Summary, summed
+from flex_model.fingerprints.summed_parts import Held, Part, described, joined
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction, PartHook
 from flex_model.hooks.hook_call import HookCall
@@ -31,22 +30,16 @@ from flex_model.integrations import expert_routing, transformers_private
 from flex_model.integrations.made_sites import MadeSites
 from flex_model.names import clean
 
-#: Returns the tensor that takes an input's place, given its name and call; None: there is none.
-Replacement = Callable[[str, int], Tensor | None]
+#: By name and call of an input, what reads the tensor that takes its place.
+Replacements = Mapping[tuple[str, int], Callable[[], Tensor]]
 
 
 def on_rank_0(core: HookCore, what: str, compute: Callable[[], Any]) -> Any:
     """Compute something that JSON can hold on rank 0; return it, or raise its error, on every rank.
     Collective.
     """
-
-    def computed() -> Any:
-        try:
-            return compute() if core.mesh.group_rank == 0 else None
-        except (OSError, ImportError) as error:
-            raise ValueError(str(error)) from error
-
-    return gather_checked(core.communicator, what, computed)[0]
+    is_first = core.mesh.group_rank == 0
+    return gather_checked(core.communicator, what, lambda: compute() if is_first else None)[0]
 
 
 def record_run(
@@ -56,10 +49,10 @@ def record_run(
     loss: second_core.Loss | None,
     tensors: bool = False,
     routing: bool = True,
-    replacement: Replacement | None = None,
+    replacements: Replacements | None = None,
 ) -> None:
     """Run ``FlexModel.fingerprint``. Collective over the mesh; rank 0 alone uses the folder and
-    ``replacement``.
+    ``replacements``.
     """
     if loss is not None and not callable(loss):
         raise TypeError(f"fingerprint: loss must be a function of the output or None, got {loss!r}")
@@ -74,9 +67,9 @@ def record_run(
     on_rank_0(core, "fingerprint", lambda: writers.append(RunWriter(Path(folder))))
     full_inputs = second_core.full_inputs(core, *inputs)
     with core.table.nothing_chosen():
-        recorder = _recorder_of(core, loss is not None, routing, tensors, replacement is not None)
+        recorder = _recorder_of(core, loss is not None, routing, tensors, replacements is not None)
         write = writers[0].add if writers and tensors else None
-        run = recorder.record(inputs, full_inputs, loss, write, replacement)
+        run = recorder.record(inputs, full_inputs, loss, write, replacements or {})
     on_rank_0(core, "fingerprint", lambda: writers[0].finish(run))
 
 
@@ -128,7 +121,6 @@ class Recorder:
         self._held: weakref.WeakKeyDictionary[TensorSpec, Held] = weakref.WeakKeyDictionary()
         self.core = second_core.SecondCore(user, edit_on="rank0")
         self.core.table.choose(NOTHING, NOTHING)
-        self._begin(None, None)
         try:
             self._hook(is_backward, has_routing, is_fed)
         except BaseException:
@@ -136,11 +128,11 @@ class Recorder:
             raise
 
     def _begin(
-        self, write: Callable[[int, Tensor], None] | None, replacement: Replacement | None
+        self, write: Callable[[int, Tensor], None] | None, replacements: Replacements
     ) -> None:
-        self._write, self._replacement = write, replacement
+        self._write, self._replacements = write, replacements
         self._found = RecordedRun([], {}, None, 0, has_tensors=write is not None)
-        self._sites: list[Summary | Part] = []
+        self._parts: list[Part] = []
         self._order: list[int] = []  # the hooks that were called, on every rank
         self._calls: Counter[tuple[str, str]] = Counter()
         self._choices: dict[str, Tensor] = {}  # of a block of experts, at its last call
@@ -152,14 +144,14 @@ class Recorder:
         full_inputs: Any,
         loss: second_core.Loss | None,
         write: Callable[[int, Tensor], None] | None,
-        replacement: Replacement | None,
+        replacements: Replacements,
     ) -> RecordedRun:
         """Run the model. Collective.
 
         Args:
             write: Writes the full tensor of the site of a number; None: they are not kept.
         """
-        self._begin(write, replacement)
+        self._begin(write, replacements)
         try:
             second_core.run_once(
                 self.core, second_core.detached(inputs, None), loss, self._take_gradients
@@ -172,7 +164,7 @@ class Recorder:
         finally:
             if not self._is_kept:
                 self.core.close()
-            self._begin(None, None)
+            self._begin(None, {})
 
     def _hook(self, is_backward: bool, has_routing: bool, is_fed: bool) -> None:
         """Hook the first input and output of each module, and with a backward their gradients; and
@@ -203,8 +195,9 @@ class Recorder:
         def feed(module: Any, full: Tensor, save_ctx: Any, modules: Any) -> Tensor | None:
             spec = next(reversed(hook._registrations[0].specs.values()), None)
             call = self._add(name, "forward_pre", full, spec)
-            other = None if self._replacement is None else self._replacement(name, call)
-            if other is None or other.shape != full.shape:
+            read = self._replacements.get((name, call))
+            other = full if read is None else read()
+            if read is None or other.shape != full.shape:
                 return None
             self._found.replaced.append((name, call))
             return other.to(full)
@@ -218,25 +211,20 @@ class Recorder:
         registration = call.registration
         self._order.append(registration.site)
         name, kind = registration.name, registration.kind
-        take = self._takes.get(name)
         if tensor is None:
             return
-        if take is not None:
-            take(name, tensor, spec)
-        elif is_part:
-            held = Held.whole(tensor) if spec is None else self._held.get(spec)
+        if name in self._takes:
+            self._takes[name](name, tensor, spec)
+        elif is_part and spec is not None:
+            held = self._held.get(spec)
             if held is None:
-                assert spec is not None
-                held = self._held[spec] = Held.of(spec, tensor.device)
-            shape = tuple(tensor.shape) if spec is None else spec.full_shape
-            found = summed_up(tensor, held)
-            summary = Summary(*self._key(name, kind), tensor.dtype, shape, *found)
-            self._sites.append(Part(summary, held, spec, registration.layout_site))
+                held = self._held[spec] = Held.of(spec, tensor)
+            sums, sample = held.summed(tensor)
+            key, shape = self._key(name, kind), spec.full_shape
+            summary = Summary(*key, tensor.dtype, shape, sums, sample, **held.described)
+            self._parts.append(Part(summary, held, registration.layout_site))
         else:
-            try:
-                self._add(name, kind, tensor, spec)
-            except OSError as error:
-                self.core.communicator.fail(f"{call.describe()}: {error}", error)
+            self._add(name, kind, tensor, spec)
 
     def _key(self, name: str, kind: str) -> tuple[str, str, int]:
         self._calls[name, kind] += 1
@@ -252,12 +240,11 @@ class Recorder:
     ) -> int:
         """Keep the summary of a full tensor; return the number of the call."""
         if self._write is not None:
-            self._write(len(self._sites), full)
-        found = summarised(full, *self._key(name, kind), margins)
+            self._write(len(self._parts), full)
+        found = summed(full, *self._key(name, kind), margins)
         if spec is not None:
-            layout, splits = layout_of(spec)
-            found = replace(found, layout=layout, splits=splits)
-        self._sites.append(found)
+            found = replace(found, **described(spec))
+        self._parts.append(Part(found))
         return found.call
 
     def _chose(self, name: str, full: Tensor, spec: TensorSpec | None) -> None:
@@ -284,8 +271,7 @@ class Recorder:
                 self._found.refused[f"gradient of {name}"] = str(error)
                 continue
             if gradient is not None:
-                add = functools.partial(self._add, name, "tensor", gradient)
-                on_rank_0(self.core, "fingerprint", add)
+                self._add(name, "tensor", gradient)
 
     def _run(self, inputs: Any) -> RecordedRun:
         """Return what was recorded, on rank 0. Collective."""
@@ -294,8 +280,7 @@ class Recorder:
         communicator.check_consistency(
             header, f"the end of a fingerprint, after {len(self._order)} tensors"
         )
-        summaries = iter(joined(communicator, [o for o in self._sites if isinstance(o, Part)]))
-        sites = [next(summaries) if isinstance(one, Part) else one for one in self._sites]
+        sites = joined(communicator, self._parts)
         for one in self.core.table.registrations:
             if one.index in self.core.unresolved:
                 site = f"{one.kind} of {text.site(one.name, 0)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.placement import Shape
+from flex_model.distributed.transports.buffer_layout import as_bytes
 
 NUM_SAMPLES = 2048
 _MIXER = 0x85EBCA6B  # odd, without a pattern
@@ -30,7 +31,7 @@ class Summary:
         call: Counted from 0 for each name and kind.
         moments: Mean, root of the mean square, largest magnitude, and 1 if an element is not
             finite; float64.
-        sample: The values at ``positions``; of a routing, all of them.
+        sample: The bytes of the values at ``positions``; of a routing, of all.
         margins: Of a routing: by token, how far the last chosen expert is ahead of the next one, in
             units of rounding at the scale of the scores.
         read_full: Reads the tensor, where it is kept.
@@ -54,6 +55,12 @@ class Summary:
         """The name, kind and call, which no other summary of a run has."""
         return self.name, self.kind, self.call
 
+    @property
+    def values(self) -> Tensor:
+        """The values of the sample; of a routing, in the tensor's shape."""
+        aligned = self.sample.clone().view(self.dtype)
+        return aligned.view(self.shape) if self.kind == ROUTING else aligned
+
 
 @functools.lru_cache(maxsize=64)
 def positions(shape: Shape, device: torch.device) -> Tensor:
@@ -72,20 +79,26 @@ def positions(shape: Shape, device: torch.device) -> Tensor:
     return ((places + (mixed ^ mixed >> 13) / 2**32) * (numel / NUM_SAMPLES)).long().to(device)
 
 
-def summarised(
-    full: Tensor, name: str, kind: str, call: int, margins: Tensor | None = None
-) -> Summary:
-    """Return the summary of a full tensor, whose tensors stay on its device: nothing waits."""
+def summed(full: Tensor, name: str, kind: str, call: int, margins: Tensor | None = None) -> Summary:
+    """Return the summary of a full tensor, not `finished`: nothing waits for its device."""
     full, shape = full.detach(), tuple(full.shape)
     flat = full.contiguous().view(-1)
-    sample = full if kind == ROUTING else flat[positions(shape, full.device)]
-    found = Summary(name, kind, call, full.dtype, shape, sums_of(flat), sample, margins)
-    return replace(found, moments=moments_of(found.moments, torch.tensor(num_reals(found))))
+    sample = full if kind == ROUTING else flat.index_select(0, positions(shape, full.device))
+    return Summary(name, kind, call, full.dtype, shape, sums_of(flat), as_bytes(sample), margins)
 
 
-def num_reals(one: Summary) -> int:
-    """Return how many real numbers the tensor has."""
-    return math.prod(one.shape) * (1 + one.dtype.is_complex)
+def finished(found: Sequence[Summary]) -> list[Summary]:
+    """Return summaries that have ``sums_of`` of their tensors in place of the moments, with these;
+    the host waits for their devices.
+    """
+    if not found:
+        return []
+    total, squares, largest = torch.stack([one.moments.cpu() for one in found]).unbind(1)
+    num_reals = [math.prod(one.shape) * (1 + one.dtype.is_complex) for one in found]
+    counts = torch.tensor(num_reals).clamp(min=1)
+    is_infinite = 1 - largest.isfinite().double()
+    moments = torch.stack([total / counts, (squares / counts).sqrt(), largest, is_infinite], 1)
+    return [replace(one, moments=row) for one, row in zip(found, moments)]
 
 
 def sums_of(flat: Tensor) -> Tensor:
@@ -99,17 +112,10 @@ def sums_of(flat: Tensor) -> Tensor:
     if not flat.is_floating_point():
         exact = flat.long()
         return torch.stack([exact.sum(), exact.square().sum(), exact.abs().max()]).double()
-    if flat.is_cpu and flat.dtype in (torch.float32, torch.float64, torch.bfloat16):
-        return torch.ops.flex_model.moments(flat)
-    wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    is_summed = flat.dtype in (torch.float32, torch.float64, torch.bfloat16)
+    wide = flat if is_summed else flat.float()
+    if flat.is_cpu:
+        return torch.ops.flex_model.moments(wide)
     total = wide.sum(dtype=torch.float64)
     norm = torch.linalg.vector_norm(wide, dtype=torch.float64)
     return torch.stack([total, norm.square(), torch.stack(wide.aminmax()).abs().max().double()])
-
-
-def moments_of(sums: Tensor, counts: Tensor) -> Tensor:
-    """Return the moments of `Summary`, (..., 4), of sums, (..., 3), over so many real numbers."""
-    total, squares, largest = sums.unbind(-1)
-    counts = counts.clamp(min=1)
-    is_finite = largest.isfinite().double()
-    return torch.stack([total / counts, (squares / counts).sqrt(), largest, 1 - is_finite], -1)

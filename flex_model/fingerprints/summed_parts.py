@@ -4,9 +4,8 @@ stay where they are.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +15,11 @@ from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import GRID
-from flex_model.distributed.placement import Shard
-from flex_model.distributed.transports import buffer_layout
-from flex_model.fingerprints.summary import Summary, moments_of, num_reals, positions, sums_of
+from flex_model.distributed.placement import Shard, located
+from flex_model.distributed.transports.buffer_layout import as_bytes
+from flex_model.fingerprints.summary import Summary, finished, positions, sums_of
 from flex_model.layouts import replicas, resolve
 from flex_model.layouts.tensor_site import Site
-
-_CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -30,128 +27,112 @@ class Held:
     """Describes the part of a full tensor that a rank holds.
 
     Attributes:
-        index: Where the values at the full tensor's ``positions`` are in its flat shard, of those
-            that it holds; ``places``: which of them these are.
+        index: Where the values at the full tensor's ``positions`` are in its flat shard; of those
+            that it does not hold, any place.
+        is_given: By byte of these values, 1 if it is this rank that gives it to the full sample.
         share: The part of its flat shard that it sums up, among the ranks that hold the same.
-        copy: Its index among these ranks; ``num_copies``: their number.
-        layout, splits: As of a `Summary`.
+        axes: The axes along which ranks hold the same.
+        described: What a `Summary` has of the layout.
     """
 
     index: Tensor
-    places: Tensor
+    is_given: Tensor
     share: tuple[int, int]
-    copy: int = 0
-    num_copies: int = 1
-    layout: str = ""
-    splits: dict[str, Any] = field(default_factory=dict)
+    axes: tuple[str, ...]
+    described: dict[str, Any]
 
     @staticmethod
-    def whole(full: Tensor) -> Held:
-        """Return what a process holds that has all."""
-        index = positions(tuple(full.shape), full.device)
-        return Held(index, index, (0, full.numel()))
-
-    @staticmethod
-    def of(spec: TensorSpec, device: torch.device) -> Held:
+    def of(spec: TensorSpec, tensor: Tensor) -> Held:
         """Return what this rank holds of a tensor that is in parts."""
-        mesh, shape = spec.communicator.mesh, spec.plan.shard_sizes[spec.rank]
+        mesh, shard = spec.communicator.mesh, spec.plan.shard_sizes[spec.rank]
         lines = [mesh.ranks_along(spec.axes, place) for place in range(len(mesh.stage_ranks))]
         copies = [place for place, line in enumerate(lines) if line.index(place) == spec.rank]
-        at = positions(spec.full_shape, _CPU)
-        found = [at.new_empty(2, 0)]
+        copy, numel = copies.index(mesh.group_rank), torch.Size(shard).numel()
+        chosen = positions(spec.full_shape, torch.device("cpu"))
+        is_held, index = torch.zeros_like(chosen, dtype=torch.bool), torch.zeros_like(chosen)
+        indices = torch.unravel_index(chosen, spec.full_shape)
         for box in (one for one in spec.boxes if one[0] == spec.rank):
-            rest, is_inside, index, stride = at, at >= 0, 0 * at, 1
-            for full, local, *of_box in reversed([*zip(spec.full_shape, shape, *box[1:])]):
-                start, local_start, size = of_box
-                offset, rest = rest % max(full, 1) - start, rest // max(full, 1)
-                is_inside = is_inside & (offset >= 0) & (offset < size)
-                index, stride = index + (offset + local_start) * stride, stride * local
-            places = is_inside.nonzero().flatten()
-            found.append(torch.stack([index[places], places]))
-        index, places = torch.cat(found, 1)
-        numel, copy, number = torch.Size(shape).numel(), copies.index(mesh.group_rank), len(copies)
-        share = numel * copy // number, numel * (copy + 1) // number
-        return Held(index.to(device), places, share, copy, number, *layout_of(spec))
+            is_inside, place = located(indices, box, shard)
+            is_held, index = is_held | is_inside, index.where(~is_inside, place)
+        is_given = (is_held & (copy == 0)).to(torch.uint8).repeat_interleave(tensor.itemsize)
+        share = numel * copy // len(copies), numel * (copy + 1) // len(copies)
+        axes = tuple(resolve.axes_of_replicas(spec.layout, mesh))
+        return Held(index.to(tensor.device), is_given, share, axes, described(spec))
+
+    def summed(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sums and the sample of what the rank holds. Local.
+
+        Nothing of it is kept for a module that gets the same tensor: as long as a tensor lives, its
+        memory is not used again, and the page faults of other memory take longer than its sums.
+        """
+        flat = tensor.contiguous().view(-1)
+        held = flat if len(flat) else flat.new_zeros(1)
+        return sums_of(flat[slice(*self.share)]), as_bytes(held.index_select(0, self.index))
 
 
-def layout_of(spec: TensorSpec) -> tuple[str, dict[str, Any]]:
+def described(spec: TensorSpec) -> dict[str, Any]:
     """Return the layout in words; by axis, the dim along which its ranks hold consecutive parts,
     and their sizes.
     """
     layout, sizes, mesh = spec.layout, spec.plan.shard_sizes, spec.communicator.mesh
     num_tp = len({place % mesh.tp_size for place in mesh.ranks_along(spec.axes)})
-    found = {}
+    splits = {}
     for axis, along in ("dp", sizes[::num_tp]), ("tp", sizes[:num_tp]):
         split = getattr(layout, axis)
         if isinstance(split, Shard) and split == Shard(split.dim) and not layout.splits_one_dim:
-            found[axis] = split.dim, [shape[split.dim] for shape in along]
-    return str(layout), found
+            splits[axis] = split.dim, [shape[split.dim] for shape in along]
+    return {"layout": str(layout), "splits": splits}
 
 
 class Part(NamedTuple):
-    """Holds what a rank knows of one tensor from its own part: sums in place of the moments, and of
-    the sample those values that it holds. ``spec`` is None on one process.
+    """A summary, not `finished`, of what a rank holds of a tensor. ``held`` is None where that is
+    all of it, which the other ranks need not have.
     """
 
     summary: Summary
-    held: Held
-    spec: TensorSpec | None
-    site: Site
-
-
-def summed_up(tensor: Tensor, held: Held) -> tuple[Tensor, Tensor]:
-    """Return the sums and the sample of what a rank holds. Local.
-
-    Nothing of it is kept for a module that gets the same tensor: as long as a tensor lives, its
-    memory is not used again, and the page faults of other memory take longer than its sums.
-    """
-    flat = tensor.contiguous().view(-1)
-    return sums_of(flat[held.share[0] : held.share[1]]), flat.index_select(0, held.index)
+    held: Held | None = None
+    site: Site | None = None
 
 
 def joined(communicator: Communicator, parts: Sequence[Part]) -> list[Summary]:
-    """Return the summaries of full tensors, of which all ranks have parts. Collective.
+    """Return the finished summaries of the full tensors. Collective.
 
     Raises:
         ReplicasDifferError: ranks that should hold the same have other values. On every rank.
     """
-    if not parts:
-        return []
-    sums = torch.stack([part.summary.moments.cpu() for part in parts])
-    samples = [part.summary.sample for part in parts]
-    if not communicator.is_local:
-        hashes = [
-            int(values.fingerprint(one)[0]) if part.held.num_copies > 1 else 0
-            for part, one in zip(parts, samples)
-        ]
-        row = torch.cat([sums.view(torch.int64), torch.tensor(hashes)[:, None]], 1)
-        table = communicator.exchange(row)
-        for part, of_ranks in zip(parts, table[..., 3].t().tolist()):
-            if part.held.num_copies > 1 and part.spec is not None and len(set(of_ranks)) > 1:
-                prints = values.Fingerprints(communicator.mesh, tuple(of_ranks))
-                axes = resolve.differing_axes(part.spec.layout, prints)
-                if axes:
-                    replicas.reconciled(communicator, part.site, part.summary.sample, axes)
-        found = table[..., :3].contiguous().view(torch.float64)
-        sums = torch.cat([found[..., :2].sum(0), found[..., 2:].amax(0)], 1)
-        samples = _joined_samples(communicator, parts)
-    counts = torch.tensor([num_reals(part.summary) for part in parts])
-    return [
-        replace(one, moments=moments, sample=sample, layout=held.layout, splits=held.splits)
-        for (one, held, *_), moments, sample in zip(parts, moments_of(sums, counts), samples)
-    ]
+    shared = [(one.summary, one.held, one.site) for one in parts if one.held and one.site]
+    full = iter(_full(communicator, *zip(*shared)) if shared else ())
+    return finished([one.summary if one.held is None else next(full) for one in parts])
 
 
-def _joined_samples(communicator: Communicator, parts: Sequence[Part]) -> list[Tensor]:
-    """Return the full samples: each value is of one rank, and zero on the others in a sum."""
-    kinds = [(one.dtype, len(positions(one.shape, _CPU))) for one, *_ in parts]
-    sizes = [number * dtype.itemsize for dtype, number in kinds]
-    starts = [0, *itertools.accumulate(map(buffer_layout.aligned, sizes))]
-    data = torch.zeros(starts[-1], dtype=torch.uint8)
-    for (one, held, *_), start, size in zip(parts, starts, sizes):
-        if held.copy == 0 and size:
-            rows = buffer_layout.as_bytes(one.sample.cpu()).view(-1, one.dtype.itemsize)
-            data[start : start + size].view(-1, one.dtype.itemsize)[held.places] = rows
+def _full(
+    communicator: Communicator,
+    summaries: Sequence[Summary],
+    held: Sequence[Held],
+    sites: Sequence[Site],
+) -> list[Summary]:
+    """Return the summaries of tensors of which all ranks have parts, not finished."""
+    mesh = communicator.mesh
+    samples = [one.sample.cpu() for one in summaries]
+    groups: dict[tuple[str, ...], list[int]] = {}  # of tensors that have replicas along these axes
+    for i, part in enumerate(held):
+        groups.setdefault(part.axes, []).append(i)
+    joint = [torch.cat([samples[i] for i in group]) for group in groups.values()]
+    hashes = torch.stack([values.fingerprint(one)[0] for one in joint])
+    sums = torch.stack([one.moments.cpu() for one in summaries])
+    table = communicator.exchange(torch.cat([sums.view(torch.int64).flatten(), hashes]))
+    for (axes, group), of_ranks in zip(groups.items(), table[:, sums.numel() :].t().tolist()):
+        prints = values.Fingerprints(mesh, tuple(of_ranks))
+        differing = [axis for axis in axes if not prints.equal_along(axis)]
+        for i in group if differing else ():
+            replicas.reconciled(communicator, sites[i], summaries[i].values, differing)
+    found = table[:, : sums.numel()].view(torch.float64).unflatten(1, sums.shape)
+    sums = torch.cat([found[..., :2].sum(0), found[..., 2:].amax(0)], 1)
+    # Each byte of the samples is one rank's, and zero on the others.
+    data = torch.cat(samples).mul_(torch.cat([part.is_given for part in held]))
     data = communicator.all_reduce_sum(GRID, data)
-    spans = zip(kinds, starts, sizes)
-    return [data[start : start + size].view(dtype) for (dtype, _), start, size in spans]
+    full = data.split([len(one) for one in samples])
+    return [
+        replace(one, moments=of_one, sample=sample)
+        for one, of_one, sample in zip(summaries, sums, full)
+    ]

@@ -50,7 +50,8 @@ class HookCore:
         mesh: All ranks of the model, whose shards make a full parameter.
         make_parameters: Makes what reads and writes full parameters; a pipeline has them by stage.
         on_failure: Called with a hook that failed, and its error, instead of raising that.
-        warns: Whether hooks whose module is not called are reported.
+        only_whole: Whether all runs are of the whole model: then no part is called on its own, and
+            hooks whose module is not called are not reported.
         dp_batch: With ``"local"``, runs are those of the ranks that share this rank's batch.
 
     Attributes:
@@ -80,7 +81,7 @@ class HookCore:
         follow: Follow = "new",
         make_parameters: Callable[[Any, Communicator, Statements], Any] = Parameters,
         on_failure: Callable[[Registration, Exception], None] | None = None,
-        warns: bool = True,
+        only_whole: bool = False,
         dp_batch: str | None = None,
         pad_value: float = 0,
     ) -> None:
@@ -141,7 +142,7 @@ class HookCore:
             executor.layouts.lookup,
             executor.observers,
             step,
-            warns,
+            not only_whole,
         )
         backwards = BackwardPasses(self.runs, self._watch, communicator, records, tracking, step)
         self._graphs = Graphs(table, self._remembered, self._free)
@@ -154,6 +155,7 @@ class HookCore:
             self._watch,
             watches=step is None,
             counts_positions=mesh.pp_size == 1,
+            has_parts=not only_whole and step is None,
         )
         handlers = HookHandlers(
             self.runs, backwards, self._graphs, communicator, tracking, executor, step, on_failure

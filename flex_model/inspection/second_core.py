@@ -94,10 +94,10 @@ def sites_to_edit(core: HookCore, with_loss: bool) -> list[Site]:
 
 def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
     """Return the inputs of the whole batch, on rank 0. Collective."""
-    leaves, spec = tree_flatten((args, kwargs))
     communicator = core.communicator
-    if communicator.is_local:
-        return args, kwargs
+    if core.mesh.dp_size == 1 and not core.tracking.statements.of_inputs("", core.module):
+        return args, kwargs  # the run compares those of tensor-parallel ranks
+    leaves, spec = tree_flatten((args, kwargs))
     follower = core.tracking.follower()
     core.tracking.seed(follower, args, kwargs)
     values = [follower.value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
@@ -116,7 +116,7 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
                 f"verify: input tensor of shape {tuple(leaf.shape)} {problem} (shapes by rank "
                 f"{shapes}); give every data-parallel rank its own rows, unsharded along tp"
             )
-        gather_spec = TensorSpec.of(communicator, ShardLayout(dp), shapes, leaf.dtype)
+        gather_spec = TensorSpec.of(communicator, ShardLayout(dp, tp), shapes, leaf.dtype)
         full = gather_spec.gather_to_first(leaf.detach())
         if full is not None:
             leaves[i] = full.requires_grad_(leaf.requires_grad)
@@ -187,7 +187,7 @@ class SecondCore(HookCore):
             user.communicator.timeout_s,
             batch_dim=user.tracking.batch_dim,
             on_failure=None if edits else self._leave_out,
-            warns=False,  # the hooks may be on all modules, and the report lists those not called
+            only_whole=True,  # the report lists modules that were not called
         )
         for statement in user.tracking.statements if reference is None else ():
             self.tracking.state(statement)

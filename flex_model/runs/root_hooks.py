@@ -28,6 +28,7 @@ class RootHooks:
 
     Args:
         watches: Whether backward passes are watched here; a pipeline's schedule runs its own.
+        has_parts: Whether parts of the model may be called on their own.
         counts_positions: Whether the module's cache has all layers; not where it is a stage.
 
     Attributes:
@@ -44,10 +45,11 @@ class RootHooks:
         watch: BackwardWatch,
         watches: bool,
         counts_positions: bool,
+        has_parts: bool,
     ) -> None:
         self._root, self.runs, self._table, self._tracking = module, runs, table, tracking
         self._graphs, self._watch, self._watches = graphs, watch, watches
-        self._has_parts = not tracking.is_local and watches
+        self._has_parts = not tracking.is_local and has_parts
         self._counts_positions = counts_positions and watches
         self._hooked: dict[nn.Module, tuple[Any, Any]] = {}
         self._parts: dict[nn.Module, Part] = {}  # of those, the parts of the model

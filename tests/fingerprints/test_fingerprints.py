@@ -1,7 +1,6 @@
 """Folders of fingerprints, and their comparison on one process."""
 
 import copy
-import json
 import weakref
 
 import pytest
@@ -14,7 +13,9 @@ import flex_model
 import frameworks
 import models
 from flex_model import FlexModel, cli
-from flex_model.fingerprints.fingerprint_folder import RunWriter, read_run
+from flex_model.distributed.placement import Shard
+from flex_model.fingerprints import fingerprint_folder
+from flex_model.fingerprints.fingerprint_folder import read_run
 from flex_model.fingerprints.summary import NUM_SAMPLES, positions
 
 X = models.random(4, 5, 6)
@@ -128,6 +129,15 @@ def test_a_gate_has_its_own_forward_after_each_fingerprint(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_inputs_that_are_split_over_ranks_are_kept_in_full(tmp_path):
+    flex = FlexModel(nn.Sequential(nn.Tanh()), **models.TWO_RANKS["tp"].sizes)
+    flex.annotate_layout("", kind="forward_pre", tp=Shard(2))
+    flex.fingerprint(tmp_path / "a", X.chunk(2, 2)[dist.get_rank()])
+    if dist.get_rank() == 0:
+        assert torch.equal(read_run(tmp_path / "a").inputs[0][0], X)
+
+
+@pytest.mark.ranks(2)
 def test_runs_of_single_ranks_are_refused(tmp_path):
     way = models.TWO_RANKS["ddp"]
     flex = FlexModel(way.shard(models.mlp()), dp_batch="local", **way.sizes)
@@ -148,12 +158,11 @@ def test_an_error_on_rank_0_alone_is_raised_on_all_ranks(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="no such part"):
         flex.verify(tmp_path / "a", X, names={"fc1": ("fc1", part)})
 
-    def full_disk(self, number, full):
-        if full.dim() == 1:  # a bias's gradient
-            raise OSError("no space left")
+    def full_disk(path, chunks, syncs):
+        raise OSError("no space left")
 
-    monkeypatch.setattr(RunWriter, "add", full_disk)
-    with pytest.raises(ValueError, match="no space left"):
+    monkeypatch.setattr(fingerprint_folder, "write_whole", full_disk)
+    with pytest.raises(OSError, match="no space left"):
         flex.fingerprint(tmp_path / "b", X, loss=loss, tensors=True)
 
 
@@ -228,7 +237,7 @@ def test_an_interrupted_run_is_no_run_and_a_new_one_replaces_the_last(tmp_path):
 
 
 def test_a_damaged_file_is_an_error(pair):
-    file = pair[1] / "values.safetensors"
+    file = pair[1] / "run.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     with pytest.raises(ValueError, match="can't be read"):
         flex_model.compare(*pair)
@@ -349,7 +358,7 @@ def test_few_bytes_are_kept_of_large_activations(tmp_path):
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
     folder = fingerprint(tmp_path / "a", model, torch.randn(512, 1024))
     size = sum(file.stat().st_size for file in folder.iterdir())
-    recorded = json.loads((folder / "run.json").read_text())["num_bytes"]
+    recorded = read_run(folder).num_bytes
     inputs = 512 * 1024 * 4
     assert recorded == 8 * inputs and (size - inputs) < 0.01 * recorded
 

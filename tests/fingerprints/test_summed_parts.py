@@ -9,8 +9,8 @@ from flex_model import FlexModel
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.errors import ReplicasDifferError
-from flex_model.fingerprints.summary import Summary, summarised
-from flex_model.fingerprints.summed_parts import Held, Part, joined, summed_up
+from flex_model.fingerprints.summary import Summary, finished, summed
+from flex_model.fingerprints.summed_parts import Held, Part, joined
 from flex_model.layouts.tensor_site import Site
 
 TP = models.TWO_RANKS["tp"]
@@ -34,9 +34,9 @@ def shards_of(full, placement):
 def part_of(flex, shard, shards, placement):
     layout, shapes = ShardLayout(tp=placement), [tuple(one.shape) for one in shards]
     spec = TensorSpec.of(flex._communicator, layout, shapes, shard.dtype)
-    held = Held.of(spec, shard.device)
-    summary = Summary("one", "forward", 0, shard.dtype, spec.full_shape, *summed_up(shard, held))
-    return Part(summary, held, spec, Site("hook on one", "one", "forward", 0))
+    held = Held.of(spec, shard)
+    summary = Summary("one", "forward", 0, shard.dtype, spec.full_shape, *held.summed(shard))
+    return Part(summary, held, Site("hook on one", "one", "forward", 0))
 
 
 @pytest.mark.ranks(2)
@@ -53,10 +53,8 @@ def test_parts_joined_are_the_full_tensors_summary(name):
         shards = shards_of(full, placement)
         parts.append(part_of(flex, shards[dist.get_rank()], shards, placement))
     for full, found in zip(fulls, joined(flex._communicator, parts), strict=True):
-        alone = summarised(full, "one", "forward", 0)
-        assert found.shape == alone.shape and torch.equal(
-            found.sample.view(torch.uint8), alone.sample.view(torch.uint8)
-        )
+        (alone,) = finished([summed(full, "one", "forward", 0)])
+        assert found.shape == alone.shape and torch.equal(found.sample, alone.sample)
         exact = {} if full.is_floating_point() or full.is_complex() else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(found.moments, alone.moments, equal_nan=True, **exact)
 

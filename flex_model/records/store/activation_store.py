@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flex_model.records.store.manifest import MANIFEST, MANIFEST_ASIDE, Manifest, is_of_batches
 from flex_model.records.store.reader import Reader, as_numpy
+from flex_model.records.store.row_table import RowTable
 from flex_model.records.store.statistics import Statistics, statistics_from
 
 if TYPE_CHECKING:
@@ -341,18 +342,9 @@ class ActivationStore:
         from flex_model.records.store.row_loader import RowLoader
 
         chosen = self._checked([names] if isinstance(names, str) else names)
+        table = RowTable(self._reader, chosen, mask, annotations)
         return RowLoader(
-            self.folder,
-            self._manifest,
-            chosen,
-            batch_rows,
-            buffer_rows=buffer_rows,
-            seed=seed,
-            rank=rank,
-            world=world,
-            epochs=epochs,
-            mask=mask,
-            annotations=annotations,
+            self.folder, self._manifest, table, batch_rows, buffer_rows, seed, rank, world, epochs
         )
 
     def layout(self, name: str, batch: int = 0, call: int = 0) -> str:

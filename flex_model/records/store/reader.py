@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flex_model.distributed.placement import Shape
+from flex_model.distributed.placement import Shape, located
 from flex_model.records.store.files import MappedFile
 from flex_model.records.store.manifest import (
     Index,
@@ -57,16 +57,14 @@ class RecordRows:
 
     def read(self, places: Tensor, out: Tensor) -> None:
         """Read the rows at these places alone into ``out``: contiguous, (rows, width)."""
-        layout, shards = self._layout, self._layout.shards
+        layout = self._layout
         if layout.is_whole:
             torch.index_select(self._anywhere, 0, places, out=out)
             return
         indices = torch.unravel_index(places, layout.shape[:-1])
-        for shard, start, shard_start, sizes in layout.boxes:
-            is_held, number = torch.ones_like(places, dtype=torch.bool), torch.zeros_like(places)
-            for index, a, b, n, size in zip(indices, start, shard_start, sizes, shards[shard][1]):
-                is_held &= (index >= a) & (index < a + n)
-                number = number * size + (index - a + b)
+        for box in layout.boxes:
+            shard, start, shard_start, sizes = box
+            is_held, number = located(indices, box, layout.shards[shard][1])
             held = self._shards[shard][:, shard_start[-1] : shard_start[-1] + sizes[-1]]
             channels = slice(start[-1], start[-1] + sizes[-1])
             if is_held.all():

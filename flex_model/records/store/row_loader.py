@@ -15,7 +15,7 @@ import json
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -89,16 +89,13 @@ class RowLoader(IterableDataset[Rows]):
         self,
         folder: Path,
         manifest: Manifest,
-        names: Sequence[str],
+        table: RowTable,
         batch_rows: int,
-        *,
         buffer_rows: int,
         seed: int | None,
         rank: int,
         world: int,
         epochs: int,
-        mask: str | None,
-        annotations: Sequence[str] | None,
     ) -> None:
         if min(batch_rows, buffer_rows, world, epochs) < 1 or not 0 <= rank < world:
             raise ValueError(
@@ -110,23 +107,22 @@ class RowLoader(IterableDataset[Rows]):
                 f"loader: a batch of {batch_rows} rows can't be cut over {world} readers; give a "
                 f"batch_rows that is a multiple of {world}"
             )
-        self._folder, self._manifest = folder, manifest
+        self._folder, self._manifest, self._table = folder, manifest, table
         self._batch_rows, self._buffer_rows, self._seed = batch_rows, buffer_rows, seed
         self._rank, self._world, self._own_rows = rank, world, batch_rows // world
         self._first = 0
-        self._table = RowTable(Reader(folder, manifest), names, mask, annotations)
-        row_bytes = sum(width * dtype.itemsize for width, dtype in self._table.rows.values())
+        row_bytes = sum(width * dtype.itemsize for width, dtype in table.rows.values())
         at_once = _READ_BYTES // max(1, self._own_rows * row_bytes)
         self._at_once = min(max(1, at_once), _MOST_AT_ONCE)
-        self._buffers = {name: _Buffers((_THREADS + 1) * self._at_once) for name in names}
-        self._num_rows = sum(block.num_rows for block in self._table.blocks)
+        self._buffers = {name: _Buffers((_THREADS + 1) * self._at_once) for name in table.names}
+        self._num_rows = sum(block.num_rows for block in table.blocks)
         self._num_batches = epochs * self._num_rows // batch_rows
         if not self._num_batches:
             raise ValueError(
-                f"loader: {folder} has {self._num_rows} rows of {list(names)}, less than a batch "
+                f"loader: {folder} has {self._num_rows} rows of {table.names}, less than a batch "
                 f"of {batch_rows}; give a smaller batch_rows"
             )
-        stream = (_STREAM, manifest.id, manifest.groups, *names, self._table.mask)
+        stream = (_STREAM, manifest.id, manifest.groups, *table.names, table.mask)
         text = json.dumps((*stream, batch_rows, buffer_rows, seed))
         self._stream = digest_of(text.encode())
 

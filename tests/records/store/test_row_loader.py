@@ -181,7 +181,7 @@ def test_what_is_not_aligned_is_refused(tmp_path):
     with pytest.raises(KeyError, match="no record 'mlp'"):
         store.loader("mlp")
     with pytest.raises(ValueError, match="multiple of 3"):
-        store.loader(batch_rows=8, world=3)
+        store.loader(batch_rows=8, world=3, mask=None, annotations=())
     with pytest.raises(ValueError, match="less than a batch of 500"):
         store.loader(batch_rows=500, mask=None, annotations=())
     with pytest.raises(ValueError, match="not of this stream"):
