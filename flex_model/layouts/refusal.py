@@ -25,9 +25,7 @@ PAD = (
     'ones: FlexModel(dp_batch="global") pads them, "local" passes each rank its own'
 )
 
-ONE_ORDER = (
-    "start all ranks with PYTHONHASHSEED=0 in their environment, which gives them one order"
-)
+ONE_ORDER = "start all ranks with PYTHONHASHSEED=0 in their environment, which gives them one order"
 
 AXIS_NAMES = {"dp": "data-parallel", "tp": "tensor-parallel"}
 

@@ -376,7 +376,7 @@ def test_calls_of_other_kinds_on_data_parallel_ranks_are_not_joined(name, edits)
     flex.register_forward_hook(HookFunction(name, editing_function=edit))
     flex(models.random(2, 6))
     model.kinds = model.kinds[:: -1 if dist.get_rank() else 1]
-    with pytest.raises(ValueError, match="different arguments.*PYTHONHASHSEED=0"):
+    with pytest.raises(ValueError, match=r"different arguments.*PYTHONHASHSEED=0"):
         flex(models.random(2, 6))
 
 
