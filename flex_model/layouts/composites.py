@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
+from flex_model.integrations.torch_private import is_functorch_tensor
+
 _MATMUL = torch.ops.aten.matmul.default
 _RESHAPE = torch.ops.aten.reshape.default
 _FLATTEN = torch.ops.aten.flatten.using_ints
@@ -142,7 +144,7 @@ def bind(
     elif func in _RECURRENT and (len(args) != 9 or isinstance(args[2], Tensor)):
         return None  # packed sequences
     tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
-    if any(tensor.layout != torch.strided for tensor in tensors):
+    if any(tensor.layout != torch.strided or is_functorch_tensor(tensor) for tensor in tensors):
         return None
     schema = operation._schema
     return Bound(schema.name.removeprefix("aten::"), schema, args, kwargs)

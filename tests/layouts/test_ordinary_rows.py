@@ -79,6 +79,20 @@ def inner_grad(model, h):
     return h * slope
 
 
+def forces(model, h):
+    """The slope of energies that layers compute."""
+    inner = h.detach().requires_grad_()
+    energies = model.head(model.fc(inner).tanh())[..., 1:]
+    (slope,) = torch.autograd.grad(energies, inner, torch.ones_like(energies))
+    return h * slope
+
+
+def ensemble(model, h):
+    """Layers of one shape, by their stacked weights."""
+    weights = torch.stack([model.fc.weight, model.fc.weight.T, model.table[:1] * model.fc.weight])
+    return torch.func.vmap(lambda own: (h @ own).tanh() + F.linear(h, own))(weights).mean(0)
+
+
 def rotary(model, h):
     """Half a head is as wide as a rank has rows, where it has three."""
     angles = torch.arange(LENGTH).double()[:, None] * model.table[0, : WIDTH // 2]
@@ -241,6 +255,8 @@ LINES = [
     split_and_joined,
     vmapped_grad,
     inner_grad,
+    forces,
+    ensemble,
     rotary,
     slopes,
     frequencies,
@@ -271,9 +287,9 @@ NAMES = [lines.__name__ for lines in LINES]
 @pytest.mark.parametrize("name", NAMES)
 def test_ordinary_lines(name):
     """With every number of rows that some other size equals."""
-    # Inside vmap a single row does not show which dim it is.
+    # Inside vmap and in a backward a single row does not show which dim it is.
     lines = globals()[name]
-    for rows in ROWS[lines is vmapped_grad :]:
+    for rows in ROWS[lines in (vmapped_grad, forces, ensemble) :]:
         try:
             check(lambda: around(lines), batch(rows), BOTH)
         except Exception as error:

@@ -73,6 +73,8 @@ _SHAPES = {
     "unfold": "self:...[dimension] -> ...[dimension]* = self",
     "tril triu": "self:...** -> ...** = self",
     "slice_scatter": "self:...[dim] src:...[dim] -> ...[dim] = self + src",
+    "slice_backward": "grad_output:...[dim] -> ...[dim] = grad_output",
+    "select_backward": "grad_output:...[-dim] -> ...[dim] = grad_output",
     "select_scatter": "self:...[dim] src:...[-dim] -> ...[dim] = self + src",
 }
 
