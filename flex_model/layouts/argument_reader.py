@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _SLICES = {f"aten::{name}" for name in (*SPLITS, "slice", "narrow", "select", "unbind")}
 _VIEWS = {f"aten::{name}" for name in (*TO_SIZES, "_reshape_alias", "unflatten")}
+_OF_RANGE = {"start", "end", "step", "steps"}
 
 
 class ArgumentReader:
@@ -144,7 +145,7 @@ class ArgumentReader:
         is_split = any(operand.shard is not None for operand in self.operands)
         if is_split and self._proofs.axis == "tp" and has_factors(first):
             known = None  # ``x.shape[0] * heads``, where the heads may be this rank's share
-        is_share = self._is_view and known == numbers[0]
+        is_share = self._is_view and known == numbers[0] and self._proofs.axis == "tp"
         if (is_share or not self.operands) and divides_by(first, self._proofs.num_ranks):
             # A size of a whole dim, divided by the number of ranks, may be a rank's share. (Slices
             # and the like are along a dim whose placement their operand shows.)
@@ -163,7 +164,8 @@ class ArgumentReader:
 
         They matter at the split dim only, so if no tensor is split it passes the same. Of a view
         or a slice of a split tensor, the rule decides which of them are at the split dim. Along dp,
-        rows that stand first are at the -1 that a view begins with.
+        rows that stand first are at the -1 that a view begins with, and rows of which another size
+        is computed are there. A range with an end of which the full size is known has its numbers.
 
         Args:
             unsettled: Sizes of the result that may be a rank's own: of a factory, those of split
@@ -177,9 +179,12 @@ class ArgumentReader:
         num_same = 0  # dims that a view keeps
         rows_dim = -1 if split is None else split.dim
         hides_row = bool(shards) and self._hides_row(shards[0].shapes[0], rows_dim)
-        begins_with_rows = rows_dim == 0 and any(one[1:] == (0, -1) for one in self._plain)
+        is_elsewhere = rows_dim == 0 and any(one[1:] == (0, -1) for one in self._plain)
+        is_elsewhere |= self._shows_split
         for name, place, number in self._plain:
-            if not shards and (number in unsettled if name == "size" else unsettled):
+            is_range = name in _OF_RANGE and bool(self._with_expression)
+            may_be_own = number in unsettled if name == "size" else bool(unsettled) and not is_range
+            if not shards and may_be_own:
                 continue
             if not shards or (self._is_view and number == -1):
                 self.full_sizes[name][place] = number
@@ -190,12 +195,12 @@ class ArgumentReader:
             elif self._is_view and self._proofs.axis == "dp":
                 is_kept = place == num_same <= rows_dim
                 is_same_dim = is_kept and number == shards[0].shapes[0][place]
-                is_same_dim &= not (hides_row and number == 1)
+                is_same_dim &= not (hides_row and number == 1) and not self._shows_split
                 num_same += is_same_dim
                 if is_same_dim and split is not None and place == rows_dim:  # x.view(len(x), -1)
                     self.full_sizes[name][place] = full_size(split, shards[0].shapes)
                     kept.add(name)
-                elif is_same_dim or begins_with_rows or not self._may_count_rows(number):
+                elif is_same_dim or is_elsewhere or not self._may_count_rows(number):
                     self.full_sizes[name][place] = number
                     kept.add(name)
         if rule_decides or shards:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_iter
 
+from flex_model.integrations.torch_private import is_functorch_tensor
+
 _MATMUL = torch.ops.aten.matmul.default
 _RESHAPE = torch.ops.aten.reshape.default
 _FLATTEN = torch.ops.aten.flatten.using_ints
@@ -26,6 +28,7 @@ _UNFLATTEN = torch.ops.aten.unflatten.int
 _EINSUM = torch.ops.aten.einsum.default
 _NARROW = torch.ops.aten.narrow.default
 _REPEAT_INTERLEAVE = torch.ops.aten.repeat_interleave.self_int
+_INSTANCE_NORM = torch.ops.aten.instance_norm.default
 _TENSOR_SPLIT = torch.ops.aten.tensor_split
 
 _OF_BOTH = {  # functions of torch, and methods of tensors
@@ -45,6 +48,8 @@ _FOLLOWED = {
     F.linear: torch.ops.aten.linear.default,
     F.one_hot: torch.ops.aten.one_hot.default,
     torch.einsum: _EINSUM,
+    torch.instance_norm: _INSTANCE_NORM,
+    torch._C._nn.pad_sequence: torch.ops.aten.pad_sequence.default,
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,
 }
 
@@ -134,10 +139,12 @@ def bind(
             return None
         if not isinstance(args[1], int):
             operation = _TENSOR_SPLIT.indices
+    elif operation is _INSTANCE_NORM and (len(args) < 4 or args[3] is not None):
+        return None  # running statistics
     elif func in _RECURRENT and (len(args) != 9 or isinstance(args[2], Tensor)):
         return None  # packed sequences
     tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
-    if any(tensor.layout != torch.strided for tensor in tensors):
+    if any(tensor.layout != torch.strided or is_functorch_tensor(tensor) for tensor in tensors):
         return None
     schema = operation._schema
     return Bound(schema.name.removeprefix("aten::"), schema, args, kwargs)

@@ -255,7 +255,8 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[logged.Op, ...]) ->
         Operand(tuple(entry.outputs[i].shape for entry in entries), dtype_of(output.dtype))
         for i, output in enumerate(entries[0].outputs)
     )
-    made = {size for output in outputs for shape in output.shapes for size in shape}
+    start = int(name in ("tril_indices", "triu_indices"))  # of two dims, always
+    made = {size for output in outputs for shape in output.shapes for size in shape[start:]}
     unsettled = proofs.split_sizes & made if may_be_split or name in constants.EXPANDS else set()
     reader.conclude_sizes(unsettled)
     operation = Operation(

@@ -51,16 +51,18 @@ def _taken(operation: Operation, output: int) -> OwnRows | None:
 
 def infer_joined(operation: Operation, known: Mapping[Any, OwnRows]) -> Shard | None:
     """Return the split of a tensor that joins all rows in their order; None for all else."""
-    values = operation.values
-    if operation.name not in ("stack", "cat") or not all(value in known for value in values):
+    name, values = operation.name, operation.values
+    is_joined = name in ("stack", "cat", "pad_sequence")
+    if not is_joined or not all(value in known for value in values):
         return None
     rows = [known[value] for value in values]
-    if operation.name == "stack" and any(one.stop != one.start + 1 for one in rows):
+    if name != "cat" and any(one.stop != one.start + 1 for one in rows):
         return None
     totals = {one.total for one in rows}
     if len(totals) != 1 or not follow_to_end([(one.start, one.stop) for one in rows], *totals):
         return None
-    return Shard(operation.get("dim", 0) % operation.outputs[0].ndim)
+    dim = 1 - operation["batch_first"] if name == "pad_sequence" else operation.get("dim", 0)
+    return Shard(dim % operation.outputs[0].ndim)
 
 
 def infer_filled(operation: Operation) -> Shard | None:

@@ -206,7 +206,14 @@ class Recorder(DispatchMode):
         if stated is not None:
             return self.place(tensor, stated)
         kept = self._kept(tensor)
-        return None if kept is None else self.add_source(tensor, *kept)
+        if kept is not None:
+            return self.add_source(tensor, *kept)
+        base, schema = tensor._base, torch.ops.aten.t.default._schema
+        if base is None or base.ndim != 2 or not self.values.are_same(base.t(), tensor):
+            return None
+        # The view of a weight that a layer, which is followed as one operation, keeps for backward.
+        self.add_operation(schema.name, self.encode(schema, (base,), {}), tensor)
+        return self.values.of(tensor)
 
     def one_value(self, tensor: Tensor) -> Value:
         """Return the tensor's value; 0 if it has none or may have several."""

@@ -99,6 +99,12 @@ WRITING = [
     at("index_reduce", X, 1, ints(6, 3), floats(4, 3), args=("amax",)),
     sample("slice_scatter", X, floats(2, 6), program=lambda op, x, s: op(x, s, 0, 1, 3)),
     sample("slice_scatter", X, floats(4, 2), program=lambda op, x, s: op(x, s, 1, 0, 2)),
+    sample(
+        "slice_backward", floats(2, 6), program=lambda op, g: op(g, (4, g.shape[1]), 0, 1, 3, 1)
+    ),
+    sample("slice_backward", floats(4, 2), program=lambda op, g: op(g, (len(g), 6), 1, 0, 2, 1)),
+    sample("select_backward", floats(6), program=lambda op, g: op(g, (4, len(g)), 0, 1)),
+    sample("select_backward", floats(4), program=lambda op, g: op(g, (len(g), 6), 1, 1)),
     sample("select_scatter", X, floats(6), program=lambda op, x, s: op(x, s, 0, 1)),
     sample("select_scatter", X, floats(4), program=lambda op, x, s: op(x, s, 1, 1)),
 ]

@@ -4,6 +4,7 @@ import inspect
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 
 import stand_in_kernels
 from flex_model.layouts.contracts.opaque_calls import PREFIX
@@ -160,6 +161,8 @@ SAMPLES = [
         program=lambda op, q, k, cos, sin: op(q, k, cos, sin, [1, 1, 1]),
         together=((0, 0, 1, 1), (1, 1, None, None)),
     ),
+    kernel("torch.embedding_bag", F.embedding_bag, ints(8, 4, 3), floats(8, 6)),
+    kernel("torch.embedding_bag", F.embedding_bag, ints(8, 4), floats(8, 6), torch.tensor([0, 3])),
     liger("SiLUMul", X, R),
     liger("GELUMul", X, R),
     *[

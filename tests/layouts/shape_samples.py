@@ -305,6 +305,10 @@ JOINING = [
     joining("concat", floats(4, 6), floats(4, 6), dim=1),
     joining("concatenate", floats(4, 6), floats(4, 6), dim=1),
     *[joining("stack", floats(4, 6), floats(4, 6), dim=d) for d in (0, 1, -1)],
+    *[
+        joining("pad_sequence", floats(4, 6), floats(3, 6), dim=batch_first)
+        for batch_first in (0, 1)
+    ],
 ]
 
 SAMPLES = [*RESHAPING, *MOVING, *EXPANDING, *SLICING, *JOINING]

@@ -79,6 +79,20 @@ def inner_grad(model, h):
     return h * slope
 
 
+def forces(model, h):
+    """The slope of energies that layers compute."""
+    inner = h.detach().requires_grad_()
+    energies = model.head(model.fc(inner).tanh())[..., 1:]
+    (slope,) = torch.autograd.grad(energies, inner, torch.ones_like(energies))
+    return h * slope
+
+
+def ensemble(model, h):
+    """Layers of one shape, by their stacked weights."""
+    weights = torch.stack([model.fc.weight, model.fc.weight.T, model.table[:1] * model.fc.weight])
+    return torch.func.vmap(lambda own: (h @ own).tanh() + F.linear(h, own))(weights).mean(0)
+
+
 def rotary(model, h):
     """Half a head is as wide as a rank has rows, where it has three."""
     angles = torch.arange(LENGTH).double()[:, None] * model.table[0, : WIDTH // 2]
@@ -184,6 +198,54 @@ def view_of_all_sizes(model, h):
     return h.reshape(rows * length, width).view(rows, length, 2, -1).transpose(1, 2).flatten(-2)
 
 
+def instance_norm(model, h):
+    return F.instance_norm(h, weight=model.tables["steps"][0], eps=1e-2)
+
+
+def padded(model, h):
+    """Some tokens of each row."""
+    rows = [row[: 2 + i] for row, i in zip(h, kinds(h)[:, 0].clamp(max=0).tolist())]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0.5)
+
+
+def bags(model, h):
+    return F.embedding_bag(kinds(h), model.table, mode="sum") * h[:, 0]
+
+
+def ranges(model, h):
+    """As long as the positions, of which there may be as many as rows."""
+    length = h.shape[1]
+    steps = torch.linspace(0, 1, length, dtype=h.dtype) + torch.arange(1, length + 1)
+    return h * steps.cumsum(0)[:, None] * torch.arange(0, 2 * length, 2).cumsum(0)[:, None]
+
+
+def pairs(model, h):
+    """Of tokens: their numbers are two rows, whatever a rank has."""
+    one, other = torch.tril_indices(LENGTH, LENGTH, -1)
+    return (h @ h.mT)[:, one, other][:, :WIDTH]
+
+
+def windows(model, h):
+    """Half as many as features, and two are the ranks."""
+    width = h.shape[-1]
+    mask = h.new_ones(width, width).triu().view(width // 2, 2, width // 2, 2).transpose(1, 2)
+    return h @ mask.reshape(width, width)
+
+
+def copies(model, h):
+    """More rows, told by the number of rows from the number of copies."""
+    rows = h.shape[0]
+    return (h.repeat(3, 1, 1) * 2).sin().view(3, rows, LENGTH, WIDTH).mean(0)
+
+
+def grouped(model, h):
+    """A kernel for each row: rows are groups of channels of one image."""
+    rows = h.shape[0]
+    kernels = (h.mean(1)[:, :, None] * model.table[0]).reshape(rows * WIDTH, WIDTH, 1)
+    made = F.conv1d(h.mT.reshape(1, rows * WIDTH, LENGTH), kernels, groups=rows)
+    return made.view(rows, WIDTH, LENGTH).mT
+
+
 LINES = [
     last_tokens,
     one_hot,
@@ -193,6 +255,8 @@ LINES = [
     split_and_joined,
     vmapped_grad,
     inner_grad,
+    forces,
+    ensemble,
     rotary,
     slopes,
     frequencies,
@@ -207,6 +271,14 @@ LINES = [
     shared_mask,
     zeros_of_rows,
     checked,
+    instance_norm,
+    padded,
+    bags,
+    ranges,
+    pairs,
+    windows,
+    copies,
+    grouped,
 ]
 NAMES = [lines.__name__ for lines in LINES]
 
@@ -215,9 +287,9 @@ NAMES = [lines.__name__ for lines in LINES]
 @pytest.mark.parametrize("name", NAMES)
 def test_ordinary_lines(name):
     """With every number of rows that some other size equals."""
-    # Inside vmap a single row does not show which dim it is.
+    # Inside vmap and in a backward a single row does not show which dim it is.
     lines = globals()[name]
-    for rows in ROWS[lines is vmapped_grad :]:
+    for rows in ROWS[lines in (vmapped_grad, forces, ensemble) :]:
         try:
             check(lambda: around(lines), batch(rows), BOTH)
         except Exception as error:

@@ -5,7 +5,8 @@ signature; nothing inside is seen, and gradients pass as through an operation of
 
 - ``kernel::package.Class`` for an ``autograd.Function``, in whichever module of the package, or
   ``kernel::module.Class`` for one of the user's;
-- ``kernel::package.function`` for functions that `transformers_private.kernels` finds.
+- ``kernel::package.function`` for functions that `transformers_private.kernels` finds, and for
+  ``F.embedding_bag``, which makes the places where a rank's own bags begin.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from flex_model.integrations import transformers_private
 
@@ -26,6 +29,7 @@ def functions() -> Iterator[tuple[Any, str, str]]:
     """
     for module, name, contract in transformers_private.kernels():
         yield module, name, f"{PREFIX}transformers.{contract}"
+    yield torch.nn.functional, "embedding_bag", f"{PREFIX}torch.embedding_bag"
 
 
 def names_of(function: Any) -> tuple[str, str]:

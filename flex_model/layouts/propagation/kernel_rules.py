@@ -98,6 +98,11 @@ RULES = {
         ),
         flash_attention,
     ),
+    # Without ``offsets``, which are places in the input, a row is a bag.
+    "kernel::torch.embedding_bag": form(
+        "input:b* weight:*f per_sample_weights?:b* -> bf | "
+        "input:* weight:*f offsets:* per_sample_weights?:* -> *f"
+    ),
     "kernel::transformers.FP8LinearFunction": fp8_linear,
     "kernel::transformers.fp8_linear": fp8_linear,
     "kernel::liger_kernel.LigerCrossEntropyFunction": cross_entropy,

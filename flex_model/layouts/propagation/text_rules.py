@@ -65,6 +65,7 @@ _SHAPES = {
     "t": "self:ab -> ba = self | self:a -> a = self",
     "transpose": "self:...[dim0:a,dim1:b] -> ...[dim0:b,dim1:a] = self",
     "unsqueeze": "self:...[-dim] -> ...[dim] = self",
+    "pad_sequence": "sequences:*... -> **...",
     "stack": "tensors:...[-dim] -> ...[dim] = tensors",
     "select unbind": "self:...[dim] -> ...[-dim]+ = self",
     "diagonal": "self:...[dim1,dim2] -> ...[-dim1,-dim2]* = self",
@@ -72,6 +73,8 @@ _SHAPES = {
     "unfold": "self:...[dimension] -> ...[dimension]* = self",
     "tril triu": "self:...** -> ...** = self",
     "slice_scatter": "self:...[dim] src:...[dim] -> ...[dim] = self + src",
+    "slice_backward": "grad_output:...[dim] -> ...[dim] = grad_output",
+    "select_backward": "grad_output:...[-dim] -> ...[dim] = grad_output",
     "select_scatter": "self:...[dim] src:...[-dim] -> ...[dim] = self + src",
 }
 
@@ -93,6 +96,7 @@ _LAYERS = {
     # Torch would decompose them, too, but the first operation that it decomposes imports sympy or
     # dynamo, 500 or 900 modules, where nothing else has.
     "group_norm": "input:n_ weight?:_ bias?:_ -> n_+",
+    "instance_norm": "input:nc_ weight?:c bias?:c -> nc_",
     "max_pool2d_with_indices adaptive_max_pool2d": ":...** -> ...**+",
     "max_pool3d_with_indices adaptive_max_pool3d": ":...*** -> ...***+",
     "avg_pool2d _adaptive_avg_pool2d reflection_pad2d replication_pad2d upsample_nearest2d "
