@@ -3,7 +3,14 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
 
@@ -186,6 +193,21 @@ def test_sharded(name):
             other = value.detach() + torch.distributed.get_rank()
             with pytest.raises(ValueError, match=r"'value_of_run_from'.*different values"):
                 flex.run_from("layers.1", other, BATCH)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("output", [Shard(0), Partial()])
+def test_a_module_that_returns_a_part_on_each_rank_is_refused(output):
+    plan = {"0.0": ColwiseParallel(), "0.1": RowwiseParallel(output_layouts=output)}
+    plan |= {"1.0": ColwiseParallel(input_layouts=output), "1.1": RowwiseParallel()}
+    layer = lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))  # noqa: E731
+    model = parallelize_module(nn.Sequential(layer(), layer()), init_device_mesh("cpu", (2,)), plan)
+    x = torch.ones(4, 6)
+    with FlexModel(model, records := {}, output_ranks="all") as flex:
+        flex.register_forward_hook(HookFunction("0"))
+        flex(x)
+        with pytest.raises(ValueError, match="returns a part on each tensor-parallel rank"):
+            flex.run_from("0", records["0"][0], x)
 
 
 @pytest.mark.ranks(2)
