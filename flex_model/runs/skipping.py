@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flex_model import _C
 from flex_model.distributed.placement import Replicate
 from flex_model.hooks.registration import Registration
-from flex_model.integrations import cut
+from flex_model.integrations import cut, dtensor
 from flex_model.integrations.absent_tensor import Absent, names_in
 from flex_model.names import clean, find_module
 
@@ -76,8 +76,10 @@ class Skip:
 
     def check_layout(self, registrations: Iterable[Registration]) -> None:
         """ValueError where a hook has found that the module returns a part on each rank along tp,
-        whose place in the model the full value can't take.
+        whose place in the model a plain value, of which every rank has the whole, can't take.
         """
+        if any(map(dtensor.is_dtensor, _C.flatten(self._value)[0])):
+            return
         for one in registrations:
             is_here = one.module is not None and one.module() is self._target
             is_output = is_here and one.kind == "forward"

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 from torch.testing import assert_close
@@ -208,6 +209,19 @@ def test_a_module_that_returns_a_part_on_each_rank_is_refused(output):
         flex(x)
         with pytest.raises(ValueError, match="returns a part on each tensor-parallel rank"):
             flex.run_from("0", records["0"][0], x)
+
+
+@pytest.mark.ranks(2)
+def test_the_value_of_a_module_that_returns_a_dtensor():
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"0": SequenceParallel(sequence_dim=0), "1": ColwiseParallel(input_layouts=Shard(0))}
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6))
+    model = parallelize_module(model, mesh, plan | {"2": RowwiseParallel()})
+    with FlexModel(model, records := {}, output_ranks="all") as flex:
+        flex.register_forward_hook(HookFunction("0", editing_function=mix))
+        expected = flex(BATCH.float())
+        value = distribute_tensor(records["0"][0], mesh, [Shard(0)])
+        assert_close(flex.run_from("0", value, BATCH.float()), expected)
 
 
 @pytest.mark.ranks(2)
