@@ -282,7 +282,8 @@ class StageIndex:
         found = self.stages_of(name)
         if len(found) > 1:
             below = [other for other in self._called if not name or other.startswith(f"{name}.")]
-            hint = f", as {below[1]!r}" if len(below) > 1 else ""
+            single = [other for other in reversed(below) if len(self._called[other]) == 1]
+            hint = f", as {min(single, key=lambda one: one.count('.'))!r}" if single else ""
             raise ValueError(
                 f"module {name!r} is spread over the stages {list(found)} of the pipeline, and "
                 "none of them sees the whole of its input and output; hook a module that one "

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.tensor import Partial, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.testing import assert_close
 from transformers.pytorch_utils import Conv1D
 
@@ -186,6 +194,34 @@ def test_sharded(name):
             other = value.detach() + torch.distributed.get_rank()
             with pytest.raises(ValueError, match=r"'value_of_run_from'.*different values"):
                 flex.run_from("layers.1", other, BATCH)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("output", [Shard(0), Partial()])
+def test_a_module_that_returns_a_part_on_each_rank_is_refused(output):
+    plan = {"0.0": ColwiseParallel(), "0.1": RowwiseParallel(output_layouts=output)}
+    plan |= {"1.0": ColwiseParallel(input_layouts=output), "1.1": RowwiseParallel()}
+    layer = lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))  # noqa: E731
+    model = parallelize_module(nn.Sequential(layer(), layer()), init_device_mesh("cpu", (2,)), plan)
+    x = torch.ones(4, 6)
+    with FlexModel(model, records := {}, output_ranks="all") as flex:
+        flex.register_forward_hook(HookFunction("0"))
+        flex(x)
+        with pytest.raises(ValueError, match="returns a part on each tensor-parallel rank"):
+            flex.run_from("0", records["0"][0], x)
+
+
+@pytest.mark.ranks(2)
+def test_the_value_of_a_module_that_returns_a_dtensor():
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {"0": SequenceParallel(sequence_dim=0), "1": ColwiseParallel(input_layouts=Shard(0))}
+    model = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6))
+    model = parallelize_module(model, mesh, plan | {"2": RowwiseParallel()})
+    with FlexModel(model, records := {}, output_ranks="all") as flex:
+        flex.register_forward_hook(HookFunction("0", editing_function=mix))
+        expected = flex(BATCH.float())
+        value = distribute_tensor(records["0"][0], mesh, [Shard(0)])
+        assert_close(flex.run_from("0", value, BATCH.float()), expected)
 
 
 @pytest.mark.ranks(2)
