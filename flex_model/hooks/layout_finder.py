@@ -8,9 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
@@ -54,6 +55,8 @@ class LayoutFinder:
     ) -> None:
         self._pad_value = pad_value
         self._communicator, self._mesh, self._tracking = communicator, communicator.mesh, tracking
+        #: How the last hook on a module's output found it along tp, also if the hook is gone.
+        self.of_outputs: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
 
     def shard_of(self, call: HookCall, leaf: Any) -> tuple[HookCall, Tensor, ShardLayout | None]:
         """Return this rank's plain tensor, in the graph, and the layout that a DTensor states: the
@@ -156,6 +159,9 @@ class LayoutFinder:
             oldest = next(iter(registration.specs))  # the same one on every rank
             del registration.specs[oldest]
         registration.specs[key] = spec
+        module = None if registration.module is None else registration.module()
+        if module is not None and registration.kind == "forward":
+            self.of_outputs[module] = layout.tp
         return spec
 
     def _layout(

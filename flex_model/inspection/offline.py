@@ -136,19 +136,22 @@ def _huggingface(model: str) -> Make:
     config = transformers.AutoConfig.from_pretrained(config_file)
 
     def make(tp: int) -> nn.Module:
-        with torch.device("meta"):
-            made = transformers.AutoModelForCausalLM.from_config(config)
-        made.eval()
         if tp == 1:
-            return made
-        if not hasattr(made, "maybe_distribute_model"):
+            with torch.device("meta"):
+                return transformers.AutoModelForCausalLM.from_config(config).eval()
+        if not hasattr(transformers.PreTrainedModel, "maybe_distribute_model"):
             raise CannotInspectError(
                 f"transformers {transformers.__version__} shards models only while it loads "
                 "weights; inspect with --tp needs 5.23 or later, or a file.py:function that shards"
             )
+        untied = importlib.import_module("transformers.initialization").no_tie_weights
+        with torch.device("meta"), untied():  # tied weights are two in a plan
+            made = transformers.AutoModelForCausalLM.from_config(config).eval()
         settings = importlib.import_module("transformers.distributed").DistributedConfig(tp_size=tp)
         settings, _, meshes = made.prepare_distribute_model(settings)
-        return made.maybe_distribute_model(made, settings, meshes)
+        made = made.maybe_distribute_model(made, settings, meshes)
+        made.tie_weights()
+        return made
 
     return make
 

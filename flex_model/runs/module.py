@@ -163,7 +163,7 @@ class ModuleRunner:
         core.table.choice(groups, complement)
         cut.check(core.module, "run_from")
         skip = Skip(core.module, module_name, value)
-        skip.check_layout(core.table.registrations)
+        skip.check_layout(core.executor.layouts.of_outputs)
         with self.active(groups, complement):
             skip.check_arguments(kwargs)
             skip.check_hooks(core.table.active_hooks.registrations)

@@ -6,14 +6,14 @@ that is given is an error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flex_model import _C
-from flex_model.distributed.placement import Replicate
+from flex_model.distributed.placement import Placement, Replicate
 from flex_model.hooks.registration import Registration
 from flex_model.integrations import cut, dtensor
 from flex_model.integrations.absent_tensor import Absent, names_in
@@ -74,22 +74,19 @@ class Skip:
                     "before it are not computed; choose other hooks with groups="
                 )
 
-    def check_layout(self, registrations: Iterable[Registration]) -> None:
+    def check_layout(self, found: Mapping[nn.Module, Placement]) -> None:
         """ValueError where a hook has found that the module returns a part on each rank along tp,
         whose place in the model a plain value, of which every rank has the whole, can't take.
         """
         if any(map(dtensor.is_dtensor, _C.flatten(self._value)[0])):
             return
-        for one in registrations:
-            is_here = one.module is not None and one.module() is self._target
-            is_output = is_here and one.kind == "forward"
-            layouts = [spec.layout.tp for spec in one.specs.values()] if is_output else []
-            if layouts and layouts[-1] != Replicate():
-                raise ValueError(
-                    f"run_from: {self.name!r} returns a part on each tensor-parallel rank "
-                    f"({layouts[-1]}), which the value can't stand for; call flex(...) with a hook "
-                    "whose editing function returns the value"
-                )
+        placement = found.get(self._target, Replicate())
+        if placement != Replicate():
+            raise ValueError(
+                f"run_from: {self.name!r} returns a part on each tensor-parallel rank "
+                f"({placement}), which the value can't stand for; call flex(...) with a hook whose "
+                "editing function returns the value"
+            )
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:

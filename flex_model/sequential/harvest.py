@@ -155,8 +155,8 @@ def _tokenizer(folder: Path) -> Any:
             f"harvest: no tokenizer in {folder} ({error}); save it there with save_pretrained, or "
             "call flex_model.sequential.run with batches of your own"
         ) from error
-    if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-        tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token})
+    if tokenizer.pad_token is None:  # any will do: padding is masked
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 

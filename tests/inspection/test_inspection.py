@@ -452,9 +452,12 @@ def test_inspect_does_not_guess(capsys):
     assert f"act  Tanh  {unknown}" in out
 
 
-def test_inspect_of_a_hugging_face_config_needs_no_weights(tmp_path, capsys):
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_inspect_of_a_hugging_face_config_needs_no_weights(is_tied, tmp_path, capsys):
     pytest.importorskip("transformers")
-    models.llama().config.save_pretrained(tmp_path)
+    config = models.llama().config
+    config.tie_word_embeddings = is_tied
+    config.save_pretrained(tmp_path)
     cli = importlib.import_module("flex_model.cli")
     assert cli.main(["inspect", str(tmp_path), "--tp", "2", "--dp", "2"]) == 0
     out = capsys.readouterr().out

@@ -205,8 +205,8 @@ def test_a_module_that_returns_a_part_on_each_rank_is_refused(output):
     model = parallelize_module(nn.Sequential(layer(), layer()), init_device_mesh("cpu", (2,)), plan)
     x = torch.ones(4, 6)
     with FlexModel(model, records := {}, output_ranks="all") as flex:
-        flex.register_forward_hook(HookFunction("0"))
-        flex(x)
+        with flex.register_forward_hook(HookFunction("0")):
+            flex(x)
         with pytest.raises(ValueError, match="returns a part on each tensor-parallel rank"):
             flex.run_from("0", records["0"][0], x)
 

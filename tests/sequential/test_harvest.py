@@ -67,6 +67,20 @@ def test_activations_equal_those_of_the_whole_model(folder, kind, capsys):
             assert torch.equal(store.batch(index)[name][0], expected)
 
 
+def test_a_tokenizer_without_a_token_for_padding(folder):
+    given = arguments(folder, "--modules", "model.norm")
+    assert cli.main(given) == 0
+    expected = list(ActivationStore(folder / "out").tensors("model.norm"))
+    settings = folder / "model" / "tokenizer_config.json"
+    told = json.loads(settings.read_text())
+    assert told.pop("pad_token") == "<pad>"  # whose number is 0
+    settings.write_text(json.dumps(told))
+    assert transformers.AutoTokenizer.from_pretrained(folder / "model").pad_token is None
+    assert cli.main([*given, "--out", str(folder / "again")]) == 0
+    found = list(ActivationStore(folder / "again").tensors("model.norm"))
+    assert all(map(torch.equal, found, expected)) and len(found) == 3
+
+
 def test_the_same_command_again_reads_nothing(folder, capsys):
     command = arguments(folder, "--modules", "model.norm", "--inputs", "--dtype", "bfloat16")
     assert cli.main(command) == 0
