@@ -154,6 +154,20 @@ def put_at_tokens(model, h):
     return filled
 
 
+def experts_by_masks(model, h):
+    """Tokens go to one of three layers, which write their results back."""
+    tokens = h.reshape(-1, WIDTH)
+    chosen, made = kinds(h).flatten() % 3, torch.zeros_like(tokens)
+    for expert in range(3):
+        mask = chosen == expert
+        if mask.any():
+            made[mask] = (
+                F.linear(tokens[mask], model.fc.weight * expert).tanh() * tokens[mask, 0, None]
+            )
+    made[chosen == 1] += made[chosen == 1] * 2
+    return made.view_as(h)
+
+
 def held_in_containers(model, h):
     """Tables that a module holds in a dict or a list, which no one registered."""
     return h * model.tables["scale"] + model.tables["steps"][0].unsqueeze(-1)
@@ -238,6 +252,22 @@ def copies(model, h):
     return (h.repeat(3, 1, 1) * 2).sin().view(3, rows, LENGTH, WIDTH).mean(0)
 
 
+def one_of_equal_rows(model, h):
+    """As prompts of PEFT are made: of the first of equal rows, for all rows again."""
+    rows = h.shape[0]
+    tokens = torch.arange(2).unsqueeze(0).expand(rows, -1)
+    prompts = model.table[tokens[:1]].cumsum(0).repeat(rows, 1, 1) * model.table[tokens[-1]]
+    return torch.cat([prompts, h], 1)[:, 1:-1]
+
+
+def chosen_and_rejected(model, h):
+    """Twice as many rows, with a mask for each."""
+    both = torch.cat([h, h.sin()])
+    mask = h.new_ones(LENGTH, LENGTH).tril()[None].expand(both.shape[0], -1, -1)
+    one, other = ((both @ both.mT * mask) @ both).chunk(2)
+    return one.sigmoid() * other
+
+
 def grouped(model, h):
     """A kernel for each row: rows are groups of channels of one image."""
     rows = h.shape[0]
@@ -265,6 +295,7 @@ LINES = [
     put_where_a_token_is,
     filled_in,
     put_at_tokens,
+    experts_by_masks,
     held_in_containers,
     repeated_for_rows,
     literal_slices,
@@ -279,6 +310,8 @@ LINES = [
     windows,
     copies,
     grouped,
+    one_of_equal_rows,
+    chosen_and_rejected,
 ]
 NAMES = [lines.__name__ for lines in LINES]
 
@@ -507,7 +540,16 @@ def test_batch_norm_in_training_is_each_ranks_own(rows):
 
 # ---- What stays refused --------------------------------------------------------------------------
 
+
+def sorted_behind_a_mask(model, h):
+    """All that a mask picks."""
+    made, mask = h * 2, kinds(h) == 1
+    made[mask] = h[mask].sort(0).values
+    return made
+
+
 REFUSED = {
+    "sorted behind a mask": sorted_behind_a_mask,
     "sorted": lambda model, h: h.sort(0).values,
     "argsorted": lambda model, h: h[h.detach()[:, 0, 0].argsort()],
     "turned round": lambda model, h: h.flip(0),
