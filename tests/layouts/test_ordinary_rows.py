@@ -538,6 +538,29 @@ def test_batch_norm_in_training_is_each_ranks_own(rows):
     check(make, batch(rows), edits, is_own=True)
 
 
+@pytest.mark.ranks(2)
+def test_an_encoder_that_packs_rows_without_their_padding():
+    """In eval mode torch sets the padding to zero, in the forward that is followed, too."""
+    layer = models.seeded(nn.TransformerEncoderLayer, WIDTH, 2, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).double().eval()
+
+    def encoded(model, h):
+        padding = torch.arange(LENGTH) >= 2 + kinds(h)[:, :1]
+        with warnings.catch_warnings():  # torch's, of nested tensors
+            warnings.simplefilter("ignore", UserWarning)
+            return encoder(h, src_key_padding_mask=padding)
+
+    whole, x, records = around(encoded).eval(), batch(3), {}
+    mine = x.chunk(2)[dist.get_rank()]
+    with torch.no_grad(), FlexModel(whole, records, data_parallel_size=2, timeout=20) as flex:
+        expected = encoded(whole, whole.fc(x))
+        assert (expected == 0).any()
+        flex.register_forward_hook(HookFunction("behind"))
+        for _ in range(2):
+            flex(mine)
+            assert_close(records.get("behind", [expected])[0], expected)
+
+
 # ---- What stays refused --------------------------------------------------------------------------
 
 
