@@ -45,8 +45,8 @@ class ArgumentReader:
     Attributes:
         operands: Its tensors, in order.
         full_sizes: See `Operation`.
-        shards_passed: By position in the argument "size": how the tensor is split whose split dim
-            has the size that was passed.
+        shards_passed: By position in the argument "size" or "repeats": how the tensor is split
+            whose split dim has the size that was passed.
         differs: Whether ranks passed what no rule can compare: another kind of argument, other
             elements.
         are_others: Whether a tensor is not the same one of the program on all ranks.
@@ -151,7 +151,7 @@ class ArgumentReader:
             # and the like are along a dim whose placement their operand shows.)
             known = None
         self._with_expression.add(name)
-        shard = self._proofs.shard_of_dim(first) if name == "size" else None
+        shard = self._proofs.shard_of_dim(first) if name in ("size", "repeats") else None
         if shard is not None:
             self.shards_passed[len(sizes)] = shard
         sizes.append(known)

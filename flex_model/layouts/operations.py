@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,9 @@ def _of_own_rows(proofs: AxisProofs, operation: Operation, found: _Found) -> _Fo
     """Return the placements of what each rank computes of its own rows alone: all of them joined
     again, or filled in, or a norm by their statistics.
     """
-    rows = own_rows.infer_joined(operation, proofs.own_rows) or own_rows.infer_filled(operation)
+    rows = own_rows.infer_joined(operation, proofs.own_rows) or own_rows.infer_filled(
+        operation, proofs.picked
+    )
     if rows is not None:
         return [rows]
     if operation.name in BATCH_NORMS and operation.operands[0].placement == Shard(0):
@@ -155,7 +157,11 @@ def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
         return outputs  # equal elements may be those of each rank's own part
     if factories.is_factory(operation):
         return factories.infer(operation, proofs.axis, proofs.split_sizes, call.read.shards_passed)
-    return rules.propagate(operation)
+    made, passed = rules.propagate(operation), call.read.shards_passed
+    if operation.name not in constants.EXPANDS or operation.operands[0].placement != REPLICATED:
+        return made
+    # All copies are equal, so the ranks have those of the rows whose number was passed.
+    return [replace(passed.get(p.dim, p), dim=p.dim) if isinstance(p, Shard) else p for p in made]
 
 
 def _with_all_written(proofs: AxisProofs, operation: Operation) -> Operation:
@@ -205,6 +211,8 @@ def _note_facts(
             rows = own_rows.infer(operation, output, proofs.own_rows) if is_dp else None
             if rows is not None:
                 proofs.own_rows[value] = rows
+            if is_dp and own_rows.is_picked(operation, output, proofs.picked):
+                proofs.picked.add(value)
             split = positions.infer(operation, proofs.positions, proofs.split_sizes)
             if split is not None:
                 proofs.positions[value] = split

@@ -8,12 +8,14 @@ rows of the batch again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from flex_model.distributed.placement import Shard
+from flex_model.layouts.constants import with_placements
+from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operation
 from flex_model.layouts.propagation.slicing import SPLITS, follow_to_end, range_taken
 
@@ -65,9 +67,23 @@ def infer_joined(operation: Operation, known: Mapping[Any, OwnRows]) -> Shard | 
     return Shard(dim % operation.outputs[0].ndim)
 
 
-def infer_filled(operation: Operation) -> Shard | None:
+def is_picked(operation: Operation, output: int, picked: Container[Any]) -> bool:
+    """Whether an output is what a mask picks of rows, in their order, ``x[mask]``, or is computed
+    of each of these, ``layer(x[mask])``.
+    """
+    own, indices = operation.operands, operation.get("indices", ())
+    if operation.name == "index" and len(indices) == 1 and indices[0].dtype is torch.bool:
+        return own[0].placement == own[1].placement == Shard(0)
+    placed = {id(one): Shard(0) for one in own if one.value in picked}
+    if not placed:
+        return False
+    return rules.propagate(with_placements(operation, placed))[output] == Shard(0)
+
+
+def infer_filled(operation: Operation, picked: Container[Any]) -> Shard | None:
     """Return the split of rows in which a mask replaces elements by those of the rank's own rows,
-    in their order: image features at the places of their tokens. None for all else.
+    in their order: image features at the places of their tokens, ``x[mask] = layer(x[mask])``. None
+    for all else.
     """
     arguments = operation.arguments[0]
     if operation.name == "masked_scatter":
@@ -78,5 +94,6 @@ def infer_filled(operation: Operation) -> Shard | None:
         is_by_rows = mask.dtype is torch.bool and not arguments["accumulate"]
     else:
         return None
-    is_in_rows = all(one.placement == Shard(0) for one in (arguments["self"], mask, values))
+    is_in_rows = arguments["self"].placement == mask.placement == Shard(0)
+    is_in_rows &= values.placement == Shard(0) or values.value in picked
     return Shard(0) if is_by_rows and is_in_rows else None

@@ -71,6 +71,7 @@ class AxisProofs:
         sizes_passed: For values of ``torch.zeros`` and the like: the sizes that were passed.
         ranges: For values that are consecutive integers on each rank: the first one and the count.
         own_rows: For values that belong to some of a rank's own rows: which.
+        picked: Values of what masks pick of a rank's own rows, in their order.
         permutations: Values that are the indices of a sort: each place once.
         zeros: Values of which all elements are 0.
         templates: For values of ``torch.empty_like``: the placement of the tensor that they are
@@ -102,6 +103,7 @@ class AxisProofs:
         self.gathered_elsewhere: set[Value] = set()  # along the other axis
         self.sizes_passed: dict[Value, dict[int, int]] = {}
         self.own_rows: dict[Value, OwnRows] = {}
+        self.picked: set[Value] = set()
         self.permutations: set[Value] = set()
         self.zeros: set[Value] = set()
         self.ranges: dict[Value, positions.Ranges] = {}

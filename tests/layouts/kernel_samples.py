@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import stand_in_kernels
 from flex_model.layouts.contracts.opaque_calls import PREFIX
@@ -33,6 +34,14 @@ class Kernel:
 
 def kernel(name, function, *tensors, program=None, **more):
     return Sample(Kernel(name, function), list(tensors), program, takes_empty=False, **more)
+
+
+ENCODER = nn.TransformerEncoder(nn.TransformerEncoderLayer(6, 2, 8, batch_first=True), 1).eval()
+
+
+def encoder(src, src_key_padding_mask):
+    with torch.no_grad():
+        return ENCODER.to(src.dtype)(src, None, src_key_padding_mask)
 
 
 # ---- Attention -----------------------------------------------------------------------------------
@@ -160,6 +169,13 @@ SAMPLES = [
         floats(3, 2, 5, 6),
         program=lambda op, q, k, cos, sin: op(q, k, cos, sin, [1, 1, 1]),
         together=((0, 0, 1, 1), (1, 1, None, None)),
+    ),
+    kernel(
+        "torch.transformer_encoder",
+        encoder,
+        floats(4, 5, 6),
+        torch.arange(5) >= torch.tensor([[5], [3], [5], [2]]),
+        together=((0, 0),),
     ),
     kernel("torch.embedding_bag", F.embedding_bag, ints(8, 4, 3), floats(8, 6)),
     kernel("torch.embedding_bag", F.embedding_bag, ints(8, 4), floats(8, 6), torch.tensor([0, 3])),

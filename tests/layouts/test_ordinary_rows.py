@@ -154,6 +154,20 @@ def put_at_tokens(model, h):
     return filled
 
 
+def experts_by_masks(model, h):
+    """Tokens go to one of three layers, which write their results back."""
+    tokens = h.reshape(-1, WIDTH)
+    chosen, made = kinds(h).flatten() % 3, torch.zeros_like(tokens)
+    for expert in range(3):
+        mask = chosen == expert
+        if mask.any():
+            made[mask] = (
+                F.linear(tokens[mask], model.fc.weight * expert).tanh() * tokens[mask, 0, None]
+            )
+    made[chosen == 1] += made[chosen == 1] * 2
+    return made.view_as(h)
+
+
 def held_in_containers(model, h):
     """Tables that a module holds in a dict or a list, which no one registered."""
     return h * model.tables["scale"] + model.tables["steps"][0].unsqueeze(-1)
@@ -238,6 +252,20 @@ def copies(model, h):
     return (h.repeat(3, 1, 1) * 2).sin().view(3, rows, LENGTH, WIDTH).mean(0)
 
 
+def each_of_equal_rows(model, h):
+    rows = h.shape[0]
+    table = model.table[0].expand(rows, -1)
+    return h * torch.stack([table[row].sin() for row in range(rows)])[:, None]
+
+
+def chosen_and_rejected(model, h):
+    """Twice as many rows, with a mask for each."""
+    both = torch.cat([h, h.sin()])
+    mask = h.new_ones(LENGTH, LENGTH).tril()[None].expand(both.shape[0], -1, -1)
+    one, other = ((both @ both.mT * mask) @ both).chunk(2)
+    return one.sigmoid() * other
+
+
 def grouped(model, h):
     """A kernel for each row: rows are groups of channels of one image."""
     rows = h.shape[0]
@@ -265,6 +293,7 @@ LINES = [
     put_where_a_token_is,
     filled_in,
     put_at_tokens,
+    experts_by_masks,
     held_in_containers,
     repeated_for_rows,
     literal_slices,
@@ -279,6 +308,8 @@ LINES = [
     windows,
     copies,
     grouped,
+    each_of_equal_rows,
+    chosen_and_rejected,
 ]
 NAMES = [lines.__name__ for lines in LINES]
 
@@ -505,9 +536,41 @@ def test_batch_norm_in_training_is_each_ranks_own(rows):
     check(make, batch(rows), edits, is_own=True)
 
 
+@pytest.mark.ranks(2)
+def test_an_encoder_that_packs_rows_without_their_padding():
+    """In eval mode torch sets the padding to zero, in the forward that is followed, too."""
+    layer = models.seeded(nn.TransformerEncoderLayer, WIDTH, 2, 8, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).double().eval()
+
+    def encoded(model, h):
+        padding = torch.arange(LENGTH) >= 2 + kinds(h)[:, :1]
+        with warnings.catch_warnings():  # torch's, of nested tensors
+            warnings.simplefilter("ignore", UserWarning)
+            return encoder(h, src_key_padding_mask=padding)
+
+    whole, x, records = around(encoded).eval(), batch(3), {}
+    mine = x.chunk(2)[dist.get_rank()]
+    with torch.no_grad(), FlexModel(whole, records, data_parallel_size=2, timeout=20) as flex:
+        expected = encoded(whole, whole.fc(x))
+        assert (expected == 0).any()
+        flex.register_forward_hook(HookFunction("behind"))
+        for _ in range(2):
+            flex(mine)
+            assert_close(records.get("behind", [expected])[0], expected)
+
+
 # ---- What stays refused --------------------------------------------------------------------------
 
+
+def sorted_behind_a_mask(model, h):
+    """All that a mask picks."""
+    made, mask = h * 2, kinds(h) == 1
+    made[mask] = h[mask].sort(0).values
+    return made
+
+
 REFUSED = {
+    "sorted behind a mask": sorted_behind_a_mask,
     "sorted": lambda model, h: h.sort(0).values,
     "argsorted": lambda model, h: h[h.detach()[:, 0, 0].argsort()],
     "turned round": lambda model, h: h.flip(0),

@@ -70,6 +70,8 @@ def _replace_all() -> None:
         _replace(function, "apply", functions.name_of(function))
     for module, name, contract in opaque_calls.functions():
         _replace(module, name, contract)
+    encoder = torch.nn.TransformerEncoder
+    _replaced.enter_context(mock.patch.object(encoder, "forward", _packing(encoder.forward)))
     made = classmethod(_followed(vars(torch.autograd.Function)["apply"]))
     _replaced.enter_context(mock.patch.object(torch.autograd.Function, "apply", made))
 
@@ -201,6 +203,27 @@ def _as_operation(run: Callable[..., Any], signature: Any, name: str) -> Callabl
                 recorder.add_operation(name, before, result)
                 recorder.record_results(result)
         return result
+
+    return call
+
+
+def _packing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an encoder's forward, logged as one operation where it packs rows of several lengths
+    into a nested tensor, and sets the padding to zero: it does not where its calls are followed.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with DisableTorchFunction():
+            return forward(*args, **kwargs)
+
+    whole = _as_operation(run, forward, f"{opaque_calls.PREFIX}torch.transformer_encoder")
+
+    @functools.wraps(forward)
+    def call(encoder: Any, *args: Any, **kwargs: Any) -> Any:
+        named = opaque_calls.arguments_of(forward, (encoder, *args), kwargs)
+        is_padded = named.get("src_key_padding_mask") is not None
+        packs = is_padded and encoder.use_nested_tensor and not torch.is_grad_enabled()
+        return (whole if packs and not encoder.training else forward)(encoder, *args, **kwargs)
 
     return call
 

@@ -103,6 +103,7 @@ RULES = {
         "input:b* weight:*f per_sample_weights?:b* -> bf | "
         "input:* weight:*f offsets:* per_sample_weights?:* -> *f"
     ),
+    "kernel::torch.transformer_encoder": form("src:b** mask?:_ src_key_padding_mask:b* -> b**"),
     "kernel::transformers.FP8LinearFunction": fp8_linear,
     "kernel::transformers.fp8_linear": fp8_linear,
     "kernel::liger_kernel.LigerCrossEntropyFunction": cross_entropy,
