@@ -81,6 +81,7 @@ def seed_inputs(
                         [shapes[i][place] for place in line],
                         prints[i].equal_along("dp"),
                         i in stated_dp or inputs[i].is_kept or inputs[i].is_state,
+                        inputs[i].is_listed,
                     )
                     for i in (*passed, *states)
                 ],
@@ -95,7 +96,7 @@ def seed_inputs(
             inputs_along = [(along_dp[i], [shapes[i][place] for place in line]) for i in passed]
             rows = _rows_of_ragged(inputs_along, is_stand_in)
     for i in passed:
-        name, tensor, _, is_kept = inputs[i]
+        name, tensor, _, is_kept, _ = inputs[i]
         if is_kept:
             continue
         dp: Placement | None = along_dp.get(i, Replicate())
@@ -132,7 +133,7 @@ class SharedInputs:
         stated = {index for index, one in statements.items() if one.tp is not None}
         self._inputs = [
             (f"input {name!r}, tensor {index}", index, tensor)
-            for index, (name, tensor, is_state, is_kept) in enumerate(inputs)
+            for index, (name, tensor, is_state, is_kept, _) in enumerate(inputs)
             if not (is_state or is_kept or index in stated or dtensor.is_dtensor(tensor))
             and _has_values(tensor)
         ]

@@ -266,12 +266,14 @@ class Argument(NamedTuple):
     Attributes:
         is_state: Whether an object of the user, such as a cache, holds it.
         is_kept: Whether it is of an earlier forward, which has placed it.
+        is_listed: Whether the argument is a list.
     """
 
     name: str
     tensor: Tensor
     is_state: bool
     is_kept: bool = False
+    is_listed: bool = False
 
 
 def named_inputs(module: nn.Module, args: Any, kwargs: Any) -> list[Argument]:
@@ -286,7 +288,10 @@ def named_inputs(module: nn.Module, args: Any, kwargs: Any) -> list[Argument]:
             continue
         passed = {id(tensor) for tensor in _passed(value)}
         flat = _C.flatten(value)[0]
-        found += [Argument(name, tensor, id(tensor) not in passed) for tensor in flat]
+        is_listed = isinstance(value, list)
+        found += [
+            Argument(name, tensor, id(tensor) not in passed, is_listed=is_listed) for tensor in flat
+        ]
         if states_of(value):
             seen = {id(tensor) for tensor in flat}
             of_value = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
@@ -379,22 +384,26 @@ _HOLD_ROWS = {
 
 
 def inputs_along_dp(
-    batch_dim: BatchDim, inputs: Sequence[tuple[str, Sequence[Shape], bool, bool]]
+    batch_dim: BatchDim, inputs: Sequence[tuple[str, Sequence[Shape], bool, bool, bool]]
 ) -> list[Placement | None]:
     """Return the placements of a forward's inputs along dp, as ``batch_dim`` states them.
 
     Args:
         inputs: By tensor, its name, its shapes on all data-parallel ranks of a line, whether these
-            hold the same values, and whether the user states its placement.
+            hold the same values, whether the user states its placement, and whether it is in a
+            list.
 
     Raises:
         ValueError: it is not known whether a tensor holds rows; with the call that states it.
     """
     found: list[Placement | None] = []
     rows: list[int] | None = None
-    for name, shapes, is_equal, is_stated in inputs:
+    for name, shapes, is_equal, is_stated, is_listed in inputs:
         dim, shape = batch_dim_of(batch_dim, name), shapes[0]
         own = None if dim is None or len(shape) <= dim else [other[dim] for other in shapes]
+        are_named = isinstance(batch_dim, Mapping) and name in batch_dim
+        if rows is None and own and is_listed and not (is_stated or are_named):
+            raise ValueError(_is_list(name, batch_dim))
         rows = rows or own  # those of the first input that has some
         if dim is None or own is None or own != rows:
             found.append(Replicate() if is_equal else None)
@@ -411,6 +420,16 @@ def _is_ambiguous(batch_dim: BatchDim, name: str, shape: Shape, dim: int) -> boo
     if isinstance(batch_dim, Mapping) and name in batch_dim:
         return False
     return len(shape) == 1 or shape.count(shape[dim]) > 1
+
+
+def _is_list(name: str, batch_dim: BatchDim) -> str:
+    others = dict(batch_dim) if isinstance(batch_dim, Mapping) else {}
+    return (
+        f"the input {name!r} is a list, and whether each of its tensors holds rows of the batch or "
+        "is one row, such as an image, is not known; if each holds rows, say so with "
+        f'FlexModel(batch_dim={ {**others, name: 0} }), else FlexModel(dp_batch="local") passes '
+        "hooks each data-parallel rank's own"
+    )
 
 
 def _ambiguous(name: str, shape: Shape, dim: int, batch_dim: BatchDim) -> str:

@@ -73,6 +73,7 @@ ELSEWHERE = {
     "see flex.wrapped_module_names": "layouts/test_statements: names that match nothing",
     "states nothing; give tp=": "layouts/test_statements: calls that say nothing",
     "fused parts of a split dim": "layouts/test_statements: fused parts of unequal sizes",
+    "which the value can't stand for": "runs/test_run_from: a module that returns a part",
     "equal rows of the batch or be shared": "layouts/test_statements: an input that may hold rows",
     "by this statement, but its layer": "layouts/test_statements: against a proof",
     "it is stated to be {} along": "layouts/test_statements: against a proof",

@@ -292,6 +292,34 @@ def test_an_input_that_may_hold_rows_or_not_is_asked_for():
         FlexModel(model, data_parallel_size=2, batch_dim="x")
 
 
+class Listed(nn.Module):
+    def __init__(self, join):
+        super().__init__()
+        self.join, self.fc = join, models.seeded(nn.Linear, 4, 6)
+
+    def forward(self, tensors):
+        return self.fc(self.join(tensors))
+
+
+@pytest.mark.ranks(2)
+def test_a_list_may_hold_rows_in_each_tensor_or_one_row_in_each():
+    rows, images = [models.random(2, 4)] * 2, [models.random(3, 4)] * 2
+    for given, join, setting, sizes in (
+        (rows, sum, {"batch_dim": {"tensors": 0}}, (4, 6)),
+        (images, torch.stack, {"dp_batch": "local"}, (2, 3, 6)),
+    ):
+        model = Listed(join).double()
+        with FlexModel(model, {}, data_parallel_size=2) as flex:
+            flex.register_forward_hook(HookFunction("fc"))
+            with pytest.raises(ValueError, match=r"'tensors' is a list.*batch_dim=.*dp_batch="):
+                flex(given)
+        with FlexModel(model, {}, data_parallel_size=2, **setting) as flex:
+            flex.register_forward_hook(HookFunction("fc"))
+            flex(given)
+            if dist.get_rank() == 0:
+                assert [one.shape for one in flex.output_ptr["fc"]] == [sizes]
+
+
 class Branches(nn.Module):
     """Another number of rows where an attribute of the class says so."""
 

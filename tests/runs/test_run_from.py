@@ -1,5 +1,7 @@
 """run_from: the rest of a forward gives what the whole one gives; what needs more is an error."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -202,13 +204,18 @@ def test_a_module_that_returns_a_part_on_each_rank_is_refused(output):
     plan = {"0.0": ColwiseParallel(), "0.1": RowwiseParallel(output_layouts=output)}
     plan |= {"1.0": ColwiseParallel(input_layouts=output), "1.1": RowwiseParallel()}
     layer = lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))  # noqa: E731
-    model = parallelize_module(nn.Sequential(layer(), layer()), init_device_mesh("cpu", (2,)), plan)
+    torch.manual_seed(0)
+    whole = nn.Sequential(layer(), layer())
+    model = parallelize_module(copy.deepcopy(whole), init_device_mesh("cpu", (2,)), plan)
     x = torch.ones(4, 6)
     with FlexModel(model, records := {}, output_ranks="all") as flex:
         with flex.register_forward_hook(HookFunction("0")):
             flex(x)
+        value = records["0"][0].flip(0)
         with pytest.raises(ValueError, match="returns a part on each tensor-parallel rank"):
-            flex.run_from("0", records["0"][0], x)
+            flex.run_from("0", value, x)
+        flex.register_forward_hook(HookFunction("0", editing_function=lambda *_: value))
+        assert_close(flex(x), whole[1](value))
 
 
 @pytest.mark.ranks(2)
