@@ -6,6 +6,7 @@ world size is cheap to start, and cheap to start again after a failure left its 
 
 import ast
 import faulthandler
+import functools
 import importlib.util
 import inspect
 import os
@@ -20,6 +21,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from pathlib import Path
+from unittest import mock
 
 import psutil
 
@@ -186,12 +188,15 @@ def work(rank, world_size, port, there, log, warning_filters):
 
 def outcome(path, name, arguments, warning_filters):
     """Run one test body; return None, the traceback, or why it is to be skipped."""
+    import torch.distributed as dist
     from _pytest.config import parse_warning_filter
     from _pytest.monkeypatch import MonkeyPatch
     from _pytest.outcomes import Skipped as SkipRequest
 
+    # For each model that it shards transformers makes meshes of six groups with three threads each.
+    meshes = functools.cache(dist.init_device_mesh)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), mock.patch.object(dist, "init_device_mesh", meshes):
             for warning_filter in warning_filters:
                 warnings.filterwarnings(*parse_warning_filter(warning_filter, escape=False))
             body = getattr(load(path), name)

@@ -36,6 +36,13 @@ EXPANDS = {"expand": "size", "repeat": "repeats"}  # by the argument that has th
 _FILLS = {"zeros_like", "ones_like", "full_like", "fill", "zero"}
 
 
+def may_expand(name: str, axis: str) -> bool:
+    """Whether an operation may give dims of size 1 a rank's own size; along tp, where a number of
+    copies is seldom a share of heads, only one that is passed sizes.
+    """
+    return name == "expand" or (name in EXPANDS and axis == "dp")
+
+
 def open_dims(
     operation: Operation, known: Mapping[Any, OpenDims], axis: str, split_sizes: set[int]
 ) -> OpenDims | None:
@@ -56,7 +63,7 @@ def open_dims(
             of_each.append(frozenset())
         else:
             return None
-    if name in EXPANDS:
+    if may_expand(name, axis):
         return _expanded(operation, of_each[0], split_sizes)
     if not any(of_each):
         return None

@@ -227,7 +227,7 @@ def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Val
     """Note a result of which only the extent is not known, or was inferred wrongly."""
     values = operation.values
     placement, is_tp = proofs.placements.get(value), proofs.axis == "tp"
-    may_be_share = operation.name in constants.EXPANDS or (
+    may_be_share = constants.may_expand(operation.name, proofs.axis) or (
         is_tp and any(v in proofs.open for v in values)
     )
     if placement is None or (placement == REPLICATED and may_be_share):
@@ -265,7 +265,8 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[logged.Op, ...]) ->
     )
     start = int(name in ("tril_indices", "triu_indices"))  # of two dims, always
     made = {size for output in outputs for shape in output.shapes for size in shape[start:]}
-    unsettled = proofs.split_sizes & made if may_be_split or name in constants.EXPANDS else set()
+    may_be_split |= constants.may_expand(name, proofs.axis)
+    unsettled = proofs.split_sizes & made if may_be_split else set()
     reader.conclude_sizes(unsettled)
     operation = Operation(
         name,

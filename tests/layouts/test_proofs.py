@@ -345,6 +345,19 @@ def test_numbers_that_are_equal_on_all_ranks_may_be_of_their_own_parts(how):
         assert (found["part"] == [None]) == (after is None) == (placement != R)
 
 
+def tables_of_copies(m, x):
+    m.site(x)
+    m.copies(torch.arange(6)[:, None].repeat(1, x.shape[1].__index__()))
+
+
+@pytest.mark.ranks(2)
+def test_copies_along_tp_are_whole_also_where_as_many_as_a_rank_has_features():
+    """Positions of patches, as Qwen2-VL makes them."""
+    model = Sites(tables_of_copies, "site copies")
+    found, _, _ = follow(model, mesh_of(tp_size=2), [models.random(4, 3)], [(R, Shard(1))])
+    assert_close(found["copies"], [torch.arange(6)[:, None].repeat(1, 3)])
+
+
 class Rotary(nn.Module):
     """A rotary embedding with a table for each kind of layer, as of Gemma 3."""
 
