@@ -61,11 +61,11 @@ def page():
 def summary(rows):
     """What was run, when, with which packages, and how many hooks were right."""
     total = total_of(rows.values())
-    dates = " to ".join(sorted({row["date"] for row in rows.values()}))
+    dates = sorted(row["date"] for row in rows.values())
     versions = {row["versions"] for row in rows.values()}
     found = min(versions, key=lambda text: text.count("not installed"))
     counts = f"{total['right']} right, {total['error']} errors, {total['wrong']} WRONG"
-    return f"{found}; {dates}; {len(rows)} of {len(CASES)} rows: {counts}"
+    return f"{found}; {dates[0]} to {dates[-1]}; {len(rows)} of {len(CASES)} rows: {counts}"
 
 
 def total_of(rows):
