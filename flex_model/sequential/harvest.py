@@ -156,7 +156,8 @@ def _tokenizer(folder: Path) -> Any:
             "call flex_model.sequential.run with batches of your own"
         ) from error
     if tokenizer.pad_token is None:  # any will do: padding is masked
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+        token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+        tokenizer.add_special_tokens({"pad_token": token})
     return tokenizer
 
 
