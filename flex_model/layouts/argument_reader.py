@@ -164,8 +164,8 @@ class ArgumentReader:
 
         They matter at the split dim only, so if no tensor is split it passes the same. Of a view
         or a slice of a split tensor, the rule decides which of them are at the split dim. Along dp,
-        rows that stand first are at the -1 that a view begins with, and rows of which another size
-        is computed are there. A range with an end of which the full size is known has its numbers.
+        rows that stand first are at the -1 that a view begins with, or at a size that is computed
+        of them. A range has its plain numbers if the full size of its end is known.
 
         Args:
             unsettled: Sizes of the result that may be a rank's own: of a factory, those of split
