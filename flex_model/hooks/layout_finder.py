@@ -159,7 +159,7 @@ class LayoutFinder:
             oldest = next(iter(registration.specs))  # the same one on every rank
             del registration.specs[oldest]
         registration.specs[key] = spec
-        module = None if registration.module is None else registration.module()
+        module = registration.living_module
         if module is not None and registration.kind == "forward":
             self.of_outputs[module] = layout.tp
         return spec

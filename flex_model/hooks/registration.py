@@ -164,6 +164,11 @@ class Registration:
         return self.had_edit and self.given.editing_function is not None
 
     @property
+    def living_module(self) -> nn.Module | None:
+        """Its module, if it has one that still exists."""
+        return None if self.module is None else self.module()
+
+    @property
     def living_targets(self) -> list[Any]:
         """The modules or parameters among its targets that still exist."""
         return [target for ref in self.targets if (target := ref()) is not None]

@@ -373,7 +373,7 @@ class Tracking:
         key = forward.key.forward
         if self._follow == "always":
             key = site_hash(key, self.num_followed)
-        module = None if registration.module is None else registration.module()
+        module = registration.living_module
         evidence = Evidence(
             key,
             follower=forward.follower,

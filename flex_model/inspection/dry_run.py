@@ -238,7 +238,7 @@ def _look(core: HookCore, follower: Follower, given: Any) -> list[Seen]:
     seen: list[Seen] = []
     looks: list[Look] = []
     for registration in core.table.registrations:
-        module = None if registration.module is None else registration.module()
+        module = registration.living_module
         if module is None:
             seen.append(_seen_parameter(core, registration))
         else:

@@ -294,7 +294,7 @@ class FakeCalls:
         starts = [one.make() for one in inputs]
         fulls = [start.clone() if start.requires_grad else start for start in starts]
         kinds = [kind_of(full) for full in fulls]
-        module = None if registration.module is None else registration.module()
+        module = registration.living_module
         function: Any = registration.given.editing_function
         tensors = tuple(fulls) if registration.given.members else fulls[0]
         with FakeArguments(self._fake_mode, self._fakes, watch), watch:

@@ -398,32 +398,30 @@ def inputs_along_dp(
     """
     found: list[Placement | None] = []
     rows: list[int] | None = None
-    for name, shapes, is_equal, is_stated, is_listed in inputs:
+    named = dict(batch_dim) if isinstance(batch_dim, Mapping) else {}
+    for name, shapes, is_equal, has_statement, is_listed in inputs:
+        is_stated = has_statement or name in named
         dim, shape = batch_dim_of(batch_dim, name), shapes[0]
         own = None if dim is None or len(shape) <= dim else [other[dim] for other in shapes]
-        are_named = isinstance(batch_dim, Mapping) and name in batch_dim
-        if rows is None and own and is_listed and not (is_stated or are_named):
-            raise ValueError(_is_list(name, batch_dim))
+        if rows is None and own and is_listed and not is_stated:
+            raise ValueError(_is_list(name, named))
         rows = rows or own  # those of the first input that has some
         if dim is None or own is None or own != rows:
             found.append(Replicate() if is_equal else None)
             continue
-        if is_equal and not is_stated and _is_ambiguous(batch_dim, name, shape, dim):
-            raise ValueError(_ambiguous(name, shape, dim, batch_dim))
+        if is_equal and not is_stated and _is_ambiguous(name, shape, dim):
+            raise ValueError(_ambiguous(name, shape, dim, batch_dim, named))
         found.append(Shard(dim))
     return found
 
 
-def _is_ambiguous(batch_dim: BatchDim, name: str, shape: Shape, dim: int) -> bool:
+def _is_ambiguous(name: str, shape: Shape, dim: int) -> bool:
     if "label" in name or _HOLD_ROWS.get(name) == len(shape):
-        return False
-    if isinstance(batch_dim, Mapping) and name in batch_dim:
         return False
     return len(shape) == 1 or shape.count(shape[dim]) > 1
 
 
-def _is_list(name: str, batch_dim: BatchDim) -> str:
-    others = dict(batch_dim) if isinstance(batch_dim, Mapping) else {}
+def _is_list(name: str, others: Mapping[str, int | None]) -> str:
     return (
         f"the input {name!r} is a list, and whether each of its tensors holds rows of the batch or "
         "is one row, such as an image, is not known; if each holds rows, say so with "
@@ -432,8 +430,9 @@ def _is_list(name: str, batch_dim: BatchDim) -> str:
     )
 
 
-def _ambiguous(name: str, shape: Shape, dim: int, batch_dim: BatchDim) -> str:
-    others = dict(batch_dim) if isinstance(batch_dim, Mapping) else {}
+def _ambiguous(
+    name: str, shape: Shape, dim: int, batch_dim: BatchDim, others: Mapping[str, int | None]
+) -> str:
     default = "" if batch_dim == 0 or others else f" (others: their names with {batch_dim})"
     rows, shared = ({**others, name: value} for value in (dim, None))
     return (

@@ -179,8 +179,7 @@ class ModuleRunner:
             ([module], registration.kind)
             for registration in self.core.table.active_hooks.registrations
             if registration.kind in ("forward", "forward_pre")
-            and registration.module is not None
-            and (module := registration.module()) is not None
+            and (module := registration.living_module) is not None
         ]
         if not sites:
             raise ValueError(cut.NO_HOOK)

@@ -66,7 +66,7 @@ class Skip:
         modules = [self._target, *self._before.values()]
         inside = {id(part) for module in modules for part in module.modules()}
         for one in registrations:
-            module = None if one.module is None else one.module()
+            module = one.living_module
             is_output = one.kind in ("forward", "full_backward_pre")
             if id(module) in inside and not (module is self._target and is_output):
                 raise ValueError(
