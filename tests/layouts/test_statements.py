@@ -302,6 +302,25 @@ class Listed(nn.Module):
 
 
 @pytest.mark.ranks(2)
+def test_a_list_of_tensors_with_rows():
+    model, records = Listed(sum).double(), {}
+    wholes = [models.random(4, 4, seed=seed).requires_grad_() for seed in (0, 1)]
+    mine = [one.detach().chunk(2)[dist.get_rank()].clone().requires_grad_() for one in wholes]
+    expected = model(wholes)
+    expected.flip(0).sin().square().mul(torch.arange(4.0)[:, None]).mean().backward()
+    with FlexModel(model, records, data_parallel_size=2, batch_dim={"tensors": 0}) as flex:
+        flex.register_forward_hook(HookFunction("fc", editing_function=lambda *a: a[1].flip(0)))
+        output = flex(mine)
+        assert_close(output, expected.flip(0).chunk(2)[dist.get_rank()])
+        factors = torch.arange(4.0).chunk(2)[dist.get_rank()][:, None]
+        output.sin().square().mul(factors).mean().backward()
+    for one, whole in zip(mine, wholes):
+        assert_close(one.grad, 2 * whole.grad.chunk(2)[dist.get_rank()])
+    if dist.get_rank() == 0:
+        assert_close(records["fc"], [expected])
+
+
+@pytest.mark.ranks(2)
 def test_a_list_may_hold_rows_in_each_tensor_or_one_row_in_each():
     rows, images = [models.random(2, 4)] * 2, [models.random(3, 4)] * 2
     for given, join, setting, sizes in (
