@@ -507,9 +507,10 @@ class FlexModel(nn.Module):
 
         Raises:
             ValueError: an unknown name, a module inside one of the list, an active hook on a
-                skipped module, a skipped module that is passed a cache, a module of which a hook
-                has found that it returns a part on each rank along tp (sequence parallelism), or a
-                model whose forward can't run in part (FSDP1, DeepSpeed ZeRO-3, ``torch.compile``).
+                skipped module, a skipped module that is passed a cache, a module that returns a
+                part on each rank along tp (sequence parallelism; found by a run on shapes where no
+                hook has seen it) or may do so, or a model whose forward can't run in part (FSDP1,
+                DeepSpeed ZeRO-3, ``torch.compile``).
             RuntimeError: what the model returns, or a value that its code reads, depends on what a
                 skipped module returns; a skipped module is called again after this one; or a
                 pipeline, whose stages run by their schedule.

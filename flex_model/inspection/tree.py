@@ -14,7 +14,7 @@ from torch import nn
 from flex_model import _C
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.placement import Shape, ShardLayout
+from flex_model.distributed.placement import Placement, Shape, ShardLayout
 from flex_model.errors import HookError
 from flex_model.inspection import text
 from flex_model.inspection.shapes_only import (
@@ -266,3 +266,19 @@ def fill(core: HookCore, nodes: dict[str, Node], args: Any) -> None:
     set_tensors(nodes, named_calls(named(core.module), calls), core.mesh)
     for name, node in nodes.items():
         nodes[name] = replace(node, was_run=True)
+
+
+def output_placement(core: HookCore, args: Any, kwargs: Any, name: str) -> Placement | None:
+    """Return how the first tensor that a module returns is placed along tp, by a run on the shapes
+    of these inputs; None: not known, or the module was not called. Collective. Raises as ``fill``.
+    """
+
+    def look(follower: Follower, given: Any) -> list[Seen]:
+        module = named(core.module)[name]
+        watched = [one for one in looks(core.module, core.mesh, follower) if one[0] is module]
+        return run_watched(core.module, follower, watched, *given)
+
+    calls = on_shapes(core, "run_from", args, kwargs, look)
+    outputs = [ranks for _, kind, ranks in named_calls([name], calls) if kind == "output"]
+    found = {one.known.tp if one.known else one.pair[1] for ranks in outputs[:1] for one in ranks}
+    return found.pop() if len(found) == 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -163,7 +164,9 @@ class ModuleRunner:
         core.table.choice(groups, complement)
         cut.check(core.module, "run_from")
         skip = Skip(core.module, module_name, value)
-        skip.check_layout(core.executor.layouts.of_outputs)
+        if core.mesh.tp_size > 1:
+            find = functools.partial(inspection.tree.output_placement, core, args, kwargs)
+            skip.check_layout(core.executor.layouts.of_outputs, find)
         with self.active(groups, complement):
             skip.check_arguments(kwargs)
             skip.check_hooks(core.table.active_hooks.registrations)

@@ -6,7 +6,7 @@ that is given is an error.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -44,10 +44,10 @@ class Skip:
         self._root, self.name, self._value = root, name, value
         self.arguments = {_VALUE: value, _MODULE: name}
         target = find_module(root, name)
-        full_name = next(name for name, module in root.named_modules() if module is target)
-        self._target = target
-        self._before = dict(_before(root, full_name))
-        parent = root.get_submodule(full_name.rpartition(".")[0])
+        path = next(name for name, module in root.named_modules() if module is target)
+        self._target, self._full_name = target, path
+        self._before = dict(_before(root, path))
+        parent = root.get_submodule(path.rpartition(".")[0])
         if self._before and not isinstance(parent, _LISTS):
             raise ValueError(
                 f"run_from: {name!r} is inside a module of a list, which computes with the output "
@@ -74,18 +74,31 @@ class Skip:
                     "before it are not computed; choose other hooks with groups="
                 )
 
-    def check_layout(self, found: Mapping[nn.Module, Placement]) -> None:
-        """ValueError where a hook has found that the module returns a part on each rank along tp,
-        whose place in the model a plain value, of which every rank has the whole, can't take.
+    def check_layout(
+        self,
+        known: MutableMapping[nn.Module, Placement],
+        find: Callable[[str], Placement | None],
+    ) -> None:
+        """ValueError where the module returns a part on each rank along tp, whose place in the
+        model a plain value, of which every rank has the whole, can't take; and where that is not
+        known: neither from a hook on it, nor by ``find``, which gets its name. Collective.
         """
         if any(map(dtensor.is_dtensor, _C.flatten(self._value)[0])):
             return
-        placement = found.get(self._target, Replicate())
-        if placement != Replicate():
+        if self._target not in known:
+            found = find(clean(self._root, self._full_name))
+            if found is None:
+                raise ValueError(
+                    f"run_from: how {self.name!r} places its output over the tensor-parallel ranks "
+                    "is not known; call flex(...) with a hook on it first, whose error says what "
+                    "to state"
+                )
+            known[self._target] = found
+        if known[self._target] != Replicate():
             raise ValueError(
                 f"run_from: {self.name!r} returns a part on each tensor-parallel rank "
-                f"({placement}), which the value can't stand for; call flex(...) with a hook whose "
-                "editing function returns the value"
+                f"({known[self._target]}), which the value can't stand for; call flex(...) with a "
+                "hook whose editing function returns the value"
             )
 
     @contextlib.contextmanager

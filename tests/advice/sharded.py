@@ -91,6 +91,12 @@ def unknown_layout():
     flex(BATCH)
 
 
+def run_from(*functions, **stated):
+    with by_hand(*functions, **stated) as flex:
+        flex(BATCH)  # with a hook there, or none
+        flex.run_from("fc2", models.random(4, 6), BATCH)
+
+
 def each_line():
     """Every line of the message can be executed; the right one, which is the first, gives the
     record of the whole model.
@@ -234,6 +240,10 @@ def second_derivative(name, **settings):
 
 
 TWO_RANKS = {
+    "is not known; call flex(...) with a hook on it first, whose error says what to state": (
+        run_from,
+        lambda: run_from(HookFunction("fc2"), is_stated=True),
+    ),
     "the function runs on rank 0 only; use FlexModel(edit_on='all')": (
         lambda: second_derivative("tp", edit_on="rank0"),
         lambda: second_derivative("tp", edit_on="all"),
