@@ -32,6 +32,17 @@ template <typename... Arguments>
   throw py::error_already_set();
 }
 
+// Whether a weak reference is to this object.
+inline bool refers_to(PyObject* reference, PyObject* object) {
+#if PY_VERSION_HEX >= 0x030d0000
+  PyObject* found = nullptr;
+  throw_if(PyWeakref_GetRef(reference, &found) < 0);
+  return steal(found).ptr() == object;
+#else
+  return PyWeakref_GetObject(reference) == object;
+#endif
+}
+
 // Calls a function that returns a py::object, for a C function that Python calls: what is thrown
 // becomes Python's error.
 template <typename Function>

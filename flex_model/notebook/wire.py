@@ -141,9 +141,10 @@ class Unpacker:
         self._tensors: dict[Any, Tensor] = {}
 
     def unpickle(self, pickled: bytes) -> Any:
-        unpickler: Any = pickle.Unpickler(io.BytesIO(pickled))
-        unpickler.persistent_load = self._object
-        return unpickler.load()
+        class Unpickler(pickle.Unpickler):
+            persistent_load = staticmethod(self._object)
+
+        return Unpickler(io.BytesIO(pickled)).load()
 
     def _object(self, reference: Reference) -> Any:
         if reference[0] != "tensor":

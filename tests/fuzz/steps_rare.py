@@ -3,14 +3,22 @@
 from program import Argument, Atom, State, Value, need, operation
 
 
+def has_no_ties(c):
+    """Whether no gradient depends on which of equal elements is taken: sums of tied weights are
+    equal or not as they are rounded.
+    """
+    return c.program.weights == "normal" or not c.program.has_gradients
+
+
 @operation(weight=3)
 def rare_along(c, s):
     """Along one whole dim, which keeps its size."""
     need(s.is_float)
     dim = c.choose(s.free())
-    forms = [f"h.cummax({dim}).values", f"h.logcumsumexp({dim})", f"h.cumprod({dim})"]
-    forms += [f"torch.fft.fft(h, dim={dim}).real"]
+    forms = [f"h.logcumsumexp({dim})", f"h.cumprod({dim})", f"torch.fft.fft(h, dim={dim}).real"]
     forms += [f"h.diff(dim={dim}, prepend=h[{':, ' * dim}:1])"]
+    if has_no_ties(c):
+        forms.append(f"h.cummax({dim}).values")
     c.add(f"h = {c.choose(forms)}")
     c.site(s.made())
     return s.made()
@@ -27,8 +35,8 @@ def rare_reduction(c, s):
         f"h.unfold({dim}, 1, 1).sum({dim})",
     ]
     forms += [f"h.max({dim}).values", f"h.nanmean({dim})"]
-    if c.program.weights == "normal" or not c.program.has_gradients:
-        forms.append(f"h.quantile(0.5, {dim})")  # of equal elements, any may get the gradient
+    if has_no_ties(c):
+        forms.append(f"h.quantile(0.5, {dim})")
     c.add(f"h = {c.choose(forms)}")
     dims = s.dims[:dim] + s.dims[dim + 1 :]
     if "unfold" in c.forward[-1]:

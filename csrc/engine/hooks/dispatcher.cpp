@@ -137,7 +137,7 @@ py::object Site::record_list(const Hook& hook) const {
 py::object Site::run(PyObject* module, PyObject* tree) {
   const std::shared_ptr<const HookList> hooks = active_;
   py::object current = borrow(tree);
-  if (!module_.is_none() && PyWeakref_GetObject(module_.ptr()) != module) return current;
+  if (!module_.is_none() && !refers_to(module_.ptr(), module)) return current;
   for (const auto& hook : *hooks) {
     if (dispatcher_ == nullptr) break;  // an editing function restored the model
     if (dispatcher_->in_run() && !hook->replays) {

@@ -216,7 +216,10 @@ void restore_state(PyObject* made, const ContainerType& type, PyObject* keys, Py
     });
     if (slot != type.slots.end()) set_slot(made, *slot, child);
   }
-  throw_if(has_attributes && PyObject_GenericSetDict(made, attributes.ptr(), nullptr) < 0);
+  if (!has_attributes) return;
+  // Another dict in its place would not be read: Python 3.13 has the values in the object itself.
+  const py::object own = checked(PyObject_GenericGetDict(made, nullptr));
+  throw_if(PyDict_Update(own.ptr(), attributes.ptr()) < 0);
 }
 
 }  // namespace
