@@ -469,6 +469,7 @@ class HookTable:
         for function in self.groups.members(ALL):
             self.unregister(function._registrations)
         self.active_hooks = ActiveHooks()
+        self._known.clear()
         if not self._replays:
             self._close_dispatchers()
 

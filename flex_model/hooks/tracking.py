@@ -32,6 +32,7 @@ from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.inputs import SharedInputs, seed_inputs
 from flex_model.layouts.kept import Attributes, KeptTensors
+from flex_model.layouts.mesh_proofs import MeshProofs
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.layouts.placement_encoding import common, encode
 from flex_model.layouts.replicas import PendingReplica
@@ -84,7 +85,7 @@ class Tracking:
         self._attributes = Attributes(root, self._constants, self._kept)
         self.statements = Statements(root)
         self.forward = Forward()
-        self.last: Follower | None = None  # of the last forward that was followed
+        self.last: MeshProofs | None = None  # of the last forward that was followed
         self._last_values: dict[Place, Any] = {}  # the values of hooks' tensors in it
         # The layouts of the last forwards with gradients: a backward may be of any of them.
         self._recent: deque[ForwardLayouts] = deque(maxlen=_MOST_GRAPHS)
@@ -248,12 +249,20 @@ class Tracking:
         if not forward.leave():
             return
         forward.close()
-        if not failed:
+        if failed:
+            self._note_proofs(forward)
+        else:
             self.finish(output)
             if forward.layouts is not None:
                 self._note_state(forward, forward.layouts, output)
                 if self._buffers is not None:
                     self._buffers.note(forward.layouts.buffers)
+
+    def _note_proofs(self, forward: Forward) -> None:
+        """Keep the proofs of a followed forward, also of one that a refused site has ended."""
+        if forward.follower is not None:
+            self.last = forward.follower.proofs
+            self._last_values = {place: seen.value for place, (seen, _) in forward.seen.items()}
 
     def _note_state(self, forward: Forward, layouts: ForwardLayouts, output: Any) -> None:
         """Note the placements of state after a forward that was not followed."""
@@ -284,8 +293,8 @@ class Tracking:
             if forward.follower.has_written(tensor)
         ]
         self._compare(forward.follower, is_over=True)
-        follower = self.last = forward.follower
-        self._last_values = {place: seen.value for place, (seen, _) in forward.seen.items()}
+        self._note_proofs(forward)
+        follower = forward.follower
         of_gradients: dict[Place, Any] = {}
         for place, (evidence, _) in forward.seen.items():
             evidence.settle()
@@ -400,7 +409,7 @@ class Tracking:
         value = self._last_values.get(Place(registration.site, 0))
         if self.last is None or value is None:
             return {}
-        found = {axis: self.last.proofs.why(value, axis) for axis in self.last.proofs.along}
+        found = {axis: self.last.why(value, axis) for axis in self.last.along}
         return {axis: steps for axis, steps in found.items() if steps}
 
     def evidence_of_replay(

@@ -114,8 +114,11 @@ def seed_inputs(
         if tensor.numel() <= 1:  # a counter, such as the length of a cache: as inputs are
             alike = [prints[i].equal_along(axis) for axis in AXES]
             dp, tp = (Replicate() if equal else None for equal in alike)
-        elif not isinstance(dp, Shard):
+        elif mesh.dp_size > 1 and not isinstance(dp, Shard):
             continue
+        stated = statements.get(i)
+        if stated is not None:
+            dp, tp = stated.dp or dp, stated.tp or tp
         follower.note_input(tensor, f"state in {name!r}, tensor {i}", (dp, tp))
     return rows
 

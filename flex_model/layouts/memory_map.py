@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import unset_fake_temporarily
 
 Geometry = tuple[Any, ...]  # offset, shape, strides, dtype
+Reference = Callable[[], "Tensor | None"]
 
 _MAX_BLANK = 1 << 22  # maximal number of elements of an unwritten tensor that are tracked
+
+
+def reference_to(tensor: Tensor) -> Reference:
+    """Return a weak reference to a tensor, and a strong one to a parameter: while a DTensor has
+    weak ones, ``Module.to`` can't cast or move it (``torch.utils.swap_tensors``).
+    """
+    return (lambda: tensor) if isinstance(tensor, nn.Parameter) else weakref.ref(tensor)
 
 
 def plain(tensor: Any) -> Tensor:

@@ -55,7 +55,9 @@ def refusal(
         parts.append(
             f"how the tensor is placed over the {AXIS_NAMES[axis]} ranks is not known{lost}"
         )
-        if lost.startswith(" (lost at input "):
+        if lost.startswith(" (lost at state in "):
+            advice += "; fill a cache by forwards in which a hook is active, or state its tensors"
+        if lost.startswith((" (lost at input ", " (lost at state in ")):
             advice += (
                 "; where ranks are given shards as inputs, state these: kind='forward_pre' of "
                 "re.compile('^$'), with the input's index="

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Placement, Replicate, Shape, Shard
 from flex_model.integrations import dtensor, fsdp, layers, quantized, refused
 from flex_model.integrations.keyword_arguments import positional_names
-from flex_model.layouts.memory_map import version_of
+from flex_model.layouts.memory_map import Reference, reference_to, version_of
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.layouts.placement_encoding import decode, encode
 from flex_model.layouts.statements import Statement, Statements, describe
@@ -29,7 +28,7 @@ Sizes = tuple[int | None, ...] | None
 
 # A tensor; the weight's name, its module, its name in the module, and the weight itself: for a
 # DTensor's shard the DTensor, for a part of a quantised weight the weight.
-_Weight = tuple["weakref.ref[Tensor]", str, nn.Module, str, "weakref.ref[Tensor]"]
+_Weight = tuple[Reference, str, nn.Module, str, Reference]
 
 
 class Constants:
@@ -39,7 +38,7 @@ class Constants:
 
     def __init__(self, root: nn.Module) -> None:
         self._versions = {
-            id(tensor): (weakref.ref(tensor), version_of(tensor))
+            id(tensor): (reference_to(tensor), version_of(tensor))
             for module in root.modules()
             for value in attributes(module).values()
             for tensor in tensors_in(value)
@@ -92,8 +91,8 @@ class Weights:
         self._is_stated = layers.states_tensor_parallelism(root, mesh)
         self._has_fsdp1 = any(fsdp.is_fsdp1(module) for module in root.modules())
         self._found: dict[int, _Weight] = {}
-        self._known: dict[tuple[str, int], tuple[weakref.ref[Tensor], Placements, Sizes]] = {}
-        self._dtensors: dict[str, weakref.ref[Tensor]] = {}
+        self._known: dict[tuple[str, int], tuple[Reference, Placements, Sizes]] = {}
+        self._dtensors: dict[str, Reference] = {}
         self._scan()
 
     def _scan(self) -> None:
@@ -118,16 +117,16 @@ class Weights:
                 if table is tables[2] and not self._is_weight(tensor):
                     continue
                 weight = self._dtensor_of(prefix + leaf, tensor)
-                of_weight = (prefix + leaf, module, leaf, weakref.ref(weight))
-                self._found[id(tensor)] = (weakref.ref(tensor), *of_weight)
+                of_weight = (prefix + leaf, module, leaf, reference_to(weight))
+                self._found[id(tensor)] = (reference_to(tensor), *of_weight)
                 if dtensor.is_dtensor(tensor):  # frameworks compute with its shard itself
-                    self._dtensors[prefix + leaf] = weakref.ref(tensor)
+                    self._dtensors[prefix + leaf] = reference_to(tensor)
                     local: Any = tensor._local_tensor  # type: ignore[attr-defined]
-                    self._found[id(local)] = (weakref.ref(local), *of_weight)
+                    self._found[id(local)] = (reference_to(local), *of_weight)
                 elif table is tables[0]:
                     for part_name, part in quantized.parts(module, leaf, tensor):
                         of_part = (f"{prefix}{leaf}.{part_name}", *of_weight[1:])
-                        self._found[id(part)] = (weakref.ref(part), *of_part)
+                        self._found[id(part)] = (reference_to(part), *of_part)
 
     def _dtensor_of(self, name: str, tensor: Tensor) -> Tensor:
         """Return the weight of this name whose shard a tensor is: transformers computes with the
@@ -174,7 +173,7 @@ class Weights:
         known = self._known.get((name, id(weight)))
         if known is None or known[0]() is not weight:
             found_here = self._placements(name, module, leaf, weight)
-            self._known[name, id(weight)] = known = weakref.ref(weight), *found_here
+            self._known[name, id(weight)] = known = reference_to(weight), *found_here
         return name, *known[1:]
 
     def _written_buffer(

@@ -5,7 +5,6 @@ tensor with one row), only the object identifies the value; without it all are r
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
@@ -17,11 +16,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from flex_model.integrations.torch_private import DisableTorchFunction
 from flex_model.layouts import logged, memory_map
 from flex_model.layouts.logged import Value
-from flex_model.layouts.memory_map import Geometry
+from flex_model.layouts.memory_map import Geometry, Reference, reference_to
 from flex_model.layouts.operation_log import hash_of
 
 # A tensor object, its storage, its place there, and its value at that time.
-_Known = tuple["weakref.ref[Tensor]", int, Geometry, Value]
+_Known = tuple[Reference, int, Geometry, Value]
 
 
 def without_function_mode(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,7 +125,7 @@ class TensorValues:
         """Note the value of a weight of this clean name at its first use."""
         storage, geometry = _place(tensor)
         self._by_name[name] = value
-        self._weights[id(tensor)] = (weakref.ref(tensor), storage._cdata, geometry, value)
+        self._weights[id(tensor)] = (reference_to(tensor), storage._cdata, geometry, value)
 
     @without_function_mode
     def note(self, tensor: Tensor, value: Value) -> None:
@@ -142,7 +141,7 @@ class TensorValues:
     def bind(self, tensor: Tensor, value: Value) -> None:
         """Set the value of the tensor's object, which its place already has."""
         storage, geometry = _place(tensor)
-        self._objects[id(tensor)] = (weakref.ref(tensor), storage._cdata, geometry, value)
+        self._objects[id(tensor)] = (reference_to(tensor), storage._cdata, geometry, value)
 
     @without_function_mode
     def bind_result(self, tensor: Tensor) -> None:

@@ -1,10 +1,12 @@
 """Caches that are changed or copied between the calls of a model: as on one process."""
 
 import copy
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import models
@@ -101,3 +103,27 @@ def test_a_cache_that_is_changed(axis, name, tmp_path):
             assert len(records[site]) == len(expected) > 0
             for ours, theirs in zip(records[site], expected):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.ranks(2)
+def test_a_cache_that_no_hooked_forward_filled_is_named_and_can_be_stated(tmp_path):
+    """Its heads are unknown along tp: the error named an ``arange`` of its length."""
+    llama = models.llama().float()
+    model, site = models.loaded_by_transformers(llama, tmp_path), "model.layers.1.self_attn.o_proj"
+    found = []
+    for sharded, group in ((model, {}), (llama, {"process_group": pipelines.alone_group()})):
+        with FlexModel(sharded, {}, **group) as flex, torch.no_grad():
+            flex.register_forward_pre_hook(HookFunction(site, editing_function=mix))
+            if sharded is model:
+                with pytest.raises(
+                    ValueError, match=r"lost at state in 'past_key_values', ten"
+                ) as e:
+                    unhooked(flex, TOKENS)
+                assert "fill a cache by forwards in which a hook is active" in str(e.value)
+                (row,) = flex.layouts(why=True)  # which the message names
+                assert any("not known: state in" in line for line in row.proof["tp"])
+                for index in range(1, 1 + 2 * len(llama.model.layers)):
+                    pattern = re.compile("^$")
+                    flex.annotate_layout(pattern, kind="forward_pre", index=index, tp=Shard(1))
+            found.append(unhooked(flex, TOKENS))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)

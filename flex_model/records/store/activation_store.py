@@ -124,10 +124,17 @@ class ActivationStore:
         differ over data-parallel ranks are rows of one batch, and are read as one tensor. Local.
         """
         for name, value in values.items():
-            is_tensor = isinstance(value, Tensor)
-            self._notes[name] = (
-                value.detach().to("cpu", copy=True) if is_tensor else json.loads(json.dumps(value))
-            )
+            if isinstance(value, Tensor):
+                self._notes[name] = value.detach().to("cpu", copy=True)
+                continue
+            try:
+                self._notes[name] = json.loads(json.dumps(value))
+            except (TypeError, ValueError) as error:
+                raise TypeError(
+                    f"annotate({name}=...): expected a tensor or a JSON value, got "
+                    f"{type(value).__name__} ({error}); torch.as_tensor(...) makes a tensor of an "
+                    "array"
+                ) from None
 
     def take_annotations(self) -> dict[str, Any]:
         """Return the annotations of the next batch, and forget them. Local."""
@@ -370,11 +377,17 @@ class ActivationStore:
         return known if names is None else list(names)
 
     def _no_record(self, name: str) -> KeyError:
-        return KeyError(f"{self.folder} has no record {name!r}; it has {self.names}")
+        return KeyError(f"{self.folder} has no record {name!r}; it has {self.names}{self._unread}")
 
     def _check_batch(self, index: int) -> None:
         if not 0 <= index < self.num_batches:
-            raise IndexError(f"{self.folder} has {self.num_batches} batches, no batch {index}")
+            raise IndexError(
+                f"{self.folder} has {self.num_batches} batches, no batch {index}{self._unread}"
+            )
+
+    @property
+    def _unread(self) -> str:
+        return "" if self._session is None else " (call flush() first to read what runs have made)"
 
 
 class RecordSequence(Sequence[Tensor]):

@@ -205,8 +205,23 @@ def test_annotations_are_kept_with_the_next_batch(tmp_path):
     store = ActivationStore(tmp_path)
     assert torch.equal(store.annotations(0)["token_ids"], tokens_then)
     assert store.annotations(0)["text"] == ["a", "b"] and store.annotations(1) == {}
-    with pytest.raises(TypeError, match="JSON"):
-        store.annotate(what=object())
+    for value in (object(), torch.arange(3).numpy()):
+        with pytest.raises(TypeError, match=r"annotate\(what=...\): expected a tensor or a JSON"):
+            store.annotate(what=value)
+
+
+def test_reading_while_it_is_written_says_to_flush_first(tmp_path):
+    store = ActivationStore(tmp_path)
+    with wrapped(store) as flex:
+        flex(batches(1)[0])
+        with pytest.raises(KeyError, match=r"no record '0'; it has \[\] \(call flush\(\) first"):
+            store["0"]
+        with pytest.raises(IndexError, match=r"0 batches, no batch 0 \(call flush\(\) first"):
+            store.batch(0)
+        store.flush()
+        assert len(store["0"]) == 1
+    with pytest.raises(KeyError, match=r"it has \['0', '1'\][^(]*$"):
+        store["mlp"]
 
 
 # ---- Going on, and what is refused ----
