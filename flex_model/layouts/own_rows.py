@@ -99,7 +99,9 @@ def _taken(operation: Operation, output: int) -> OwnRows | None:
         return None
     is_cut = name in ("chunk", "tensor_split") or operation.get("split_size", 1) != 1
     is_cut |= bool(operation.full_sizes) and name != "select"
-    return OwnRows(range(*found), operand.shapes[0][dim], dim if is_cut else None)
+    total = operand.shapes[0][dim]
+    is_cut &= operation.full_sizes.get("chunks") != [total * operation.num_ranks]
+    return OwnRows(range(*found), total, dim if is_cut else None)
 
 
 def _counted(operation: Operation, split_sizes: Set[int]) -> OwnRows | None:
@@ -264,8 +266,8 @@ def _written(operation: Operation, known: Known) -> OwnRows | None:
         return rows if is_by_rows and (own.place, own.dim) in ((ALL, 0), (PICKED, 0)) else None
     if own.dim is None and rows.total == own.total == 1:
         others = [one for one in operation.operands if one is not self and one is not values]
-        are_known = [o.placement == REPLICATED or known.get(o.value, own).counts for o in others]
-        return rows if all(are_known) else None
+        if all(one.placement == REPLICATED for one in others):
+            return rows
     # Where torch has dropped dims of size 1, they are there again.
     for num_ones in range(1 if own.dim is not None else self.ndim + 1):
         made = replace(values, shapes=tuple((1,) * num_ones + shape for shape in values.shapes))
@@ -286,9 +288,10 @@ def _computed(operation: Operation, output: int, known: Known) -> OwnRows | None
         return None
     first, counts = next(iter(own.values())), any(one.counts for one in own.values())
     if first.column is not None:
+        if operation.name not in ("select", "unbind") or operation["dim"] not in (1, -1):
+            return None
         (column, _) = range_taken(operation, output, 1) or (None, None)
-        is_column = operation.name in ("select", "unbind") and operation["dim"] in (1, -1)
-        return OwnRows(*first[:3], column == first.column) if is_column else None
+        return OwnRows(*first[:3], column == first.column)
     if counts and operation.name not in _MOVES:
         return None
     if all(one.dim is None for one in own.values()):

@@ -340,8 +340,9 @@ def cached(model, h):
 def chunked(model, h):
     """A few rows at once, and halves of them."""
     parts = torch.cat([part.sin().cumsum(1) for part in h.split(2)])
-    half = (len(h) + 1) // 2
-    return parts + torch.cat([h[:half] * 2, h[half:] * 2])
+    rows = torch.cat([row - row.mean() for row in h.chunk(h.shape[0])])
+    half = (h.shape[0] + 1) // 2
+    return parts + rows + torch.cat([h[:half] * 2, h[half:] * 2])
 
 
 LINES = [
