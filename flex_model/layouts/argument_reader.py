@@ -183,7 +183,9 @@ class ArgumentReader:
         is_elsewhere |= self._shows_split
         for name, place, number in self._plain:
             is_range = name in _OF_RANGE and bool(self._with_expression)
-            may_be_own = number in unsettled if name == "size" else bool(unsettled) and not is_range
+            may_be_own = bool(unsettled) and not is_range
+            if name in ("size", "repeats"):
+                may_be_own = number in unsettled
             if not shards and may_be_own:
                 continue
             if not shards or (self._is_view and number == -1):

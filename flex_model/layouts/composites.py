@@ -39,6 +39,7 @@ _OF_BOTH = {  # functions of torch, and methods of tensors
     "repeat_interleave": _REPEAT_INTERLEAVE,
     "tensor_split": _TENSOR_SPLIT.sections,
     "narrow": _NARROW,
+    "chunk": torch.ops.aten.chunk.default,
 }
 _RECURRENT = {getattr(torch, name): name for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
 _FOLLOWED = {
@@ -50,6 +51,7 @@ _FOLLOWED = {
     torch.einsum: _EINSUM,
     torch.instance_norm: _INSTANCE_NORM,
     torch._C._nn.pad_sequence: torch.ops.aten.pad_sequence.default,
+    torch._VF._pad_packed_sequence: torch.ops.aten._pad_packed_sequence.default,
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,
 }
 

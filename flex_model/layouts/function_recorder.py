@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
 from flex_model.layouts import composites
-from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import CallSizes, Expression, Size, expressions_of
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class FunctionRecorder(TorchFunctionMode):
         reduction = composites.reduction_of(func, kwargs)
         with recorder.in_call(CallSizes(recorder.key, name, args, kwargs), reduction):
             bound = composites.bind(func, types, args, kwargs)
-            if bound is not None and rules.has_rule(bound.name):
+            if bound is not None:
                 encoded = recorder.encode(bound.schema, bound.args, bound.kwargs)
                 with recorder.paused():
                     result = func(*args, **kwargs)

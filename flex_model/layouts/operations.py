@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flex_model.distributed.placement import Placement, Shard
-from flex_model.layouts import chunks, constants, factories, logged, own_rows, positions
+from flex_model.layouts import chunks, constants, factories, logged, own_rows, ranges
 from flex_model.layouts.argument_reader import ArgumentReader
 from flex_model.layouts.contracts import collectives, opaque_calls
 from flex_model.layouts.logged import Value
@@ -108,15 +108,13 @@ def _infer(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     if is_split and collectives.joins_elsewhere(operation, elsewhere, proofs.other_size):
         found = [None]
     if proofs.axis == "dp" and None in found:
-        found = _of_own_rows(proofs, operation, found)
-    if found == [None]:
-        found = [positions.infer_selected(operation, proofs.positions)]
+        found = _of_own_rows(proofs, call, operation, found)
     is_known = found != [None]
-    ranges = positions.infer_ranges(operation, proofs.ranges)
+    of_ranks = ranges.infer(operation, proofs.ranges)
     # All of a dim is no range: `torch.arange(x.shape[1])`.
-    if ranges is not None and not (is_known and call.read.sized_by):
-        proofs.ranges[call.entries[0].outputs[0].value] = ranges
-        if not is_known and positions.follow_each_other(ranges):
+    if of_ranks is not None and not (is_known and call.read.sized_by):
+        proofs.ranges[call.entries[0].outputs[0].value] = of_ranks
+        if not is_known and ranges.follow_each_other(of_ranks):
             found = [Shard(0)]
     if call.written in proofs.templates and factories.is_draw(operation):
         found = [proofs.templates[call.written]]
@@ -132,15 +130,17 @@ def _readings(proofs: AxisProofs, operation: Operation) -> Iterator[Operation]:
     yield constants.with_single_rows(operation)
 
 
-def _of_own_rows(proofs: AxisProofs, operation: Operation, found: _Found) -> _Found:
-    """Return the placements of what each rank computes of its own rows alone: all of them joined
-    again, or filled in, or a norm by their statistics.
+def _of_own_rows(proofs: AxisProofs, call: _Call, operation: Operation, found: _Found) -> _Found:
+    """Note which of the rank's own rows results belong to; those of all rows are rows of the batch,
+    as they are in a norm by the rank's own statistics.
     """
-    rows = own_rows.infer_joined(operation, proofs.own_rows) or own_rows.infer_filled(
-        operation, proofs.picked
-    )
-    if rows is not None:
-        return [rows]
+    for i, made in enumerate(call.entries[0].outputs):
+        if found[i] is None:
+            own = own_rows.infer(operation, i, proofs)
+            if own is not None and own.place == own_rows.ALL and not own.counts:
+                found[i] = own.split
+            elif own is not None:
+                proofs.own_rows[made.value] = own
     if operation.name in BATCH_NORMS and operation.operands[0].placement == Shard(0):
         return [Shard(0), *found[1:]]
     return found
@@ -206,16 +206,6 @@ def _note_facts(
         proofs.makers[value] = (operation, output)
     if not call.read.differs:
         _note_open(proofs, call, operation, value)
-        if value not in proofs.placements:
-            is_dp = proofs.axis == "dp"
-            rows = own_rows.infer(operation, output, proofs.own_rows) if is_dp else None
-            if rows is not None:
-                proofs.own_rows[value] = rows
-            if is_dp and own_rows.is_picked(operation, output, proofs.picked):
-                proofs.picked.add(value)
-            split = positions.infer(operation, proofs.positions, proofs.split_sizes)
-            if split is not None:
-                proofs.positions[value] = split
     if name == "empty_like":
         proofs.templates[value] = operation.operands[0].placement
     is_copy = name in ("_to_copy", "clone", "to") and bool(values)

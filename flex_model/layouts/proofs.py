@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
-from flex_model.layouts import chunks, logged, positions
+from flex_model.layouts import chunks, logged, ranges
 from flex_model.layouts.alignment import align
 from flex_model.layouts.contracts.collectives import follow_collective
 from flex_model.layouts.contracts.experts import follow_experts
@@ -67,11 +67,9 @@ class AxisProofs:
         blank: For values of ``torch.empty``, and of ``torch.zeros`` and the like with a size that
             is not known: the placement of all that was written to them so far.
         joint: For values of ``joint`` entries: the value that all ranks have.
-        positions: For values that are positions along a split dim: how they are split.
         sizes_passed: For values of ``torch.zeros`` and the like: the sizes that were passed.
         ranges: For values that are consecutive integers on each rank: the first one and the count.
         own_rows: For values that belong to some of a rank's own rows: which.
-        picked: Values of what masks pick of a rank's own rows, in their order.
         permutations: Values that are the indices of a sort: each place once.
         zeros: Values of which all elements are 0.
         templates: For values of ``torch.empty_like``: the placement of the tensor that they are
@@ -96,17 +94,15 @@ class AxisProofs:
         self.open: dict[Value, frozenset[int]] = {}
         self.plain: set[Value] = set()
         self.blank: dict[Value, Placement | str | None] = {}
-        self.positions: dict[Value, Shard] = {}
         self.joint: dict[Value, Any] = {}
         self.templates: dict[Value, Placement | None] = {}
         self.makers: dict[Value, chunks.Maker] = {}
         self.gathered_elsewhere: set[Value] = set()  # along the other axis
         self.sizes_passed: dict[Value, dict[int, int]] = {}
         self.own_rows: dict[Value, OwnRows] = {}
-        self.picked: set[Value] = set()
         self.permutations: set[Value] = set()
         self.zeros: set[Value] = set()
-        self.ranges: dict[Value, positions.Ranges] = {}
+        self.ranges: dict[Value, ranges.Ranges] = {}
         self.reads_parts = False
         self.difference = ""
         self._modules: list[str] = []  # those whose forwards run, by name
@@ -299,7 +295,7 @@ class AxisProofs:
             self.set_placement(value, self.placement(values))
             return
         tables: tuple[dict[Value, Any], ...] = (
-            self.placements, self.shapes, self.steps, self.open, self.positions,
+            self.placements, self.shapes, self.steps, self.open, self.own_rows,
         )  # fmt: skip
         for table in tables:
             if values in table:

@@ -233,7 +233,7 @@ SIZE_ARGUMENTS = frozenset(
     {
         "size", "shape", "sizes", "length", "start", "end", "step", "steps", "repeats", "n", "m",
         "split_size", "split_sizes", "indices_or_sections", "sections", "row", "col", "index",
-        "output_size", "num_classes", "new_shape",
+        "output_size", "num_classes", "new_shape", "chunks",
     }
 )  # fmt: skip
 

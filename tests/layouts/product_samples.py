@@ -172,6 +172,19 @@ PRODUCTS = [
             (lower(2, 4), floats(3, 1, 6, 4), False),
         )
     ],
+    *[
+        sample(name, lower(*sizes) @ lower(*sizes).mT)
+        for name in (
+            *("linalg_inv_ex", "linalg_cholesky_ex", "_linalg_det", "_linalg_slogdet"),
+            *("_linalg_eigh", "_linalg_svd", "linalg_qr", "linalg_lu_factor_ex"),
+        )
+        for sizes in ((4,), (2, 4), (3, 2, 4))
+    ],
+    sample("_linalg_solve_ex", lower(2, 4), floats(2, 4, 6)),
+    sample("_linalg_solve_ex", lower(2, 4), floats(2, 4)),
+    sample("_linalg_solve_ex", lower(4), floats(4, 6)),
+    sample("_linalg_solve_ex", lower(2, 4), floats(4, 6)),
+    sample("cholesky_solve", floats(2, 4, 6), lower(2, 4)),
     sample("linear", floats(2, 4, 6), floats(8, 6)),
     sample("linear", floats(4, 6), floats(8, 6), floats(8)),
     sample("linear", floats(6), floats(8, 6), floats(8)),

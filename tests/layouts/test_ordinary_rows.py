@@ -274,6 +274,77 @@ def grouped(model, h):
     return made.view(rows, WIDTH, LENGTH).mT
 
 
+def experts_by_indices(model, h):
+    """Each token goes to one of three layers, whose results are added at its place."""
+    tokens = h.reshape(-1, WIDTH)
+    chosen, made = kinds(h).flatten() % 3, torch.zeros_like(tokens)
+    for expert in range(3):
+        (rows,) = torch.where(chosen == expert)
+        results = F.linear(tokens[rows], model.fc.weight * (expert + 1)).tanh()
+        made.index_add_(0, rows, results * tokens[rows, :1])
+    return made.view_as(h)
+
+
+def two_experts_for_each(model, h):
+    """The two best of three, by a table of tokens and ranks, and the other way round."""
+    tokens = h.reshape(-1, WIDTH)
+    weights, chosen = tokens[:, :3].softmax(-1).topk(2)
+    made = torch.zeros_like(tokens)
+    for expert in range(3):
+        rows, places = torch.where(chosen == expert)
+        results = F.linear(tokens[rows], model.fc.weight * (expert + 1)).tanh()
+        made.index_add_(0, rows, results * weights[rows, places, None])
+        places, rows = (expert == chosen.T).nonzero(as_tuple=True)
+        made[rows] += (tokens[rows] * 2).sin() * weights[rows, places, None]
+    return made.view_as(h)
+
+
+def sorted_and_back(model, h):
+    """By their first number; each row gets its own again."""
+    order = h.detach()[:, 0, 0].argsort()
+    made = torch.zeros_like(h)
+    made[order] = h[order].sin()
+    return made + h[order].cos()[order.argsort()]
+
+
+def packed(model, h):
+    """Sequences of different lengths in any order, through a recurrent layer."""
+    lengths = 1 + kinds(h)[:, 0]
+    rows = nn.utils.rnn.pack_padded_sequence(h, lengths, batch_first=True, enforce_sorted=False)
+    made, (last, _) = model.lstm(rows)
+    made, lengths = nn.utils.rnn.pad_packed_sequence(made, True, total_length=LENGTH)
+    return (made + last[-1][:, None]) * lengths[:, None, None]
+
+
+def batch_indices(model, h):
+    """The nearest points of each cloud, as PointNet++ has them."""
+    rows, chosen = h.shape[0], h.detach()[..., 0].argsort(-1)
+    of_rows = torch.arange(rows).view(rows, 1).repeat(1, chosen.shape[1])
+    return h[of_rows, chosen].cumsum(1)
+
+
+def solved(model, h):
+    matrices = h[:, :3, :3] @ h[:, :3, :3].mT + 2 * torch.eye(3, dtype=h.dtype)
+    factors = torch.linalg.cholesky(matrices) @ torch.linalg.inv(matrices)
+    vectors = torch.linalg.solve(matrices, h[:, :3, 0])[..., None]
+    return torch.linalg.solve(matrices, h[:, :3]) + factors @ h[:, :3] * vectors
+
+
+def cached(model, h):
+    """Keys at two positions of a cache, also of one row."""
+    cache = h.new_zeros(h.shape[0], LENGTH, WIDTH)
+    cache[:, torch.tensor([1, 3])] = h[:, :2].sin()
+    return cache + h
+
+
+def chunked(model, h):
+    """A few rows at once, and halves of them."""
+    parts = torch.cat([part.sin().cumsum(1) for part in h.split(2)])
+    rows = torch.cat([row - row.mean() for row in h.chunk(h.shape[0])])
+    half = (h.shape[0] + 1) // 2
+    return parts + rows + torch.cat([h[:half] * 2, h[half:] * 2])
+
+
 LINES = [
     last_tokens,
     one_hot,
@@ -310,6 +381,14 @@ LINES = [
     grouped,
     each_of_equal_rows,
     chosen_and_rejected,
+    experts_by_indices,
+    two_experts_for_each,
+    sorted_and_back,
+    packed,
+    batch_indices,
+    solved,
+    cached,
+    chunked,
 ]
 NAMES = [lines.__name__ for lines in LINES]
 
@@ -318,11 +397,19 @@ NAMES = [lines.__name__ for lines in LINES]
 @pytest.mark.parametrize("name", NAMES)
 def test_ordinary_lines(name):
     """With every number of rows that some other size equals."""
-    # Inside vmap and in a backward a single row does not show which dim it is.
+    # Inside vmap and in a backward a single row does not show which dim it is, nor does a number
+    # of copies.
     lines = globals()[name]
-    for rows in ROWS[lines in (vmapped_grad, forces, ensemble) :]:
+
+    def make():
+        model = around(lines)
+        if lines is packed:
+            model.lstm = models.seeded(nn.LSTM, WIDTH, WIDTH, batch_first=True).double()
+        return model
+
+    for rows in ROWS[lines in (vmapped_grad, forces, ensemble, batch_indices) :]:
         try:
-            check(lambda: around(lines), batch(rows), BOTH)
+            check(make, batch(rows), BOTH)
         except Exception as error:
             error.add_note(f"with {rows} rows a rank") if hasattr(error, "add_note") else None
             raise
@@ -570,8 +657,31 @@ def sorted_behind_a_mask(model, h):
     return made
 
 
+def back_by_another_order(model, h):
+    one, other = h.detach()[:, :2, 0].unbind(1)
+    return h[one.argsort()][other.argsort().argsort()]
+
+
+def written_in_another_order(model, h):
+    made = h * 2
+    made[h.detach()[:, 0, 0].argsort()] = h.sin()
+    return made
+
+
+def chosen_in_another_order(model, h):
+    order = h.detach()[:, 0, 0].argsort()
+    made = torch.zeros_like(h)
+    made[order] = h[order, kinds(h).sum(1) % LENGTH][:, None] + torch.zeros_like(h[order])
+    return made
+
+
 REFUSED = {
     "sorted behind a mask": sorted_behind_a_mask,
+    "back by another order": back_by_another_order,
+    "written in another order": written_in_another_order,
+    "chosen in another order": chosen_in_another_order,
+    "chunks beside each other": lambda model, h: torch.cat(h.chunk(3), 1),
+    "halves turned round": lambda model, h: torch.cat([one.flip(0) for one in h.split(2)]),
     "sorted": lambda model, h: h.sort(0).values,
     "argsorted": lambda model, h: h[h.detach()[:, 0, 0].argsort()],
     "turned round": lambda model, h: h.flip(0),

@@ -56,7 +56,7 @@ _BUILT_IN: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
     (views.RULES_OF_SIZES, ("size", "shape", "sizes", "stride", "repeats")),
     (slicing.RULES, ()),
     (slicing.RULES_OF_BOUNDS, ("start", "end", "length")),
-    (slicing.RULES_OF_SPLITS, ("split_size", "split_sizes")),
+    (slicing.RULES_OF_SPLITS, ("split_size", "split_sizes", "chunks")),
     (indexing.RULES, ()),
     (attention.RULES, ()),
     (kernel_rules.RULES, ()),

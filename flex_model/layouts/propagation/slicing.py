@@ -218,8 +218,9 @@ def _full_split_sizes(operation: Operation, full: int) -> list[int] | None:
     them.
     """
     stated = operation.full_sizes
-    if "split_size" in stated and len(stated["split_size"]) == 1:
-        (width,) = stated["split_size"]
+    is_chunk = operation.name == "chunk"
+    if is_chunk or ("split_size" in stated and len(stated["split_size"]) == 1):
+        (width,) = [-(-full // operation["chunks"])] if is_chunk else stated["split_size"]
         if width is None:
             raise ValueError("the width is not known")
         return [min(width, full - start) for start in range(0, full, width)] or [0]
@@ -275,5 +276,5 @@ RULES = {"cat": cat}
 RULES_OF_BOUNDS = {"slice": slice_, "narrow": narrow}
 
 RULES_OF_SPLITS = dict.fromkeys(
-    words("split split_with_sizes tensor_split unsafe_split unsafe_split_with_sizes"), split
+    words("split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes"), split
 )

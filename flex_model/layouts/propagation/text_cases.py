@@ -13,7 +13,7 @@ from flex_model.layouts.propagation.labels import (
     resolve,
     words,
 )
-from flex_model.layouts.propagation.operation import Operation
+from flex_model.layouts.propagation.operation import Operand, Operation
 from flex_model.layouts.propagation.pointwise import pointwise
 from flex_model.layouts.propagation.text_forms import form, labels_of
 
@@ -72,6 +72,17 @@ def solve_triangular(operation: Operation) -> Placements:
     """Solve ``A X = B``, or ``X A = B``: for each column, or row, of ``B``."""
     of_vectors = "*v" if operation["left"] else "v*"
     return form(f"self:~...** B:~...{of_vectors} -> ...{of_vectors} = B*!self")(operation)
+
+
+def of_matrices(operation: Operation) -> Placements:
+    """Solve or factor matrices, each of a batch alone."""
+    batch: Labels = tuple(range(operation.operands[0].ndim - 2))
+
+    def labels(tensor: Operand) -> Labels:
+        return (*batch, *[None] * (tensor.ndim - len(batch)))
+
+    inputs = tuple(Input(one, labels(one)) for one in operation.operands)
+    return resolve(operation, [Output(labels(made), inputs) for made in operation.outputs])
 
 
 def _added(labels: str, product: str) -> Callable[[Operation], Placements]:
@@ -174,6 +185,13 @@ RULES = {
     "matmul": matmul,
     "einsum": einsum,
     "linalg_solve_triangular": solve_triangular,
+    **dict.fromkeys(
+        words(
+            "_linalg_solve_ex linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet "
+            "_linalg_eigh _linalg_svd linalg_qr linalg_lu_factor_ex cholesky_solve"
+        ),
+        of_matrices,
+    ),
     "addmm": _added("~ik", "mat1:ij mat2:jk -> ik = mat1*mat2"),
     "baddbmm": _added("~bik", "batch1:bij batch2:bjk -> bik = batch1*batch2"),
     "addbmm": _added("~ik", "batch1:bij batch2:bjk -> ik = batch1*batch2"),
