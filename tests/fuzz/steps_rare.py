@@ -4,10 +4,12 @@ from program import Argument, Atom, State, Value, need, operation
 
 
 def has_no_ties(c):
-    """Whether no gradient depends on which of equal elements is taken: sums of tied weights are
-    equal or not as they are rounded.
+    """Whether no gradient depends on which of equal elements is taken: those of equal tokens, rows
+    or weights are equal or not as sums are rounded.
     """
-    return c.program.weights == "normal" or not c.program.has_gradients
+    is_drawn = c.program.weights == "normal" and not c.program.same_rows
+    is_drawn &= all(argument.kind != "ids" for argument in c.arguments)
+    return is_drawn or not c.program.has_gradients
 
 
 @operation(weight=3)
@@ -29,14 +31,10 @@ def rare_reduction(c, s):
     """Over one whole dim, which goes."""
     need(s.is_float and s.ndim > 2)
     dim = c.choose(s.free())
-    forms = [
-        f"h.median({dim}).values",
-        f"h.kthvalue(1, {dim}).values",
-        f"h.unfold({dim}, 1, 1).sum({dim})",
-    ]
-    forms += [f"h.max({dim}).values", f"h.nanmean({dim})"]
+    forms = [f"h.unfold({dim}, 1, 1).sum({dim})", f"h.nanmean({dim})"]
     if has_no_ties(c):
-        forms.append(f"h.quantile(0.5, {dim})")
+        forms += [f"h.median({dim}).values", f"h.kthvalue(1, {dim}).values"]
+        forms += [f"h.max({dim}).values", f"h.quantile(0.5, {dim})"]
     c.add(f"h = {c.choose(forms)}")
     dims = s.dims[:dim] + s.dims[dim + 1 :]
     if "unfold" in c.forward[-1]:
