@@ -1,4 +1,4 @@
-# Every target does the set-up it needs, in .venv; nothing has to be installed by hand but Python >= 3.10 and a C++
+# Every target does the set-up it needs, in .venv; nothing has to be installed by hand but Python >= 3.11 and a C++
 # compiler. `make help` lists the targets.
 #
 #   VENV=path       another environment than .venv
