@@ -97,11 +97,10 @@ def _taken(operation: Operation, output: int) -> OwnRows | None:
     found = range_taken(operation, output, dim) if operand.placement == Shard(dim) else None
     if found is None:
         return None
-    is_cut = name in ("chunk", "tensor_split") or operation.get("split_size", 1) != 1
-    is_cut |= bool(operation.full_sizes) and name != "select"
     total = operand.shapes[0][dim]
-    is_cut &= operation.full_sizes.get("chunks") != [total * operation.num_ranks]
-    return OwnRows(range(*found), total, dim if is_cut else None)
+    is_row = name in ("select", "unbind")
+    is_row |= operation.full_sizes.get("chunks") == [total * operation.num_ranks]
+    return OwnRows(range(*found), total, None if is_row else dim)
 
 
 def _counted(operation: Operation, split_sizes: Set[int]) -> OwnRows | None:
@@ -298,6 +297,7 @@ def _computed(operation: Operation, output: int, known: Known) -> OwnRows | None
         return first
     placed: dict[int, Placement | None] = {key: one.split for key, one in own.items()}
     made = rules.propagate(with_placements(operation, placed))[output]
-    if not isinstance(made, Shard) or made != Shard(made.dim):
-        return None
-    return first._replace(dim=made.dim, counts=counts)
+    if isinstance(made, Shard) and made == Shard(made.dim):
+        return first._replace(dim=made.dim, counts=counts)
+    is_row = isinstance(first.place, range) and len(first.place) == 1 and not counts
+    return first._replace(dim=None) if is_row else None

@@ -711,6 +711,27 @@ def test_rows_in_another_order_or_number_are_refused(name):
     assert text.index("dp_batch=") < (text + "annotate_layout").index("annotate_layout")
 
 
+HALVES = {
+    "chunk": lambda h: h.chunk(2),
+    "split": lambda h: h.split(len(h) // 2),
+    "slices": lambda h: (h[: len(h) // 2], h[len(h) // 2 :]),
+    "vsplit": lambda h: torch.vsplit(h, 2),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("name", HALVES)
+def test_halves_of_a_ranks_rows_beside_each_other_are_refused(name, rows):
+    """The halves of the whole batch have other rows, also where a half is one row."""
+    x = batch(rows).chunk(2)[dist.get_rank()]
+    model = around(lambda model, h: torch.cat(HALVES[name](h), 1))
+    with FlexModel(model, {}, data_parallel_size=2, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("behind", None, mixing_features))
+        with pytest.raises(ValueError, match="forward hook on 'behind'.*is not known"):
+            flex(x)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_advice_for_rows_in_another_order_or_number(name):
