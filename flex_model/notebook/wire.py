@@ -141,7 +141,7 @@ class Unpacker:
         self._tensors: dict[Any, Tensor] = {}
 
     def unpickle(self, pickled: bytes) -> Any:
-        class Unpickler(pickle.Unpickler):
+        class Unpickler(pickle.Unpickler):  # whose own objects are read-only in Python 3.13
             persistent_load = staticmethod(self._object)
 
         return Unpickler(io.BytesIO(pickled)).load()
