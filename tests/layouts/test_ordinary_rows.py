@@ -728,7 +728,7 @@ def test_halves_of_a_ranks_rows_beside_each_other_are_refused(name, rows):
     model = around(lambda model, h: torch.cat(HALVES[name](h), 1))
     with FlexModel(model, {}, data_parallel_size=2, timeout=20) as flex:
         flex.register_forward_hook(HookFunction("behind", None, mixing_features))
-        with pytest.raises(ValueError, match="forward hook on 'behind'.*is not known"):
+        with pytest.raises(ValueError, match=r"forward hook on 'behind'.*is not known"):
             flex(x)
 
 
