@@ -95,8 +95,15 @@ def seed_inputs(
         if pads:
             inputs_along = [(along_dp[i], [shapes[i][place] for place in line]) for i in passed]
             rows = _rows_of_ragged(inputs_along, is_stand_in)
+
+    def note(i: int, text: str, dp: Placement | None, tp: Placement | None) -> None:
+        stated = statements.get(i)
+        if stated is not None:
+            dp, tp = stated.dp or dp, stated.tp or tp
+        follower.note_input(inputs[i].tensor, text, (dp, tp))
+
     for i in passed:
-        name, tensor, _, is_kept, _ = inputs[i]
+        name, _, _, is_kept, _ = inputs[i]
         if is_kept:
             continue
         dp: Placement | None = along_dp.get(i, Replicate())
@@ -104,10 +111,7 @@ def seed_inputs(
         text = f"input {name!r}, tensor {i}"
         if tp is None:
             text += ", of which the tensor-parallel ranks were given other values"
-        stated = statements.get(i)
-        if stated is not None:
-            dp, tp = stated.dp or dp, stated.tp or tp
-        follower.note_input(tensor, text, (dp, tp))
+        note(i, text, dp, tp)
     for i in states:  # of caches that no followed forward left
         name, tensor = inputs[i][:2]
         dp, tp = along_dp.get(i, Replicate()), Replicate() if mesh.tp_size == 1 else None
@@ -116,10 +120,7 @@ def seed_inputs(
             dp, tp = (Replicate() if equal else None for equal in alike)
         elif mesh.dp_size > 1 and not isinstance(dp, Shard):
             continue
-        stated = statements.get(i)
-        if stated is not None:
-            dp, tp = stated.dp or dp, stated.tp or tp
-        follower.note_input(tensor, f"state in {name!r}, tensor {i}", (dp, tp))
+        note(i, f"state in {name!r}, tensor {i}", dp, tp)
     return rows
 
 

@@ -87,8 +87,8 @@ def infer(operation: Operation, output: int, proofs: AxisProofs) -> OwnRows | No
 
 
 def _taken(operation: Operation, output: int) -> OwnRows | None:
-    """Return the rows that a slice takes of a tensor in rows: one, or such as belong together,
-    unless the unsharded program takes others, as by ``chunk(2)`` and ``x[len(x) // 2 :]``.
+    """Return the rows that a slice takes of a tensor in rows. ``x[i]`` is its row's alone; others
+    keep their dim of rows, as the unsharded program may take others there: ``x[len(x) // 2 :]``.
     """
     name, operands = operation.name, operation.operands
     if name not in (*SPLITS, "unbind", "select", "slice") or len(operands) != 1:

@@ -44,10 +44,10 @@ class Skip:
         self._root, self.name, self._value = root, name, value
         self.arguments = {_VALUE: value, _MODULE: name}
         target = find_module(root, name)
-        path = next(name for name, module in root.named_modules() if module is target)
-        self._target, self._full_name = target, path
-        self._before = dict(_before(root, path))
-        parent = root.get_submodule(path.rpartition(".")[0])
+        full_name = next(name for name, module in root.named_modules() if module is target)
+        self._target, self._clean_name = target, clean(root, full_name)
+        self._before = dict(_before(root, full_name))
+        parent = root.get_submodule(full_name.rpartition(".")[0])
         if self._before and not isinstance(parent, _LISTS):
             raise ValueError(
                 f"run_from: {name!r} is inside a module of a list, which computes with the output "
@@ -86,7 +86,7 @@ class Skip:
         if any(map(dtensor.is_dtensor, _C.flatten(self._value)[0])):
             return
         if self._target not in known:
-            found = find(clean(self._root, self._full_name))
+            found = find(self._clean_name)
             if found is None:
                 raise ValueError(
                     f"run_from: how {self.name!r} places its output over the tensor-parallel ranks "
