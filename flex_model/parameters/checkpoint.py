@@ -158,7 +158,7 @@ def _write(path: Path, contents: dict[str, Any]) -> None:
     if refused:  # by torch.load(weights_only=True)
         raise _not_saved("extra, or the optimizer's state,", ", ".join(refused))
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, [file.getbuffer()])
+    write_whole(path, [file.getvalue()])
 
 
 # ---- Loading ----
