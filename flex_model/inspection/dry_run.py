@@ -424,7 +424,7 @@ def row_of(
             any(one.needs_gradient for one in ranks),
             first.known is not None and isinstance(first.known.dp, Shard),  # FSDP2 made it
         )
-        spec = tensor.spec(costs.recorder.communicators[0])
+        spec = tensor.spec(costs.communicators[0])
     except (HookError, IndexError, TypeError, ValueError) as error:
         text = " ".join(str(error).split())  # in one line of the table
         return replace(row, source=f"a run would raise an error: {text}"), None
