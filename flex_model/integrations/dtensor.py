@@ -275,17 +275,13 @@ def like(shard: Tensor, tensor: Any) -> Tensor:
     """
     if not is_dtensor(tensor):
         return shard
-    stride, strides = 1, []
-    for size in reversed(tensor.shape):
-        strides.append(stride)
-        stride *= size
     return type(tensor).from_local(
         shard,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
         shape=tensor.shape,
-        stride=tuple(reversed(strides)),
+        stride=tuple(math.prod(tensor.shape[i + 1 :]) for i in range(tensor.ndim)),
     )
 
 

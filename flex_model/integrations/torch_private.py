@@ -318,18 +318,6 @@ pop_transform = _functorch.pop_dynamic_layer_stack
 push_transform = _functorch.push_dynamic_layer_stack
 
 
-def cuda_stream() -> tuple[int, dict[str, int]]:
-    """The current CUDA device and stream."""
-    stream = torch.cuda.current_stream()
-    names = ("stream_id", "device_index", "device_type")
-    return stream.device_index, {name: getattr(stream, name) for name in names}
-
-
-def set_cuda_stream(device: int, stream: dict[str, int]) -> None:
-    torch.cuda.set_device(device)
-    _C._cuda_setStream(**stream)
-
-
 def forward_mode_level() -> int:
     """The level of forward-mode differentiation, one for the process; -1 outside of it."""
     return forward_ad._current_level

@@ -309,11 +309,7 @@ def modules_of(core: HookCore, index: StageIndex, schedule: str) -> Modules:
             return ""
         return f"rank {core.mesh.ranks[pp_rank * num_ranks]} has its cost"
 
-    def owner_of(registration: Registration) -> str:
-        is_parameter = registration.kind == "tensor"
-        return registration.name.rpartition(".")[0] if is_parameter else registration.name
-
-    return Modules(nodes, owner_of, stages, where_of)
+    return Modules(nodes, stages, where_of)
 
 
 def _above(name: str) -> list[str]:

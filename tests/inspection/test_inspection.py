@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 import frameworks
 import models
 from flex_model import FlexModel, HookFunction
-from flex_model.errors import HookError
+from flex_model.errors import HookError, HookMismatchError
 from flex_model.hooks.registration import describe_hook
 from flex_model.inspection import verify
 from tiers import grid_but
@@ -172,7 +172,7 @@ def test_verify_finds_equal_what_is_equal_and_names_the_first_that_is_not(name, 
 
         report = flex.verify(reference, *inputs, **pair.keywords)
         assert report.is_equal, report
-        assert {row.result for row in report.rows} == {0}, report
+        assert {row.result for row in report.rows} == {verify.EQUAL}, report
         assert len(report.rows) > 6
 
         broken = pair.sites["row output"]
@@ -352,6 +352,27 @@ def test_control_flow_on_values_is_an_error_that_names_layouts():
     assert (model.kept, model.calls) == (None, 0)
     assert flex.dry_run(models.random(4, 6))[0].full_shape == (4, 6)
     assert (model.kept, model.calls) == (None, 0)
+
+
+class Branches(models.MLP):
+    """Calls another module on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.ReLU()
+
+    def forward(self, x):
+        act = self.other if dist.get_rank() else self.act
+        return self.out(self.fc2(act(self.fc1(self.inp(x)))))
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_call_other_hooks_differ():
+    flex = FlexModel(models.seeded(Branches).double(), {}, data_parallel_size=2)
+    for name in ("act", "other"):
+        flex.register_forward_hook(HookFunction(name))
+    with pytest.raises(HookMismatchError, match="which called 1 sites"):
+        flex.dry_run(models.random(4, 6))
 
 
 # ---- One process ---------------------------------------------------------------------------------
