@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -89,11 +90,16 @@ def _is_megatrons(module: nn.Module, name: str = "") -> bool:
 def stated_sizes(module: nn.Module, leaf_name: str) -> tuple[int, ...] | None:
     """Return the full sizes of a weight or bias that its layer states in attributes. Local."""
     number = {"weight": 2, "bias": 1}.get(leaf_name)
-    for names in _STATED_SIZES if number is not None else ():
-        sizes: tuple[Any, ...] = tuple(getattr(module, name, None) for name in names)
+    sizes = next(_sizes_of_weight(module), None)
+    return None if number is None or sizes is None else sizes[:number]
+
+
+def _sizes_of_weight(module: nn.Module) -> Iterator[tuple[int, int]]:
+    """Yield the full sizes of a layer's weight by each of the pairs of attributes that it has."""
+    for names in _STATED_SIZES:
+        sizes: list[Any] = [getattr(module, name, None) for name in names]
         if all(isinstance(size, int) for size in sizes):
-            return sizes[:number]
-    return None
+            yield sizes[0], sizes[1]
 
 
 def dims_smaller_than_stated(module: nn.Module, leaf_name: str, parameter: Tensor) -> list[int]:
@@ -101,12 +107,8 @@ def dims_smaller_than_stated(module: nn.Module, leaf_name: str, parameter: Tenso
     all of one that is packed in an unknown format. If there are any it is not replicated by
     what others state, but it need not be an even shard. Local.
     """
-    return [] if is_dtensor(parameter) else _smaller_dims(module, leaf_name, parameter)
-
-
-def _smaller_dims(module: nn.Module, leaf_name: str, parameter: Tensor) -> list[int]:
     sizes = stated_sizes(module, leaf_name)
-    if sizes is None or parameter.ndim != len(sizes):
+    if sizes is None or is_dtensor(parameter) or parameter.ndim != len(sizes):
         return []
     if not quantized.has_one_value_each(module, leaf_name, parameter):
         return list(range(parameter.ndim))
@@ -133,14 +135,18 @@ def uneven_share(
 
 def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:
     """Return the only dim along which ``weight`` is smaller than its layer states, or None."""
-    if not isinstance(weight, Tensor) or _is_along_tp(weight, mesh):
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or _is_along_tp(weight, mesh):
         return None
-    sizes, dims = stated_sizes(module, "weight"), _smaller_dims(module, "weight", weight)
-    if sizes is None or len(dims) != 1:  # both of a packed one: half its bytes may be all values
-        return None
-    (dim,) = dims
-    is_share = abs(weight.shape[dim] - sizes[dim] / mesh.tp_size) < 1  # to less than one element
-    return dim if is_share else None
+    if not quantized.has_one_value_each(module, "weight", weight):
+        return None  # half the bytes may be all of the values
+    for stated in _sizes_of_weight(module):
+        smaller = [dim for dim in (0, 1) if weight.shape[dim] < stated[dim]]
+        if len(smaller) != 1 or weight.shape[1 - smaller[0]] != stated[1 - smaller[0]]:
+            continue
+        share = stated[smaller[0]] / mesh.tp_size
+        if abs(weight.shape[smaller[0]] - share) < 1:  # even, or off by less than one element
+            return smaller[0]
+    return None
 
 
 # Attributes of attention modules with the size of one head, which tensor parallelism never splits.
