@@ -22,9 +22,9 @@ from flex_model.distributed.tensor_dicts import (
     exchange_json,
 )
 from flex_model.integrations.torch_pipelining import is_traced, to_meta
+from flex_model.integrations.torch_private import unchanged
 from flex_model.pipelining.instrumented_stage import InstrumentedStage, sendable
 from flex_model.pipelining.local_pipeline import LocalPipeline
-from flex_model.pipelining.splitting.recording import unchanged
 
 
 def infer_shapes(

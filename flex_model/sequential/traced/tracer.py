@@ -200,16 +200,14 @@ class SequentialTracer(torch.fx.Tracer):
             self._is_sampling = True
             try:
                 with torch.no_grad():
-                    self.samples[node] = self._value_of(node)
+                    self.samples[node] = (
+                        self.sample_input[str(node.target)]
+                        if kind == "placeholder"
+                        else value_of(node, self.samples, self.root)
+                    )
             finally:
                 self._is_sampling = False
         return node
-
-    def _value_of(self, node: torch.fx.Node) -> Any:
-        if node.op == "placeholder":
-            assert self.sample_input is not None
-            return self.sample_input[str(node.target)]
-        return value_of(node, self.samples, self.root)
 
     def create_proxy(self, *args: Any, **settings: Any) -> Any:
         """Return a proxy; None, a truth, a text or a dtype itself: Python code may branch on it in
