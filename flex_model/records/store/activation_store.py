@@ -11,11 +11,10 @@ from torch import Tensor
 
 from flex_model.records.store.manifest import MANIFEST, MANIFEST_ASIDE, Manifest, is_of_batches
 from flex_model.records.store.reader import Reader, as_numpy
-from flex_model.records.store.row_table import RowTable
+from flex_model.records.store.row_loader import RowLoader, RowTable
 from flex_model.records.store.statistics import Statistics, statistics_from
 
 if TYPE_CHECKING:
-    from flex_model.records.store.row_loader import RowLoader
     from flex_model.records.store.session import Session
 
 
@@ -346,8 +345,6 @@ class ActivationStore:
             ValueError: the records of a batch are not aligned, or those of a name differ in width
                 or dtype; ``world`` does not divide ``batch_rows``; there is less than one batch.
         """
-        from flex_model.records.store.row_loader import RowLoader
-
         chosen = self._checked([names] if isinstance(names, str) else names)
         table = RowTable(self._reader, chosen, mask, annotations)
         return RowLoader(
