@@ -357,7 +357,7 @@ class ActivationStore:
         calls = self._reader.index_of(batch).of_batch.get(batch, {}).get(name)
         if not calls:
             raise KeyError(f"batch {batch} of {self.folder} has no record {name!r}")
-        return calls[call][1].description
+        return calls[call][1].layout
 
     def inputs_hash(self, index: int) -> str | None:
         """Return the hash of a sequential run's inputs for a batch. IndexError as ``batch``."""

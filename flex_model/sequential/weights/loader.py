@@ -420,7 +420,7 @@ def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def _as_weight(local: Tensor, weight: Weight) -> Tensor:
-    tensor = with_local(weight.tensor, local)
+    tensor = dtensor.like(local, weight.tensor)
     return nn.Parameter(tensor, requires_grad=False) if weight.is_parameter else tensor
 
 
@@ -496,11 +496,6 @@ def part_of(full: Tensor, tensor: Any) -> Tensor:
     for dim, (size, start) in enumerate(zip(sizes, starts)):
         full = full.narrow(dim, start if size else 0, size)
     return full
-
-
-def with_local(tensor: Any, local: Tensor) -> Tensor:
-    """Return ``tensor`` with ``local`` as this rank's part."""
-    return dtensor.like(local, tensor)
 
 
 @dataclass(eq=False)
