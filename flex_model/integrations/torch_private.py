@@ -376,9 +376,10 @@ def unchanged(*modules: torch.nn.Module) -> Iterator[None]:
                     tensor.copy_(before)
 
 
-def num_references(storage: Any) -> int:
-    """How many tensors and other holders a storage has."""
-    return int(_C._storage_Use_Count(storage._cdata))
+def is_held_once(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor or holder has a tensor's storage."""
+    storage = tensor.untyped_storage()  # a reference, too
+    return bool(_C._storage_Use_Count(storage._cdata) <= 2)
 
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

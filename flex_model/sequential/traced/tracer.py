@@ -455,16 +455,13 @@ def leaf_functions(path: CodePath, ignore: set[str]) -> list[tuple[dict[str, Any
     """Return the Python functions that the path's functions name and that don't lead to a target,
     or are in ``ignore``: the tables that hold them, and their names.
     """
-    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-    for function in path.functions:
-        table = function.__globals__
-        for name in names_in(function.__code__):
-            named = table.get(name)
-            if isinstance(named, types.FunctionType) and (
-                name in ignore or not path.leads_to_target(named)
-            ):
-                found[id(table), name] = table, name
-    return list(found.values())
+    return [
+        (function.__globals__, name)
+        for function in path.functions
+        for name in names_in(function.__code__)
+        if isinstance(named := function.__globals__.get(name), types.FunctionType)
+        and (name in ignore or not path.leads_to_target(named))
+    ]
 
 
 def leaf_methods(

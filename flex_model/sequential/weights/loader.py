@@ -226,7 +226,6 @@ def _made(weight: Weight, initialize: Callable[[nn.Module], Any]) -> Tensor | No
 
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator: kernels' results may depend on it
-_OWN = 2  # references to the storage of a single tensor: its own, and that of the reader
 
 
 class WeightLoader:
@@ -411,7 +410,7 @@ class _Buffer:
         self._parts = []
         if self._is_free_after is not None:
             self._record_use()
-        return torch_private.num_references(self.memory.untyped_storage()) <= _OWN
+        return torch_private.is_held_once(self.memory)
 
 
 def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
