@@ -5,6 +5,7 @@ names.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import re
@@ -46,18 +47,8 @@ class LocalStages(nn.Module):
             self.add_module(f"stage{index}", module)
         self.register_load_state_dict_pre_hook(_add_stage_prefix)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._named("named_parameters", prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Any]]:
-        return self._named("named_buffers", prefix, recurse, remove_duplicate)
-
     def _named(
-        self, method: str, prefix: str, recurse: bool, remove_duplicate: bool
+        self, method: str, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
         for stage in self.children() if recurse else ():
@@ -65,6 +56,9 @@ class LocalStages(nn.Module):
                 if not (remove_duplicate and id(value) in seen):
                     seen.add(id(value))
                     yield name, value
+
+    named_parameters = functools.partialmethod(_named, "named_parameters")
+    named_buffers = functools.partialmethod(_named, "named_buffers")
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         found: dict[str, Any] = {}
