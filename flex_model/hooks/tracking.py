@@ -28,7 +28,6 @@ from flex_model.integrations import (
 )
 from flex_model.layouts import follow, replicas
 from flex_model.layouts.cache import Conditions, ForwardLayouts, LayoutCache, Place
-from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.inputs import SharedInputs, seed_inputs
 from flex_model.layouts.kept import Attributes, KeptTensors
@@ -442,7 +441,7 @@ class Tracking:
         parameters: Iterable[Registration],
     ) -> dict[Place, Pair]:
         """Return the gradients' placements that the forward proves. Collective if there are any."""
-        pairs = {place: follower.gradient_placements(value) for place, value in values.items()}
+        pairs = {place: follower.proofs.gradient_placements(one) for place, one in values.items()}
         for registration in parameters:
             place = Place(registration.site, 0)
             if place in pairs and registration.moment == "accumulated":
@@ -480,7 +479,7 @@ class Tracking:
         if evidence.follower is not None and not self.forward.is_over:
             with follow.paused(evidence.follower):
                 self._compare(evidence.follower)
-            pair = evidence.follower.gradient_placements(evidence.current)
+            pair = evidence.follower.proofs.gradient_placements(evidence.current)
             evidence.note_gradient(
                 self._agreed([pair])[0],
                 evidence.follower.proofs.gradient_obstacles(evidence.current),
@@ -516,7 +515,7 @@ class Tracking:
         Raises:
             ValueError: a statement of the user's is refuted. On every rank.
         """
-        exchange_chunks(self._communicator, follower)
+        follower.sync(self._communicator)
         if not self.statements:
             return
         refuted = follower.refuted_statement(is_over)
@@ -530,7 +529,7 @@ class Tracking:
         """
         follow.place_edited(self._communicator.mesh, tensor, original, placed)
         if evidence.follower is not None and evidence.follower in follow.recording():
-            evidence.note_edit(evidence.follower.value(tensor))
+            evidence.note_edit(evidence.follower.recorder.value(tensor))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -276,7 +276,7 @@ class ArgumentEncoder:
             )
             for i, value in enumerate(args)
         )
-        if schema is not None and self._recorder.stated_sizes and schema.name in _VIEWS:
+        if schema is not None and self._recorder.owner.stated_sizes and schema.name in _VIEWS:
             shape, kept = memory_map.shape_of(args[0]), 0
             if schema.name == "aten::unflatten":
                 dim = args[1] if len(args) > 1 else kwargs["dim"]
@@ -298,7 +298,7 @@ class ArgumentEncoder:
         """
         if not isinstance(value, tuple) or value[:1] != ("l",) or len(value) < 3:
             return value
-        (heads, size), stated = value[-2:], self._recorder.stated_sizes
+        (heads, size), stated = value[-2:], self._recorder.owner.stated_sizes
         if size == -1 and type(heads) is int and heads > 0 and shape[-1] % heads == 0:
             size = shape[-1] // heads
         if type(heads) is not int or type(size) is not int or size not in stated:

@@ -107,7 +107,8 @@ class FunctionRecorder(TorchFunctionMode):
         if not isinstance(tensor, Tensor) or not (is_size or isinstance(result, torch.Size)):
             return result
         dims = dtensor.unsplit_dims(tensor)
-        of = recorder.one_value(tensor)
+        value = recorder.value(tensor)
+        of = value if isinstance(value, int) else 0  # no counterpart in the unsharded program
 
         def size(number: int, expression: Expression) -> Size:
             return Size(number, expressions_of(number) | {recorder.key: expression})

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from flex_model.layouts import logged
@@ -36,8 +36,9 @@ class GraphNodes:
             or at which gradients end.
     """
 
-    def __init__(self, recorder: Recorder, has_module_hooks: bool) -> None:
-        self._recorder, self._has_module_hooks = recorder, has_module_hooks
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._has_module_hooks = any(map(has_backward_hooks, recorder.owner.root.modules()))
         self.linked: set[Value] = set()
         self._values: dict[tuple[int, int], Value] = {}  # by node and output
         self._unread: dict[tuple[int, int], Value] = {}  # of tensors whose use is not recorded
@@ -96,7 +97,7 @@ class GraphNodes:
             return value
         self.linked.add(value)
         is_cpp = node.name().startswith(_OF_CPP)
-        if self._recorder.is_received(value) and not (_is_function(node) or is_cpp):
+        if value in self._recorder.received and not (_is_function(node) or is_cpp):
             return value  # a collective wrote to the node's output
         if tensor.numel() == 0:
             return value
@@ -218,6 +219,12 @@ def is_framework_hook(hook: Any) -> bool:
     """Whether a hook on a tensor's gradient is a framework's, or FlexModel's own."""
     modules = [getattr(function, "__module__", None) or "" for function in _functions_of(hook)]
     return bool(modules) and all(f"{name}.".startswith(_FRAMEWORKS) for name in modules)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether the module has backward hooks other than those of a framework."""
+    hooks = (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
+    return not all(map(is_framework_hook, hooks))
 
 
 def _functions_of(hook: Any) -> Iterator[Any]:

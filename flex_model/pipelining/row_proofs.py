@@ -136,7 +136,7 @@ class StageRecording:
             return
         for i, tensor in enumerate(tensors):
             follower.note_input(tensor, f"what the stage before sends, tensor {i}", (None, None))
-            found.received.append(follower.value(tensor))
+            found.received.append(follower.recorder.value(tensor))
 
     @contextlib.contextmanager
     def _noting(self, follower: Follower, found: _Microbatch) -> Iterator[None]:

@@ -172,9 +172,9 @@ def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
         with all_paused():
             result = function(*args, **kwargs)
         outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        first = inputs[0] if inputs and text.startswith(_DTENSOR) else None
         for recorder, of_inputs in zip(recorders, values):
-            stated = recorder.stated(inputs[0]) if inputs and text.startswith(_DTENSOR) else None
-            recorder.add_call(text, of_inputs, outputs, stated)
+            recorder.add_call(text, of_inputs, outputs, recorder.owner.stated(first))
             if recorder.is_recomputed:
                 contract = functions.contract_of(text, SimpleNamespace(**kwargs))
                 recorder.nodes.add_function(text, contract, of_inputs, result)
