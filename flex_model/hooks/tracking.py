@@ -100,7 +100,7 @@ class Tracking:
         refuted = weights.refuted(statement) if statement.kind == "parameter" else ""
         if refuted:
             raise ValueError(refuted)
-        self.statements.add(statement)
+        self.statements.append(statement)
         self.forget()
 
     def note_rows(self, has_rows: bool) -> None:
@@ -417,11 +417,18 @@ class Tracking:
         """Return the evidence of how a hook's tensor is placed in a recomputed forward, in any of
         the hook's calls: what all calls in the forwards of these keys agree on. Local.
         """
-        found = {pair for key in keys for pair in self._memory.pairs(key, registration.site)}
+        found = {
+            (pair, layouts.gradients.get(place, UNKNOWN))
+            for layouts in map(self._memory.of, keys)
+            for place, pair in layouts.pairs.items()
+            if place.site == registration.site
+        }
         key = next(iter(keys), None)
+        first = self._memory.of(key)
         pair, gradient = found.pop() if len(found) == 1 else (UNKNOWN, UNKNOWN)
-        evidence = Evidence(key, pair, rows=self._memory.rows(key))
-        evidence.note_gradient(gradient, self._memory.obstacles(key, registration.site))
+        evidence = Evidence(key, pair, rows=first.rows)
+        why = (why for place, why in first.obstacles.items() if place.site == registration.site)
+        evidence.note_gradient(gradient, next(why, {}))
         return evidence
 
     def prove(self, evidence: Evidence) -> Pair:

@@ -18,8 +18,7 @@ _thread = threading.local()
 
 def active_recorders() -> list[Recorder]:
     """Return the recorders that this thread has entered, the outermost first. Local."""
-    recorders: list[Recorder] = vars(_thread).setdefault("recorders", [])
-    return recorders
+    return vars(_thread).setdefault("recorders", [])
 
 
 @contextmanager

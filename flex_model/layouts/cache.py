@@ -29,7 +29,7 @@ from flex_model.distributed.placement import Shape
 from flex_model.errors import HookError
 from flex_model.layouts.arguments import describe
 from flex_model.layouts.kept import Attributes
-from flex_model.layouts.placement_encoding import UNKNOWN, Pair
+from flex_model.layouts.placement_encoding import Pair
 from flex_model.layouts.sizes import COMPARISONS
 
 _MAX_ENTRIES = 256
@@ -194,30 +194,10 @@ class LayoutCache:
             _put(self._growing, key.form, growing)
         return key, known
 
-    def _of(self, key: int | None) -> ForwardLayouts:
+    def of(self, key: int | None) -> ForwardLayouts:
         """Return the layouts of a forward; none for one that is not cached."""
         found = None if key is None else self._forwards.get(key)
         return found or ForwardLayouts()
-
-    def pairs(self, key: int | None, site: int) -> list[tuple[Pair, Pair]]:
-        """Return the placements of all calls of a hook in the forwards of a key, and those of the
-        gradients.
-        """
-        layouts = self._of(key)
-        return [
-            (pair, layouts.gradients.get(place, UNKNOWN))
-            for place, pair in layouts.pairs.items()
-            if place.site == site
-        ]
-
-    def obstacles(self, key: int | None, site: int) -> dict[str, str]:
-        """Return, by axis, why the placement of a hook's gradient is not known."""
-        known = self._of(key).obstacles
-        return next((found for place, found in known.items() if place.site == site), {})
-
-    def rows(self, key: int | None) -> Rows | None:
-        """Return `ForwardLayouts.rows`; None for a forward that is not cached."""
-        return self._of(key).rows
 
     def remember(self, key: Key, layouts: ForwardLayouts) -> None:
         """Cache the layouts of a followed forward, unless the cache was cleared since it began."""

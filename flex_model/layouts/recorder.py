@@ -70,7 +70,7 @@ class Recorder(DispatchMode):
         self.received: set[Value] = set()
         self.nodes = GraphNodes(self)
         self.comparisons: list[tuple[str, Any, Any]] = []  # of sizes, with this rank's numbers
-        self.sizes = CallSizes(self.key)
+        self.sizes = CallSizes(self.key)  # of the running call of torch
         self.reduction = ""  # of the running call of torch.distributed
         #: Whether what runs passes gradients although torch records no graph: it is recomputed.
         self.is_recomputed = False
@@ -126,23 +126,14 @@ class Recorder(DispatchMode):
         self.pauses -= 1
 
     @contextmanager
-    def recomputing(self, is_recomputed: bool) -> Iterator[None]:
-        """Set whether what runs inside passes gradients although torch records no graph."""
-        before, self.is_recomputed = self.is_recomputed, is_recomputed
+    def during(self, **state: Any) -> Iterator[None]:
+        """Set ``sizes`` and ``reduction``, or ``is_recomputed``, while what is inside runs."""
+        before = {name: getattr(self, name) for name in state}
+        vars(self).update(state)
         try:
             yield
         finally:
-            self.is_recomputed = before
-
-    @contextmanager
-    def in_call(self, sizes: CallSizes, reduction: str) -> Iterator[None]:
-        """Attribute the operations inside to a call with these sizes and this reduction."""
-        before = self.sizes, self.reduction
-        self.sizes, self.reduction = sizes, reduction
-        try:
-            yield
-        finally:
-            self.sizes, self.reduction = before
+            vars(self).update(before)
 
     def _note_comparison(self, by: str, own: Any, other: Any) -> None:
         if self.pauses == 0 and any(expression_of(one, self.key) for one in (own, other)):

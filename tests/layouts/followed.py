@@ -52,7 +52,7 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
     """
     stated = Statements(model)
     for statement in statements:
-        stated.add(statement)
+        stated.append(statement)
     follower = Follower(model, mesh, stated, Weights(model, mesh, stated, Constants(model)))
     for i, (tensor, pair) in enumerate(zip(inputs, placements)):
         follower.note_input(tensor, str(i), pair)

@@ -94,7 +94,7 @@ def _recording() -> list[Recorder]:
 def _recomputing(recorders: Sequence[Recorder], is_recomputed: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for recorder in recorders:
-            stack.enter_context(recorder.recomputing(is_recomputed))
+            stack.enter_context(recorder.during(is_recomputed=is_recomputed))
         if is_recomputed:
             stack.enter_context(_watched())
         yield
