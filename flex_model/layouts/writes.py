@@ -46,7 +46,6 @@ def _follow_write(
         proofs.shapes[value] = proofs.shapes.get(old, ())
         proofs.note_step(value, f"{text} (written through a view)", (old, written))
         gradients.note_made([old, written], [value])
-        gradients.note_alias(value)
         of_old = proofs.placements.get(old)
         is_own_slice = isinstance(new, Shard) and new == Shard(new.dim)  # and no other rank's
         if same and is_own_slice and new == _own_slice_of_zeros(proofs, before, old):
