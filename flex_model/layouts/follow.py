@@ -271,7 +271,8 @@ class Follower:
         """
         for tensor in _tensors(output):
             value = self.recorder.value(tensor)
-            if isinstance(value, int):
+            # Where gradients are recorded, no loss depends on what has none, such as a norm's mean.
+            if isinstance(value, int) and (tensor.requires_grad or not torch.is_grad_enabled()):
                 self.log.add(logged.Output(value, part))
                 if has_backward_hooks(self.root):  # torch adds the root's hooks later
                     self.recorder.nodes.note_module_hook(value)
@@ -293,7 +294,6 @@ class Follower:
         Those with the same log, such as with even shards, exchange a hash; others exchange the
         entries. Data-parallel ranks exchange nothing: each infers alone.
         """
-        self.recorder.nodes.flush()
         digest, chunk = self.log.digest, self.log.take()
         chunks = [chunk] * len(communicator.mesh.stage_ranks)
         if communicator.mesh.tp_size > 1:

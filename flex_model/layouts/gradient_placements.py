@@ -57,7 +57,6 @@ class Gradients:
         self._nodes_of: dict[Value, list[_Node]] = {}  # that return gradients to it
         self._unknown: dict[Value, str] = {}  # by value: what may pass gradients to it
         self._outputs: set[Value] = set()
-        self._detached: set[Value] = set()  # values without gradients
         self._hooked: set[Value] = set()  # with a hook of the model's own
         # By value: the value that a statement or a hook replaced it by, or of the tensor once all
         # of it is written.
@@ -121,10 +120,6 @@ class Gradients:
         is.
         """
         self._in_place_of[before] = value
-
-    def note_detached(self, values: Sequence[Value]) -> None:
-        """Note values that an operation made for its backward alone: no loss depends on them."""
-        self._detached.update(values)
 
     def note_named(self, sources: Sequence[Any], value: Value) -> None:
         """Note that a value has the gradient of ``sources[0]``, if that is the same on all
@@ -198,7 +193,7 @@ class Gradients:
         found = self._made_of(value)
         for node in self._nodes_of.get(value, ()):
             found += node.outputs.values()
-        return [made for made in found if made not in self._detached]
+        return found
 
     def _made_of(self, value: Value) -> list[Value]:
         """Return the values that operations made of it; of a tensor that it was joined to, and that
@@ -240,8 +235,6 @@ class Gradients:
 
     def _local(self, made: Value) -> Kind:
         """Return the gradient that an operation of each rank alone passes on from its result."""
-        if made in self._detached:
-            return None
         kind = self._found[made]
         return PART if isinstance(self._own(made), (Shard, Partial)) and kind is not None else kind
 

@@ -5,7 +5,6 @@ operations of other libraries. Such a node is found at the first use of its outp
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,33 +42,12 @@ class GraphNodes:
         self._values: dict[tuple[int, int], Value] = {}  # by node and output
         self._unread: dict[tuple[int, int], Value] = {}  # of tensors whose use is not recorded
         self._numbers: dict[int, Value] = {}  # by node
-        self._pending: list[tuple[weakref.ref[Tensor], Value]] = []  # not linked by autograd yet
 
     def link(self, outputs: Sequence[logged.Made], writes: Sequence[logged.Write]) -> None:
         """Note that an ATen operation that carries gradients made these outputs."""
         self.linked.update(output.value for output in outputs)
         for write in writes:
             self.linked.update(value for _, value, _ in write.others)
-
-    def note_results(
-        self, schema: Any, tensors: Sequence[Tensor], outputs: Sequence[logged.Made]
-    ) -> None:
-        """Note the results of an ATen operation that returns several. Autograd links them after the
-        operation has returned.
-        """
-        is_view = any(made.alias_info is not None for made in schema.returns)
-        if len(tensors) > 1 and not is_view:
-            self._pending += [(weakref.ref(one), made.value) for one, made in zip(tensors, outputs)]
-
-    def flush(self) -> None:
-        """Log which results of the operation before carry no gradient, now that it has returned:
-        they exist for its backward alone, such as a norm's mean.
-        """
-        found = [(reference(), value) for reference, value in self._pending]
-        self._pending.clear()
-        detached = tuple(value for one, value in found if one is not None and not one.requires_grad)
-        if detached:
-            self._recorder.log.add(logged.Detached(detached))
 
     def note_use(self, tensor: Tensor, value: Value | tuple[Value, ...]) -> Any:
         """Note the use of a tensor that requires a gradient, as an output of its node; return its

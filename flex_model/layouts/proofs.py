@@ -248,8 +248,6 @@ class AxisProofs:
             self._follow_joint(entries)
         elif isinstance(first, logged.Named):
             self._follow_named(entries)
-        elif isinstance(first, logged.Detached):
-            gradients.note_detached(first.values)
         elif isinstance(first, logged.Hooked):
             gradients.note_hooked([one.value for one in entries])
         elif isinstance(first, logged.Output):

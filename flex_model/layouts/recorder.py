@@ -300,7 +300,6 @@ class Recorder(DispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        self.nodes.flush()
         if not isinstance(func, OpOverload):  # such as flex_attention
             result = func(*args, **kwargs)
             encoded = self.encode(None, args, kwargs)
@@ -382,8 +381,6 @@ class Recorder(DispatchMode):
         if carriers and name.startswith(("aten::", opaque_calls.PREFIX)):
             self.nodes.link(outputs, writes)
         self.log.add(logged.Op(full_name, arguments, named, outputs, writes, carriers))
-        if carriers and schema is not None and not self.is_recomputed:
-            self.nodes.note_results(schema, tensors, outputs)
 
     @without_function_mode
     def add_call(

@@ -116,7 +116,6 @@ class StageRecording:
                 found.sent = [follower.joint_value(one) for one in _tensors(output)]
                 return output
         finally:  # a forward that ``run_until`` ends, too
-            follower.recorder.nodes.flush()
             found.chunk = follower.log.take()
             self._microbatches[microbatch] = found
 
