@@ -104,8 +104,8 @@ def check_expected_shape(expected_shape: Any) -> ExpectedShape:
     """
     if expected_shape is None:
         return None
-    sizes = tuple(expected_shape) if isinstance(expected_shape, Iterable) else (...,)
-    if not all(isinstance(n, (int, type(None))) and not isinstance(n, bool) for n in sizes):
+    sizes = tuple(expected_shape) if isinstance(expected_shape, Iterable) else None
+    if sizes is None or any(type(n) is bool or not isinstance(n, int | None) for n in sizes):
         raise TypeError(
             f"expected_shape must be a tuple of ints and None, got {expected_shape!r}; example: "
             "(None, None, 4096)"

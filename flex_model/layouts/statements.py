@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from flex_model.distributed import placement as placements
-from flex_model.distributed.placement import Placement, Shape, Shard
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shape, Shard
 from flex_model.distributed.values import Fingerprints
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.placement_encoding import UNKNOWN, Pair
@@ -152,9 +151,9 @@ def placement_of(value: Any, axis: str) -> Placement | None:
     if kind == "_StridedShard":
         return Shard(value.dim, value.split_factor)
     if kind == "Replicate":
-        return placements.Replicate()
+        return Replicate()
     if kind == "Partial" and getattr(value, "reduce_op", "sum") == "sum":
-        return placements.Partial()
+        return Partial()
     raise TypeError(
         f"{axis}= must be Shard(dim), Replicate() or Partial() of torch.distributed.tensor, got "
         f"{value!r}"
@@ -178,7 +177,7 @@ def text_of(placement: Placement) -> str:
     """Return the placement as users write it."""
     if isinstance(placement, Shard):
         return f"Shard({placement.dim})"
-    return "Replicate()" if isinstance(placement, placements.Replicate) else "Partial()"
+    return "Replicate()" if isinstance(placement, Replicate) else "Partial()"
 
 
 def describe(placement: Placement) -> str:
@@ -186,7 +185,7 @@ def describe(placement: Placement) -> str:
     if isinstance(placement, Shard):
         parts = f" in {placement.parts} interleaved parts" if placement.parts > 1 else ""
         return f"split along dim {placement.dim}{parts}"
-    return "replicated" if isinstance(placement, placements.Replicate) else "a partial sum"
+    return "replicated" if isinstance(placement, Replicate) else "a partial sum"
 
 
 @dataclass(frozen=True)
