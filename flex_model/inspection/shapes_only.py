@@ -26,7 +26,6 @@ from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.integrations import compiled, dtensor, fsdp, torch_private
 from flex_model.integrations.torch_private import FakeTensor, FakeTensorMode
 from flex_model.layouts import follow, resolve
-from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.placement_encoding import decode, encode
@@ -328,7 +327,7 @@ def on_shapes(
             )
             communicator.fail(message, error)
         if not communicator.is_local:
-            exchange_chunks(communicator, follower)
+            follower.sync(communicator)
         return _exchanged(communicator, [one.concluded(follower) for one in found])
 
 

@@ -25,7 +25,7 @@ from flex_model.inspection.shapes_only import (
 )
 from flex_model.integrations import dtensor
 from flex_model.layouts.follow import Follower
-from flex_model.layouts.tensor_site import Site
+from flex_model.layouts.statements import Site
 from flex_model.names import clean
 
 if TYPE_CHECKING:

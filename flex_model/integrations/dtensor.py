@@ -214,7 +214,7 @@ def _on_axis(
         and placement.reduce_op == "sum"
     ):
         return Partial()
-    size = {"dp": mesh.dp_size, "tp": mesh.tp_size}[_name(axis)]
+    size = mesh.size(_name(axis))
     shards = [other for _, other in placed if _is_shard(other)]
     dims = {other.dim % tensor.ndim for other in shards}
     if len(shards) == len(placed) > 1 and len(dims) == 1:

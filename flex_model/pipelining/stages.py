@@ -21,8 +21,7 @@ from flex_model.distributed.tensor_dicts import describe, from_rank
 from flex_model.errors import nearest
 from flex_model.hooks.groups import matches
 from flex_model.integrations.torch_pipelining import is_traced
-from flex_model.layouts.statements import Statement, Statements
-from flex_model.layouts.tensor_site import ParameterSources
+from flex_model.layouts.statements import ParameterSources, Statement, Statements
 from flex_model.names import check_name, clean, find_module, find_parameter
 from flex_model.parameters.full import ExpectedShape, Parameters
 from flex_model.pipelining.stand_ins import is_stand_in

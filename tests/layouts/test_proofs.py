@@ -469,7 +469,7 @@ def test_dropout_is_placed_as_what_it_drops_from():
     for mesh, placement in ((mesh_of(dp_size=2), ROWS), (mesh_of(tp_size=2), WHOLE)):
         torch.manual_seed(0)
         _, follower, output = follow(model, mesh, [models.random(4, 3)], [placement])
-        assert follower.placements(follower.value(output)) == placement
+        assert follower.placements(follower.recorder.value(output)) == placement
 
 
 @pytest.mark.ranks(2)
