@@ -510,36 +510,25 @@ def test_a_late_rank_is_named_and_the_users_groups_go_on(edits):
 
 
 @pytest.mark.ranks(2)
-def test_an_exception_of_the_model_on_one_rank_is_a_hook_error_on_the_other():
-    fails = [True]
+@pytest.mark.parametrize("failing", [(1,), (0, 1)])
+def test_an_exception_of_the_model_keeps_its_type_and_is_a_hook_error_on_other_ranks(failing):
+    fails, rank = [True], dist.get_rank()
 
     class Picky(nn.Module):
         def forward(self, x):
-            if fails[0] and dist.get_rank() == 1:
+            if fails[0] and rank in failing:
                 raise KeyError("mine")
             return x
 
     flex = FlexModel(nn.Sequential(nn.Identity(), Picky()), tensor_parallel_size=2, timeout=30)
     flex.register_forward_hook(HookFunction("0"))
     start = time.monotonic()
-    with pytest.raises(KeyError if dist.get_rank() == 1 else HookError, match="mine"):
-        flex(BATCH)
+    for _ in range(2):
+        with pytest.raises(KeyError if rank in failing else HookError, match="mine"):
+            flex(BATCH)
     assert time.monotonic() - start < 10
     fails[0] = False
     flex(BATCH)
-
-
-@pytest.mark.ranks(2)
-def test_an_exception_of_the_model_itself_keeps_its_type():
-    class Picky(nn.Module):
-        def forward(self, x):
-            raise KeyError("mine")
-
-    flex = FlexModel(nn.Sequential(nn.Identity(), Picky()), tensor_parallel_size=2, timeout=5)
-    flex.register_forward_hook(HookFunction("0"))
-    for _ in range(2):
-        with pytest.raises(KeyError, match="mine"):
-            flex(BATCH)
 
 
 @pytest.mark.ranks(2)

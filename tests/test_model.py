@@ -220,28 +220,6 @@ def test_trainable_modules_begin_with_the_values_of_rank_0():
     assert_close(dict(flex.trainable_modules["probe"].state_dict()), dict(expected.state_dict()))
 
 
-@pytest.mark.ranks(2)
-def test_trainable_modules_stay_equal_while_they_are_trained():
-    parallelism = models.TWO_RANKS["tp"]
-    flex = FlexModel(parallelism.shard(models.mlp()), tensor_parallel_size=2)
-    flex.register_trainable_module("probe", nn.Linear(8, 8).double())
-    flex.wrapped_module_requires_grad(False)
-    edit = lambda module, full, save_ctx, modules: modules["probe"](full)  # noqa: E731
-    flex.register_forward_hook(HookFunction("act", (None, 8), edit))
-    optimizer = torch.optim.SGD(flex.trainable_modules.parameters(), lr=0.1)
-    losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = flex(BATCH).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True)
-    weights = [torch.empty(8, 8, dtype=torch.float64) for _ in range(2)]
-    dist.all_gather(weights, flex.trainable_modules["probe"].weight.detach())
-    assert torch.equal(*weights)
-
-
 # ---- Idle, restored, dropped ---------------------------------------------------------------------
 
 

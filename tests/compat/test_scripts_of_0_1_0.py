@@ -3,7 +3,6 @@ say so. Values, edits, gradients and parameters equal the unsharded model's.
 """
 
 import argparse
-import re
 
 import pytest
 import torch
@@ -451,52 +450,6 @@ def test_a_saved_activation_is_used_at_another_site():
     assert_close(gradient, share(alone.layers[0].feed_forward.w1.weight.grad, 0))
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("shape", [(None, None, 9), (None, None, 4), (None, 8)])
-def test_a_shape_that_does_not_add_up(shape):
-    """On every rank: four features each are no nine; not the ranks' own; another number of dims."""
-    flex = wrap(split(8, "plain"), {})
-    flex.register_forward_hook(HookFunction("layers.0.feed_forward.w1", shape))
-    with (
-        pytest.raises((ValueError, TypeError), match=r"layers\.0\.feed_forward\.w1"),
-        torch.no_grad(),
-    ):
-        flex(ids())
-
-
-@pytest.mark.ranks(2)
-def test_without_a_hint_it_is_refused():
-    """And the advice is a layout, since a shape does not tell in which order the parts are."""
-    flex = wrap(split(8, "plain"), {})
-    flex.register_forward_hook(HookFunction("layers.0.feed_forward.w1"))
-    with pytest.raises(ValueError, match=re.escape("annotate_layout")) as error, torch.no_grad():
-        flex(ids())
-    assert "expected_shape=" not in str(error.value)
-
-
-class Partial(nn.Module):
-    """A row layer whose sum comes after a site: replicas there have other values."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.weight, self.site = nn.Parameter(share(linear.weight, 1)), nn.Identity()
-
-    def forward(self, x):
-        x = self.site(F.linear(share(x, -1), self.weight))
-        dist.all_reduce(x)
-        return x
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("shape", [None, (None, None, WIDTH), (BATCH, LENGTH, WIDTH)])
-def test_a_partial_sum_is_no_replica(shape):
-    """Its full size equals the ranks' own, so a hint says nothing against it: an error."""
-    flex = wrap(Partial(models.seeded(nn.Linear, 8, WIDTH).double()), {})
-    flex.register_forward_hook(HookFunction("site", shape))
-    with pytest.raises(ValueError, match="'site'"), torch.no_grad():
-        flex(models.random(BATCH, LENGTH, 8))
-
-
 class Fused(nn.Module):
     """Gate and up in one weight, of each of which a rank has a half."""
 
@@ -525,42 +478,3 @@ def test_a_proof_that_parts_interleave_wins():
         assert_close(records["site"][0], F.linear(x, linear.weight).detach())
     full = flex.get_module_parameter("weight", (8, WIDTH))
     assert_close(full, linear.weight.detach())
-
-
-# ---- Rows over data-parallel ranks ---------------------------------------------------------------
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("rows", [2 * BATCH, None])
-def test_columns_and_rows_on_four_ranks(rows):
-    """tp 2 x dp 2: the batch dim is the global batch, or it is left out."""
-    wide, mesh = WIDE["even"], models.mesh(2, 2)
-    full = models.seeded(torch.randint, 0, 12, (2 * BATCH, LENGTH), seed=4)
-    mine = full.chunk(2)[mesh["dp"].get_local_rank()]
-    model, group, records = whole(wide), mesh["tp"].get_group(), {}
-    expected = []
-    model.layers[0].feed_forward.w1.register_forward_hook(
-        lambda module, args, output: expected.append(output.detach())
-    )
-    model(full)
-    sharded = whole(wide)
-    mlp = sharded.layers[0].feed_forward
-    for name, dim in (("w1", 0), ("w3", 0), ("w2", 1)):
-        linear = getattr(mlp, name)
-        weight = linear.weight.detach().chunk(2, dim)[group.rank()].clone()
-        linear.weight = nn.Parameter(weight)
-        if dim == 0:
-            linear.bias = nn.Parameter(linear.bias.detach().chunk(2)[group.rank()].clone())
-    mlp.w2.register_forward_hook(lambda module, args, output: summed(output, group, module.bias))
-    flex = FlexModel(sharded, records, tensor_parallel_size=2, data_parallel_size=2)
-    flex.register_forward_hook(HookFunction("layers.0.feed_forward.w1", (rows, None, wide)))
-    with torch.no_grad():
-        assert_close(flex(mine), model(full).chunk(2)[mesh["dp"].get_local_rank()])
-    if dist.get_rank() == 0:
-        assert_close(records["layers.0.feed_forward.w1"], expected[:1])
-
-
-def summed(output, group, bias):
-    output = output - bias / 2
-    dist.all_reduce(output, group=group)
-    return output
