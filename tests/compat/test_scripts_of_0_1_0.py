@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model.core import FlexModel, HookFunction
-from tiers import grid_but
+from tiers import on_ranks
 
 BATCH, LENGTH, WIDTH = 3, 4, 6
 WIDE = {"even": 8, "uneven": 11}
@@ -229,41 +229,6 @@ def oracle(wide, site, edit, register="register_forward_hook"):
     return records[0], output.detach(), model, modules["probe"]
 
 
-def check_parameters(flex, model):
-    """In full, by the sizes that are given: weights of rows and of columns."""
-    for name, parameter in model.named_parameters():
-        full = flex.get_module_parameter(name, tuple(parameter.shape))
-        assert torch.equal(full, parameter.detach()), name
-        assert full.device.type == "cpu" and not full.requires_grad
-
-
-def check_values(wide, style):
-    """Every site, with a hint."""
-    for site in SPLIT + FRONT + LAST:
-        expected, output, _, _ = oracle(wide, site, None)
-        flex = wrap(split(wide, style), records := {})
-        flex.register_forward_hook(HookFunction(site, expected_shape=full_shape(site, wide)))
-        with torch.no_grad():
-            assert_close(flex(ids()), output)
-        if dist.get_rank() == 0:
-            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
-        flex.restore()
-
-
-def check_edits(wide, edit):
-    """Without gradients at every site."""
-    for site in SPLIT + FRONT + LAST:
-        expected, output, _, trained = oracle(wide, site, edit)
-        flex = wrap(split(wide, "functions"), records := {})
-        flex.register_trainable_module("probe", probe(trained.in_features))
-        flex.register_forward_hook(HookFunction(site, full_shape(site, wide), edit))
-        with torch.no_grad():
-            assert_close(flex(ids()), output, msg=lambda text, s=site: f"{s}: {text}")
-        if dist.get_rank() == 0:
-            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
-        flex.restore()
-
-
 def check_training(wide, edit, sites):
     for site in sites:
         expected, output, model, trained = oracle(wide, site, edit)
@@ -294,52 +259,49 @@ def check_local_gradients(flex, model):
 # ---- On two and four ranks -----------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("wide", grid_but(WIDE, "uneven"))
-def test_values_on_two_ranks(wide, style):
-    check_values(WIDE[wide], style)
+WIDES = on_ranks(2, "uneven", grid=["even"]) + on_ranks(4, grid=WIDE)
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("wide", WIDE)
-def test_values_on_four_ranks(wide, style):
-    check_values(WIDE[wide], style)
+@pytest.mark.parametrize("wide", WIDES)
+def test_values(wide, style):
+    """Every site, with a hint."""
+    wide = WIDE[wide]
+    for site in SPLIT + FRONT + LAST:
+        expected, output, _, _ = oracle(wide, site, None)
+        flex = wrap(split(wide, style), records := {})
+        flex.register_forward_hook(HookFunction(site, expected_shape=full_shape(site, wide)))
+        with torch.no_grad():
+            assert_close(flex(ids()), output)
+        if dist.get_rank() == 0:
+            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
+        flex.restore()
 
 
 EDITS = {"a probe": editing_function, "by its values": by_svd, "in place": in_place}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("wide", grid_but(WIDE, "uneven"))
-def test_edits_on_two_ranks(wide, name):
-    check_edits(WIDE[wide], EDITS[name])
+@pytest.mark.parametrize("wide", WIDES)
+def test_edits(wide, name):
+    """Without gradients at every site."""
+    wide, edit = WIDE[wide], EDITS[name]
+    for site in SPLIT + FRONT + LAST:
+        expected, output, _, trained = oracle(wide, site, edit)
+        flex = wrap(split(wide, "functions"), records := {})
+        flex.register_trainable_module("probe", probe(trained.in_features))
+        flex.register_forward_hook(HookFunction(site, full_shape(site, wide), edit))
+        with torch.no_grad():
+            assert_close(flex(ids()), output, msg=lambda text, s=site: f"{s}: {text}")
+        if dist.get_rank() == 0:
+            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
+        flex.restore()
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("wide", WIDE)
-def test_edits_on_four_ranks(wide, name):
-    check_edits(WIDE[wide], EDITS[name])
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("wide", grid_but(WIDE, "uneven"))
-def test_gradients_through_edits_on_two_ranks(wide, name):
+@pytest.mark.parametrize("wide", WIDES)
+def test_gradients_through_edits(wide, name):
     """A split tensor's gradient is split as it is; behind all Functions the loss's is whole."""
-    check_training(WIDE[wide], EDITS[name], SPLIT + LAST)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("wide", WIDE)
-def test_gradients_through_edits_on_four_ranks(wide, name):
     check_training(WIDE[wide], EDITS[name], SPLIT + LAST)
 
 
@@ -354,19 +316,14 @@ def test_gradients_in_front_of_functions_that_are_not_declared(site):
             raise
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("wide", WIDE)
-def test_parameters_on_two_ranks(wide):
-    wide = WIDE[wide]
-    check_parameters(wrap(split(wide, "plain"), {}), whole(wide))
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("wide", WIDE)
-def test_parameters_on_four_ranks(wide):
-    wide = WIDE[wide]
-    check_parameters(wrap(split(wide, "plain"), {}), whole(wide))
+@pytest.mark.parametrize("wide", on_ranks(2, *WIDE) + on_ranks(4, grid=WIDE))
+def test_parameters(wide):
+    """In full, by the sizes that are given: weights of rows and of columns."""
+    model, flex = whole(WIDE[wide]), wrap(split(WIDE[wide], "plain"), {})
+    for name, parameter in model.named_parameters():
+        full = flex.get_module_parameter(name, tuple(parameter.shape))
+        assert torch.equal(full, parameter.detach()), name
+        assert full.device.type == "cpu" and not full.requires_grad
 
 
 # ---- Gradients -----------------------------------------------------------------------------------

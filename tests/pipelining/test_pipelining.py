@@ -35,7 +35,7 @@ from pipelines import (
     part,
     unsplit,
 )
-from tiers import grid_but
+from tiers import grid_but, on_ranks
 
 MSE = nn.MSELoss()
 
@@ -101,9 +101,10 @@ def assert_near(one, other, name="", tolerance=1e-6):
     )
 
 
-def check_steps(kind, rows, num_microbatches):
-    model = make_mlp()
-    x, y = data(rows)
+@pytest.mark.parametrize("kind", on_ranks(2, *ALL) + on_ranks(4, grid=ALL))
+def test_a_step_gives_what_the_unsplit_model_gives(kind):
+    model, num_microbatches = make_mlp(), 2 * dist.get_world_size()
+    x, y = data(2 * num_microbatches)
     expected = unsplit(model, hooks_of_all_kinds, x, y, MSE)
     records, losses = {}, []
     with FlexModel(make_schedule(kind, model, num_microbatches, loss_fn=MSE), records) as flex:
@@ -122,12 +123,6 @@ def check_steps(kind, rows, num_microbatches):
                 assert_near(torch.stack(losses).mean(), expected["loss"])
             else:
                 assert output is None
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_a_step_gives_what_the_unsplit_model_gives(kind):
-    check_steps(kind, rows=8, num_microbatches=4)
 
 
 @pytest.mark.ranks(2)
@@ -151,13 +146,6 @@ def test_gradients_add_up_and_tied_weights_of_one_rank_count_once(kind, scale_gr
                     if name in expected:
                         wanted = expected[name] * steps * (1 if scale_grads else 4)
                         assert_near(parameter.grad, wanted, name, 5e-6)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_a_step_on_four_ranks(kind):
-    check_steps(kind, rows=16, num_microbatches=8)
 
 
 # ---- What a step is ------------------------------------------------------------------------------
