@@ -3,6 +3,7 @@
 import gc
 import inspect
 from argparse import Namespace
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -261,52 +262,26 @@ def all_kinds(flex):
     flex.register_hook(HookFunction("fc1.weight", editing_function=plus_one))
 
 
-def test_restore_gives_the_module_back_as_it_was():
-    model = models.mlp()
-    expected = model(BATCH)
-    flex = FlexModel(model)
-    all_kinds(flex)
-    flex(BATCH).sum().backward()
-    assert flex.restore() is model
-    assert torch_hooks(model) == []
-    assert torch.equal(model(BATCH), expected)
-
-
-def test_restore_with_disabled_hooks():
+@pytest.mark.parametrize("groups", ["all", ()])
+@pytest.mark.parametrize("end", ["restore", "context", "error", "drop"])
+def test_the_module_is_given_back_as_it_was(end, groups):
     model, records = models.mlp(), {}
+    expected = model(BATCH)
     flex = FlexModel(model, records)
     all_kinds(flex)
-    flex(BATCH, groups=()).sum().backward()
-    assert flex.restore() is model
+    flex(BATCH, groups=groups).sum().backward()
+    assert any(records.values()) == (groups == "all")
+    if end == "restore":
+        assert flex.restore() is model
+    elif end == "drop":
+        del flex
+        gc.collect()
+    else:
+        with pytest.raises(ArithmeticError) if end == "error" else nullcontext(), flex:
+            if end == "error":
+                raise ArithmeticError
     assert torch_hooks(model) == []
-    assert not any(records.values())
-
-
-def test_context_manager_restores():
-    model = models.mlp()
-    with FlexModel(model) as flex:
-        all_kinds(flex)
-        flex(BATCH)
-    assert torch_hooks(model) == []
-
-    def fail():
-        with FlexModel(model) as flex:
-            all_kinds(flex)
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        fail()
-    assert torch_hooks(model) == []
-
-
-def test_dropping_the_wrapper_removes_its_hooks():
-    model = models.mlp()
-    flex = FlexModel(model)
-    all_kinds(flex)
-    flex(BATCH)
-    del flex
-    gc.collect()
-    assert torch_hooks(model) == []
+    assert torch.equal(model(BATCH), expected)
 
 
 def test_records_outlive_the_wrapper():
