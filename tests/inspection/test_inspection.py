@@ -18,7 +18,7 @@ from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError, HookMismatchError
 from flex_model.hooks.registration import describe_hook
 from flex_model.inspection import verify
-from tiers import grid_but
+from tiers import on_ranks
 
 
 def double(module, full, save_ctx, modules):
@@ -50,7 +50,22 @@ def settled(flex):
     return {(row.name, row.kind): row for row in flex.layouts()}
 
 
-def check_dry_run(name, tmp_path):
+TWO = [
+    "hf-llama-2",
+    "native-tp-2",
+    "native-dtensor-2",
+    "fairscale-2",
+    "ddp-2",
+    "megatron-tp-2",
+    "megatron-sp-2",
+]
+FOUR = ["tp-fsdp2-4", "hsdp-4", "hf-tp-fsdp-4", "fairscale-ddp-4"]
+ROWS = on_ranks(2, "native-sp-2", "fsdp2-2", grid=TWO, timeout=200)
+ROWS += on_ranks(4, grid=FOUR, timeout=200)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_dry_run_tells_what_a_run_settles(name, tmp_path):
     """Layouts before are layouts after; costs are those that a run counts."""
     with frameworks.quiet(), frameworks.CASES[name].build(tmp_path) as pair:
         pair.oracle(*pair.inputs, **pair.keywords)
@@ -106,36 +121,6 @@ def check_dry_run(name, tmp_path):
         assert str(dry).count("\n") == len(dry) + 5 + str(dry.findings).count("Finding(")
         assert str(flex.layouts()).count("\n") == len(dry) + 1
         flex.restore()
-
-
-TWO = [
-    "hf-llama-2",
-    "native-tp-2",
-    "native-sp-2",
-    "native-dtensor-2",
-    "fairscale-2",
-    "ddp-2",
-    "megatron-tp-2",
-    "megatron-sp-2",
-]
-
-
-@pytest.mark.ranks(2, timeout=200)
-@pytest.mark.parametrize("name", grid_but(TWO, TWO[2]))
-def test_a_dry_run_tells_what_a_run_settles(name, tmp_path):
-    check_dry_run(name, tmp_path)
-
-
-@pytest.mark.ranks(2, timeout=200)
-def test_a_dry_run_leaves_fsdp2_sharded(tmp_path):
-    check_dry_run("fsdp2-2", tmp_path)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4, timeout=200)
-@pytest.mark.parametrize("name", ["tp-fsdp2-4", "hsdp-4", "hf-tp-fsdp-4", "fairscale-ddp-4"])
-def test_a_dry_run_of_two_axes(name, tmp_path):
-    check_dry_run(name, tmp_path)
 
 
 @pytest.mark.ranks(2)
