@@ -171,10 +171,7 @@ class TensorValues:
     @staticmethod
     def are_same(first: Tensor, second: Tensor) -> bool:
         """Whether they have the same memory, shape and strides."""
-        (storage, geometry), (other, other_geometry) = (
-            place(first),
-            place(second),
-        )
+        (storage, geometry), (other, other_geometry) = place(first), place(second)
         if storage is None or other is None:
             return False
         return geometry == other_geometry and bool(storage._cdata == other._cdata)
