@@ -73,7 +73,6 @@ class Communicator(GroupPool):
         timeout_s: float,
         device: torch.device | None = None,
     ) -> None:
-        self.num_payloads = 0  # payload collectives so far
         self.meter = costs.Meter()  # of the current run
         self.edited = ""  # the hook whose edit just changed its tensor; compared over ranks
         self.defers = False  # whether what is of a GPU is looked at when the run or backward ends
@@ -112,7 +111,7 @@ class Communicator(GroupPool):
     def begin_run(self) -> None:
         """Forget the backward passes and the costs of the run before. Local."""
         self.failure.begin_run()
-        self.meter.clear()
+        self.meter = costs.Meter()
 
     def fail(self, text: str, cause: BaseException, state: RankState = ERROR) -> None:
         """Raise an error of this rank: now if it is alone, else on all ranks at the next exchange.
@@ -269,7 +268,7 @@ class Communicator(GroupPool):
             self._received = header, packed, rows, edited
             return False
         if places:
-            self._count(plan.full_bytes, self.transport(axes).name)
+            self.meter.payload(plan.full_bytes, self.transport(axes).name)
         return True
 
     def check_hooks(self, header: Header, where: str) -> None:
@@ -394,11 +393,11 @@ class Communicator(GroupPool):
         to = self.transport(axes)
         host_gather = to.host_gather_of(tensors) if isinstance(to, ByDevice) else None
         name = to.name if host_gather is None else host_gather.name
-        self._count(0, name)
+        self.meter.payload(0, name)
         num_bytes = 0
         for tensor in tensors:
             moved = costs.of_gather_to_first(tensor.plan, tensor.ranks, to.group.rank)
-            self.meter.part_of_payload(tensor.site, moved, name)
+            self.meter.payload(moved, name, tensor.site, payloads=0)
             num_bytes += moved
         return self._moved("gather_to_first", axes, tensors, num_bytes=num_bytes)
 
@@ -422,7 +421,7 @@ class Communicator(GroupPool):
         return self._move("all_reduce_sum", axes, plain(tensor), num_bytes=num_bytes)
 
     def _move(self, transfer: str, axes: tuple[Axis, ...], *args: Any, num_bytes: int) -> Any:
-        self._count(num_bytes, self.transport(axes).name)
+        self.meter.payload(num_bytes, self.transport(axes).name)
         return self._moved(transfer, axes, *args, num_bytes=num_bytes)
 
     def _moved(self, transfer: str, axes: tuple[Axis, ...], *args: Any, num_bytes: int) -> Any:
@@ -430,10 +429,6 @@ class Communicator(GroupPool):
         if not self.defers:
             self.finish_transfers()
         return result
-
-    def _count(self, num_bytes: int, transport: str) -> None:
-        self.num_payloads += 1
-        self.meter.payload(num_bytes, transport)
 
 
 def _can_continue(headers: list[Header]) -> bool:
