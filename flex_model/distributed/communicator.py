@@ -8,6 +8,7 @@ and uses no payload where the headers differ.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -199,12 +200,9 @@ class Communicator(GroupPool):
             raise failure
         if any(other.sequence >> BITS_OF_SEQUENCE != self._number for other in headers):
             raise self.mismatch(f"{where}, of FlexModel {self._number}", "run different FlexModels")
+        place = header.kind, header.site, header.sequence
         for other in headers:
-            if (other.kind, other.site, other.sequence) != (
-                header.kind,
-                header.site,
-                header.sequence,
-            ):
+            if (other.kind, other.site, other.sequence) != place:
                 where += "" if forward is None else f", {forward.describe()}"
                 kinds = {one.kind for one in headers}
                 one_is_over = "end of the run" in kinds and len(kinds) > 1
@@ -231,6 +229,8 @@ class Communicator(GroupPool):
             self.check_no_edit()
         self.sequence += 1
         self.where = where
+        # One that has registered other hooks may never take part: reported after a few seconds.
+        self._compares_hooks = header.kind == "registered hooks"
         self.steps.add(where)
         self.meter.header(header.site)
         edited, self.edited = self.edited, ""
@@ -271,16 +271,6 @@ class Communicator(GroupPool):
             self.meter.payload(plan.full_bytes, self.transport(axes).name)
         return True
 
-    def check_hooks(self, header: Header, where: str) -> None:
-        """Check as ``check_consistency`` does, but report after a few seconds a rank that has
-        registered other hooks, and so may never take part.
-        """
-        self._compares_hooks = True
-        try:
-            self.check_consistency(header, where)
-        finally:
-            self._compares_hooks = False
-
     def exchange(self, tensor: Tensor) -> Tensor:
         """Stack a CPU tensor of all ranks, with the same shape and dtype:
         ``(num_ranks, *shape)``.
@@ -298,12 +288,9 @@ class Communicator(GroupPool):
         return exchange_bytes(self.exchange, data.ljust(width))
 
     def _exchange_wide_shapes(self, header: Header, headers: list[Header]) -> list[Header]:
-        row = torch.full((65,), -1, dtype=torch.int64)
-        row[0] = len(header.shape)
-        row[1 : 1 + len(header.shape)] = torch.tensor(header.shape, dtype=torch.int64)
-        rows = self.exchange(row).tolist()
+        texts = self.exchange_text(json.dumps(header.shape))
         return [
-            replace(other, shape=tuple(row[1 : 1 + row[0]])) for other, row in zip(headers, rows)
+            replace(other, shape=tuple(json.loads(text))) for other, text in zip(headers, texts)
         ]
 
     def _agreed_error(self, headers: list[Header], where: str) -> HookError:
