@@ -323,12 +323,10 @@ def names_of_dims(
                 if other != name and set(ranks) <= set(line)
             ]
             raise ValueError(_refusal(name, len(ranks), inside))
-    found = []
-    for name, line in zip(names, lines):
-        if _CONTEXT.intersection(_words(name)) and _is_of_rows(line, groups):
-            name = "dp"
-        found.append(name)
-    return tuple(found)
+    return tuple(
+        "dp" if _CONTEXT.intersection(_words(name)) and _is_of_rows(line, groups) else name
+        for name, line in zip(names, lines)
+    )
 
 
 def known_axes(device_mesh: dist.DeviceMesh) -> tuple[str, ...]:
