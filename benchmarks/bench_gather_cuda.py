@@ -156,7 +156,7 @@ def bench_ranks(args):
     transports = {}
     if device.type == "cuda":
         best, _ = choice.connect(on_cpu, "", wait, device, "peer_memory")
-        transports[best.name] = best
+        transports[best.name] = best.on_gpu
     else:
         transports[on_cpu.name] = on_cpu
     if with_nccl:

@@ -35,6 +35,11 @@ def hosts(where):
             os.environ["FLEX_MODEL_HOST"] = before
 
 
+def payloads_of(communicator):
+    """The collectives that moved tensors since the run began."""
+    return sum(one.payloads for one in communicator.meter.spent.values())
+
+
 class Counted:
     """A gloo backend that counts what its rank sends and receives."""
 

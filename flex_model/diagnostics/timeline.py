@@ -153,25 +153,12 @@ class _Recorder:
         self._exchanges: Counter[str] = Counter()
         self._sites: dict[str, str] = {}  # of the last header, by communicator
         self._names = {r.site: r.name for r in core.table.registrations}
-        self._observed: list[tuple[list[Any], Callable[..., Any]]] = [
+        self.observed: list[tuple[list[Any], Callable[..., Any]]] = [
             (core.executor.observers, self._begin_hook)
         ]
         for key, communicator in communicators.items():
             begin = functools.partial(self._begin_transfer, communicator, key)
-            self._observed.append((communicator.observers, begin))
-
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        """Observe what is timed, while in it. Local."""
-        if any(observers for observers, _ in self._observed):
-            raise RuntimeError("flex.timeline(): one is being recorded already")
-        for observers, begin in self._observed:
-            observers.append(begin)
-        try:
-            yield
-        finally:
-            for observers, begin in self._observed:
-                observers.remove(begin)
+            self.observed.append((communicator.observers, begin))
 
     def _begin(self, noted: _Noted) -> Callable[[], None]:
         self.noted.append(noted)
@@ -217,12 +204,17 @@ def recorded(
     """
     everyone = next(iter(communicators.values()))
     recorder = _Recorder(core, communicators)
+    if any(observers for observers, _ in recorder.observed):
+        raise RuntimeError("flex.timeline(): one is being recorded already")
+    for observers, begin in recorder.observed:
+        observers.append(begin)
     is_complete = False
     try:
-        with recorder.on():
-            yield timeline
+        yield timeline
         is_complete = True
     finally:
+        for observers, begin in recorder.observed:
+            observers.remove(begin)
         local: list[Any] = [
             everyone.mesh.ranks[everyone.mesh.rank],
             recorder.num_noted - len(recorder.noted),

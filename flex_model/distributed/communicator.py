@@ -8,6 +8,7 @@ and uses no payload where the headers differ.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -73,7 +74,6 @@ class Communicator(GroupPool):
         timeout_s: float,
         device: torch.device | None = None,
     ) -> None:
-        self.num_payloads = 0  # payload collectives so far
         self.meter = costs.Meter()  # of the current run
         self.edited = ""  # the hook whose edit just changed its tensor; compared over ranks
         self.defers = False  # whether what is of a GPU is looked at when the run or backward ends
@@ -112,7 +112,7 @@ class Communicator(GroupPool):
     def begin_run(self) -> None:
         """Forget the backward passes and the costs of the run before. Local."""
         self.failure.begin_run()
-        self.meter.clear()
+        self.meter = costs.Meter()
 
     def fail(self, text: str, cause: BaseException, state: RankState = ERROR) -> None:
         """Raise an error of this rank: now if it is alone, else on all ranks at the next exchange.
@@ -200,12 +200,9 @@ class Communicator(GroupPool):
             raise failure
         if any(other.sequence >> BITS_OF_SEQUENCE != self._number for other in headers):
             raise self.mismatch(f"{where}, of FlexModel {self._number}", "run different FlexModels")
+        place = header.kind, header.site, header.sequence
         for other in headers:
-            if (other.kind, other.site, other.sequence) != (
-                header.kind,
-                header.site,
-                header.sequence,
-            ):
+            if (other.kind, other.site, other.sequence) != place:
                 where += "" if forward is None else f", {forward.describe()}"
                 kinds = {one.kind for one in headers}
                 one_is_over = "end of the run" in kinds and len(kinds) > 1
@@ -232,6 +229,8 @@ class Communicator(GroupPool):
             self.check_no_edit()
         self.sequence += 1
         self.where = where
+        # One that has registered other hooks may never take part: reported after a few seconds.
+        self._compares_hooks = header.kind == "registered hooks"
         self.steps.add(where)
         self.meter.header(header.site)
         edited, self.edited = self.edited, ""
@@ -269,18 +268,8 @@ class Communicator(GroupPool):
             self._received = header, packed, rows, edited
             return False
         if places:
-            self._count(plan.full_bytes, self.transport(axes).name)
+            self.meter.payload(plan.full_bytes, self.transport(axes).name)
         return True
-
-    def check_hooks(self, header: Header, where: str) -> None:
-        """Check as ``check_consistency`` does, but report after a few seconds a rank that has
-        registered other hooks, and so may never take part.
-        """
-        self._compares_hooks = True
-        try:
-            self.check_consistency(header, where)
-        finally:
-            self._compares_hooks = False
 
     def exchange(self, tensor: Tensor) -> Tensor:
         """Stack a CPU tensor of all ranks, with the same shape and dtype:
@@ -299,12 +288,9 @@ class Communicator(GroupPool):
         return exchange_bytes(self.exchange, data.ljust(width))
 
     def _exchange_wide_shapes(self, header: Header, headers: list[Header]) -> list[Header]:
-        row = torch.full((65,), -1, dtype=torch.int64)
-        row[0] = len(header.shape)
-        row[1 : 1 + len(header.shape)] = torch.tensor(header.shape, dtype=torch.int64)
-        rows = self.exchange(row).tolist()
+        texts = self.exchange_text(json.dumps(header.shape))
         return [
-            replace(other, shape=tuple(row[1 : 1 + row[0]])) for other, row in zip(headers, rows)
+            replace(other, shape=tuple(json.loads(text))) for other, text in zip(headers, texts)
         ]
 
     def _agreed_error(self, headers: list[Header], where: str) -> HookError:
@@ -394,11 +380,11 @@ class Communicator(GroupPool):
         to = self.transport(axes)
         host_gather = to.host_gather_of(tensors) if isinstance(to, ByDevice) else None
         name = to.name if host_gather is None else host_gather.name
-        self._count(0, name)
+        self.meter.payload(0, name)
         num_bytes = 0
         for tensor in tensors:
             moved = costs.of_gather_to_first(tensor.plan, tensor.ranks, to.group.rank)
-            self.meter.part_of_payload(tensor.site, moved, name)
+            self.meter.payload(moved, name, tensor.site, payloads=0)
             num_bytes += moved
         return self._moved("gather_to_first", axes, tensors, num_bytes=num_bytes)
 
@@ -422,7 +408,7 @@ class Communicator(GroupPool):
         return self._move("all_reduce_sum", axes, plain(tensor), num_bytes=num_bytes)
 
     def _move(self, transfer: str, axes: tuple[Axis, ...], *args: Any, num_bytes: int) -> Any:
-        self._count(num_bytes, self.transport(axes).name)
+        self.meter.payload(num_bytes, self.transport(axes).name)
         return self._moved(transfer, axes, *args, num_bytes=num_bytes)
 
     def _moved(self, transfer: str, axes: tuple[Axis, ...], *args: Any, num_bytes: int) -> Any:
@@ -430,10 +416,6 @@ class Communicator(GroupPool):
         if not self.defers:
             self.finish_transfers()
         return result
-
-    def _count(self, num_bytes: int, transport: str) -> None:
-        self.num_payloads += 1
-        self.meter.payload(num_bytes, transport)
 
 
 def _can_continue(headers: list[Header]) -> bool:

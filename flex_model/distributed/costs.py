@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from flex_model._C import GatherPlan
 
@@ -78,10 +78,11 @@ class Spent:
     num_bytes: int = 0
     transports: set[str] = field(default_factory=set)
 
-    def add(self, num_bytes: int, transport: str, payloads: int = 0) -> None:
+    def add(self, headers: int, payloads: int, num_bytes: int, *transports: str) -> None:
+        self.headers += headers
         self.payloads += payloads
         self.num_bytes += num_bytes
-        self.transports.add(transport)
+        self.transports.update(transports)
 
 
 class Meter:
@@ -89,40 +90,24 @@ class Meter:
 
     Attributes:
         site: The site for which transfers are counted now.
+        spent: The costs of each site.
     """
 
     def __init__(self) -> None:
         self.site = 0
-        self._headers: dict[int, int] = {}
-        self._payloads: defaultdict[int, Spent] = defaultdict(Spent)
-
-    @property
-    def spent(self) -> dict[int, Spent]:
-        """The costs of each site."""
-        payloads, sites = self._payloads, {**self._headers, **self._payloads}
-        return {
-            site: replace(payloads.get(site, Spent()), headers=self._headers.get(site, 0))
-            for site in sites
-        }
-
-    def clear(self) -> None:
-        self._headers.clear()
-        self._payloads.clear()
+        self.spent: defaultdict[int, Spent] = defaultdict(Spent)
 
     def header(self, site: int) -> None:
         """Count a header of ``site``, and count what follows for it."""
         self.site = site
-        self._headers[site] = self._headers.get(site, 0) + 1
+        self.spent[site].add(1, 0, 0)
 
     def turn_to(self, site: int) -> None:
         """Count what follows for ``site``."""
         self.site = site
 
-    def payload(self, num_bytes: int, transport: str) -> None:
-        self._payloads[self.site].add(num_bytes, transport, payloads=1)
-
-    def part_of_payload(self, site: int, num_bytes: int, transport: str) -> None:
-        """Count bytes of ``site`` (0: the last header's) in a collective shared with other
-        sites.
+    def payload(self, num_bytes: int, transport: str, site: int = 0, payloads: int = 1) -> None:
+        """Count bytes of ``site`` (0: the last header's) in so many payloads; in none: its part of
+        a collective that is shared with other sites.
         """
-        self._payloads[site or self.site].add(num_bytes, transport)
+        self.spent[site or self.site].add(0, payloads, num_bytes, transport)

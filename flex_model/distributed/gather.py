@@ -160,17 +160,17 @@ class TensorSpec:
         mesh = self.communicator.mesh
         if partial and mesh.ranks_along(partial)[0] != mesh.group_rank:
             return full.new_zeros(self.plan.shard_sizes[self.rank])
-        full = full.detach()
         if not self.axes:
+            full = full.detach()
             return _copy(full) if partial else full.contiguous()
         sizes = self.plan.shard_sizes[self.rank]
         is_fake = type(full) is FakeTensor
         if is_fake or (full.is_cuda and not kernels.why_unusable(full.device)):
-            full = full.resolve_conj().resolve_neg().contiguous()
+            full = full.detach().resolve_conj().resolve_neg().contiguous()
             return torch.ops.flex_model.split(full, self.plan.code, self.rank, list(sizes))
         shard = memory.empty(sizes, full.dtype)
         _C.split_into(self.plan, self.rank, on_cpu(full), shard)
-        return shard.to(full.device)
+        return shard if full.is_cpu else shard.to(full.device)
 
     @property
     def is_whole(self) -> bool:
@@ -326,9 +326,7 @@ class GatherContext:
         """Return the context of the gather or scatter of the gradient, which has this ``spec``. The
         gradient of a gradient is placed as the tensor is.
         """
-        context = GatherContext(spec, self.check_consistency, hook=self.hook)
-        context._gradient = self.spec
-        return context
+        return GatherContext(spec, self.check_consistency, hook=self.hook, _gradient=self.spec)
 
 
 def _copy(tensor: Tensor) -> Tensor:

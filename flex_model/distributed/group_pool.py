@@ -25,10 +25,10 @@ from flex_model.distributed.mesh import GRID, Axis, Mesh
 from flex_model.distributed.messages import LostError
 from flex_model.distributed.notices import Notices
 from flex_model.distributed.polling import Looks, sleeps
-from flex_model.distributed.transports.by_device import ByDevice
+from flex_model.distributed.transports.by_device import ByDevice, GpuTransport
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
-from flex_model.distributed.transports.transport import TransferError, Transport
+from flex_model.distributed.transports.transport import TensorTransport, TransferError, Transport
 from flex_model.errors import HookError, HookMismatchError, agreed, see
 from flex_model.integrations import profiler
 from flex_model.integrations.torch_private import current_transform, is_batched
@@ -107,6 +107,10 @@ class GroupPool:
         return self._transports[axes][0]
 
     @property
+    def _gpu_transports(self) -> list[GpuTransport]:
+        return [to.on_gpu for to in self._by_device if to.on_gpu is not None]
+
+    @property
     def is_child(self) -> bool:
         """Whether this process was forked from the one that made the FlexModel."""
         return os.getpid() != self._pid
@@ -133,8 +137,9 @@ class GroupPool:
         if self.is_child:
             process_groups.leave_to_parent(self._transports)
             return
-        while self._by_device:
-            self._by_device.pop().close()
+        for to in self._gpu_transports:
+            to.close()
+        self._by_device.clear()
         self._transports.clear()
         self._notices = None  # which has the memory that the ranks share
         while self._groups:
@@ -244,7 +249,7 @@ class GroupPool:
         begin = profiler.begin_transfer
         ends = profiler.begun(self.observers, begin, transfer, axes, num_bytes)
         try:
-            for other in self._by_device:
+            for other in self._gpu_transports:
                 self._guarded(other, other.check)
             return self._guarded(to, getattr(to, transfer), *args)
         finally:
@@ -255,11 +260,11 @@ class GroupPool:
         """Wait until the transfers of GPU tensors so far are complete. HookError, on every rank,
         where one has failed: what was computed from it must not leave this rank. Local.
         """
-        for to in self._by_device:
+        for to in self._gpu_transports:
             if self.broken is None:  # else the next exchange raises
                 self._guarded(to, to.finish)
 
-    def _guarded(self, to: Transport, function: Callable[..., Any], *args: Any) -> Any:
+    def _guarded(self, to: TensorTransport, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of a transport. On any error, abort."""
         try:
             return function(*args)
@@ -400,7 +405,7 @@ class GroupPool:
         replaces the pending one.
         """
         self.failure.agree()
-        for to in self._by_device:
+        for to in self._gpu_transports:
             to.abort()
         is_reported = True
         for group in self._groups.values():

@@ -97,12 +97,9 @@ class Mesh:
         return Mesh.from_table(device_mesh.mesh, axes)
 
     @staticmethod
-    def from_table(table: Tensor, axes: Sequence[str], me: int | None = None) -> Mesh:
+    def from_table(table: Tensor, axes: Sequence[str]) -> Mesh:
         """Take the axes from a table of global ranks, one axis for each of its dims. Several dims
         of one axis are flattened, the first of them slowest. Local.
-
-        Args:
-            me: This process's global rank, if not torch.distributed's.
 
         Raises:
             ValueError: this rank is not in the table.
@@ -114,7 +111,7 @@ class Mesh:
             for axis in AXES
         }
         ranks = tuple(int(rank) for rank in table.flatten())
-        return Mesh._of(ranks, sizes["pp"], sizes["dp"], sizes["tp"], me)
+        return Mesh._of(ranks, sizes["pp"], sizes["dp"], sizes["tp"])
 
     @staticmethod
     def from_lines(
@@ -146,11 +143,8 @@ class Mesh:
         return Mesh(ranks, ranks.index(me), len(pp), len(dp), len(tp))
 
     @staticmethod
-    def _of(
-        ranks: tuple[int, ...], pp_size: int, dp_size: int, tp_size: int, me: int | None = None
-    ) -> Mesh:
-        if me is None:
-            me = dist.get_rank() if is_distributed() else 0
+    def _of(ranks: tuple[int, ...], pp_size: int, dp_size: int, tp_size: int) -> Mesh:
+        me = dist.get_rank() if is_distributed() else 0
         if me not in ranks:
             raise ValueError(
                 f"global rank {me} is not one of the ranks of this model, {list(ranks)}; wrap the "
@@ -333,12 +327,10 @@ def names_of_dims(
                 if other != name and set(ranks) <= set(line)
             ]
             raise ValueError(_refusal(name, len(ranks), inside))
-    found = []
-    for name, line in zip(names, lines):
-        if _CONTEXT.intersection(_words(name)) and _is_of_rows(line, groups):
-            name = "dp"
-        found.append(name)
-    return tuple(found)
+    return tuple(
+        "dp" if _CONTEXT.intersection(_words(name)) and _is_of_rows(line, groups) else name
+        for name, line in zip(names, lines)
+    )
 
 
 def known_axes(device_mesh: dist.DeviceMesh) -> tuple[str, ...]:

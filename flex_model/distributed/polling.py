@@ -33,10 +33,11 @@ class Looks:
 
     Args:
         first_s: How long to wait before the first look.
+        pause_s: The pause after it.
     """
 
-    def __init__(self, first_s: float = 0.0) -> None:
-        self._look_at, self._pause_s = first_s, _FIRST_PAUSE_S
+    def __init__(self, first_s: float = 0.0, pause_s: float = _FIRST_PAUSE_S) -> None:
+        self._look_at, self._pause_s = first_s, pause_s
 
     def are_due(self, waited_s: float, timeout_s: float) -> bool:
         """Whether to look now, after ``waited_s`` seconds; always at the deadline ``timeout_s``."""

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from flex_model import _C
 from flex_model.distributed import processes, rendezvous
-from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.hosts import Hosts, Offer, Settings, hosts_of, share
 from flex_model.distributed.messages import Messages
 from flex_model.distributed.notices import Board
@@ -47,7 +46,6 @@ class Watcher(Protocol):
         """Raise if a rank may never arrive."""
 
 
-@dataclass
 class PrivateGroup:
     """A private group: the global ranks of transfers, their connections, store and hosts.
 
@@ -63,22 +61,24 @@ class PrivateGroup:
         locks: The page locks of other ranks' memory that is mapped with the group.
     """
 
-    ranks: tuple[int, ...]
-    rank: int
-    messages: Messages | None
-    store: dist.Store
-    bounded_store: BoundedStore
-    hosts: Hosts
-    leaders: PrivateGroup | None
-    number: int
-    timeout_s: float
-    world: dist.ProcessGroup | None  # torch.distributed may be destroyed and initialised again
-    num_users: int = 1
-    broken: str | None = None  # why it can't be used any more
-    locks: host_copies.PageLocks = field(default_factory=host_copies.PageLocks)
-    pid: int = field(default_factory=os.getpid)  # the process that made the group
-    _watcher: Watcher | None = None  # as shared memory has it
-    _wait: tuple[str, float] | None = None  # the position and the deadline, as it has them
+    def __init__(
+        self,
+        meeting: Rendezvous,
+        number: int,
+        hosts: Hosts,
+        messages: Messages | None = None,
+        leaders: PrivateGroup | None = None,
+    ) -> None:
+        self.ranks, self.rank, self.timeout_s = meeting.ranks, meeting.me, meeting.timeout_s
+        self.store, self.bounded_store = meeting.store, meeting.bounded_store
+        self.number, self.hosts, self.messages, self.leaders = number, hosts, messages, leaders
+        self.world = dist.group.WORLD  # torch.distributed may be destroyed and initialised again
+        self.num_users = 1
+        self.broken: str | None = None  # why it can't be used any more
+        self.locks = host_copies.PageLocks()
+        self.pid = os.getpid()  # the process that made the group
+        self._watcher: Watcher | None = None  # as shared memory has it
+        self._wait: tuple[str, float] | None = None  # the position and the deadline, likewise
 
     @property
     def size(self) -> int:
@@ -340,29 +340,7 @@ def _make(
         messages, leaders = Messages(meeting.backend(), meeting.ranks, meeting.me), None
         # A rank may drop them as soon as they are made, while others still connect to it.
         meeting.all_gather("made", "")
-    return _connected(meeting, number, hosts, messages, leaders)
-
-
-def _connected(
-    meeting: Rendezvous,
-    number: int,
-    hosts: Hosts,
-    messages: Messages | None = None,
-    leaders: PrivateGroup | None = None,
-) -> PrivateGroup:
-    """Return the group of ranks that have met."""
-    return PrivateGroup(
-        meeting.ranks,
-        meeting.me,
-        messages,
-        meeting.store,
-        meeting.bounded_store,
-        hosts,
-        leaders,
-        number,
-        meeting.timeout_s,
-        dist.group.WORLD,
-    )
+    return PrivateGroup(meeting, number, hosts, messages, leaders)
 
 
 def _across_hosts(
@@ -390,7 +368,7 @@ def _across_hosts(
         reason, _, text = error.args
         if reason == "broken" and text:  # the first rank of this host has failed
             raise HookError(text) from None
-        group = _connected(meeting, number, replace(hosts, here=here))
+        group = PrivateGroup(meeting, number, replace(hosts, here=here))
         why = group.explained(error, "the connection of the hosts", timeout_s)
         failure = meeting.failure(why.removesuffix("."))
         here.abort(str(failure))
@@ -416,4 +394,4 @@ def _leaders(
     shared = made.all_gather("made", json.dumps(is_shared))
     names = [hosts.names[rank] for rank in hosts.leaders]
     of_hosts = Hosts(names, None, hosts.settings, [])
-    return _connected(of_leaders, number, of_hosts, messages), all(map(json.loads, shared))
+    return PrivateGroup(of_leaders, number, of_hosts, messages), all(map(json.loads, shared))

@@ -6,6 +6,7 @@ the rendezvous of all ranks.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,28 +18,17 @@ from flex_model import _C
 Identity = list[Any]  # as JSON has it: host, PID, start time
 
 
-class _Known:
-    """The processes on this host, by their global ranks in one world, that have wrapped a model
-    with this one.
+@functools.lru_cache(maxsize=1)  # a later world may number other processes
+def _known(world: Any) -> dict[int, tuple[int, int]]:
+    """Return the processes (PID, start time) on this host, by their global ranks in a world, that
+    have wrapped a model with this one.
     """
-
-    def __init__(self) -> None:
-        self.world: Any = None
-        self.of_ranks: dict[int, tuple[int, int]] = {}  # PID, start time
-
-    def now(self) -> dict[int, tuple[int, int]]:
-        """Return the processes of the current world: a later world may number others."""
-        if self.world is not dist.group.WORLD:
-            self.world, self.of_ranks = dist.group.WORLD, {}
-        return self.of_ranks
-
-
-_known = _Known()
+    return {}
 
 
 def note(identities: Mapping[int, Identity]) -> None:
     """Record which processes global ranks are."""
-    known, this_host = _known.now(), _host()
+    known, this_host = _known(dist.group.WORLD), _host()
     for rank, (host, pid, start) in identities.items():
         known.pop(rank, None)
         if host == this_host:
@@ -49,7 +39,7 @@ def ended(ranks: Iterable[int]) -> list[int]:
     """Return those of the global ranks whose process has ended, as far as it is known and was on
     this host.
     """
-    known = _known.now().items()
+    known = _known(dist.group.WORLD).items()
     found = {rank for rank, (pid, start) in known if _C.process_start(pid) != start}
     return [rank for rank in ranks if rank in found] if found else []
 

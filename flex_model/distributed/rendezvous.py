@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from flex_model.distributed import processes
 from flex_model.distributed.bounded_store import AnswerLimit, BoundedStore, in_thread, is_done, read
-from flex_model.distributed.polling import sleeps
+from flex_model.distributed.polling import Looks, sleeps
 from flex_model.distributed.roll_call import RollCall
 from flex_model.errors import HookError, see
 from flex_model.integrations.torch_private import default_store
@@ -155,12 +155,13 @@ class Rendezvous:
 
         start = time.monotonic()
         read_at = start + _READ_S
-        watch = _Watch(self)
+        looks = Looks(_LOOK_S, _LOOK_S)
         met = self._in_thread(meet, keeps=True)
         try:
             while not is_done(met, _CHECK_S):
-                watch.look()
                 now = time.monotonic()
+                if looks.are_due(now - start, self.timeout_s):
+                    self.look()
                 if processes.ended(self.ranks) or now > min(read_at, start + self.timeout_s):
                     read_at = now + max(_READ_S, now - start)  # all read what all have written
                     texts = self._texts(place)
@@ -265,7 +266,7 @@ class Rendezvous:
         """Poll until ``awaited()`` is empty: the ranks that have not shared ``what`` yet."""
         start = time.monotonic()
         check_at = start + _CHECK_S
-        watch = _Watch(self)
+        looks = Looks(_LOOK_S, _LOOK_S)
         with self.answer_limit.within(self.timeout_s):
             for _ in sleeps(lambda: not awaited(), _POLL_S, 10 * _POLL_S):
                 now = time.monotonic()
@@ -273,7 +274,8 @@ class Rendezvous:
                     continue
                 check_at = now + _CHECK_S
                 self.check_alive(processes.ended(self.ranks))
-                watch.look()
+                if looks.are_due(now - start, self.timeout_s):
+                    self.look()
                 if now > start + self.timeout_s:
                     missing = [self.ranks[rank] for rank in awaited()]
                     raise self.failure(
@@ -289,13 +291,15 @@ class Rendezvous:
 
         is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0"  # gloo continues to use it
         with self.answer_limit.within(self.timeout_s):
-            start, watch = time.monotonic(), _Watch(self)
+            start, looks = time.monotonic(), Looks(_LOOK_S, _LOOK_S)
             made = self._in_thread(make, keeps=not is_lazy)
             try:
                 while not is_done(made, _CHECK_S):
                     self.check_alive(processes.ended(self.ranks))
-                    watch.look()
-                    if time.monotonic() > start + self.timeout_s:
+                    waited_s = time.monotonic() - start
+                    if looks.are_due(waited_s, self.timeout_s):
+                        self.look()
+                    if waited_s > self.timeout_s:
                         why = f"gloo did not connect the ranks within {self.timeout_s:g} s"
                         raise RuntimeError(why)
                 return made.result()
@@ -338,19 +342,6 @@ class Rendezvous:
             f"connecting the ranks {list(self.ranks)} of a model: {what} "
             f"({see('a-rank-is-missing')})"
         )
-
-
-class _Watch:
-    """Looks, once a second in a long wait, whether another rank has failed, or asks who lives."""
-
-    def __init__(self, meeting: Rendezvous) -> None:
-        self._meeting = meeting
-        self._look_at = time.monotonic() + _LOOK_S
-
-    def look(self) -> None:
-        if time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + _LOOK_S
-            self._meeting.look()
 
 
 def _place_in(store: dist.Store, path: Sequence[str]) -> dist.Store:

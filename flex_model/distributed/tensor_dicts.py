@@ -5,6 +5,7 @@ rank. Nothing is unpickled.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,10 +109,7 @@ def from_rank(
 
 
 def _num_bytes(description: Description) -> int:
-    number = DTYPE_OF_NAME[description[0]].itemsize
-    for size in description[1]:
-        number *= size
-    return number
+    return DTYPE_OF_NAME[description[0]].itemsize * math.prod(description[1])
 
 
 def _typed(data: Tensor | None, description: Description) -> Tensor:

@@ -81,7 +81,7 @@ class HookDigests:
             f"{registration.kind} {registration.hook_function!r}" for registration in registrations
         )
         settings = ", ".join(f"{name} {value!r}" for name, value in self._settings.items())
-        self._communicator.check_hooks(
+        self._communicator.check_consistency(
             Header("registered hooks", site=site_hash(digest, active.digest)),
             f"the start of a run of {active.choice} ({settings}) with these hooks: {names}",
         )

@@ -12,12 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flex_model import _C
 from flex_model.distributed import memory
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header
-from flex_model.distributed.transports.transport import on_cpu
 from flex_model.hooks.hook_call import HookCall
 from flex_model.layouts import replicas
 from flex_model.records.records import Records
@@ -119,11 +117,7 @@ class SettledGather:
         """Return the tensor that the model continues with, of the edited full one. Local."""
         self._communicator.note_edit(self._registration.description)
         spec = self._spec
-        if self._places:
-            shard = memory.empty(spec.plan.shard_sizes[spec.rank], self._like.dtype)
-            _C.split_into(spec.plan, spec.rank, on_cpu(full), shard)
-        else:
-            shard = full.clone()
+        shard = spec.slice(full) if self._places else full.clone()
         if spec.pick is not None:
             shard = spec.pick.put(leaf, shard)
         return shard.contiguous() if leaf.is_contiguous() else shard

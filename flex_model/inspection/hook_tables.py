@@ -4,7 +4,7 @@ it ran, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -204,7 +204,7 @@ class Explanation(list[HookCost], text.Printed):
 def explain(core: HookCore) -> Explanation:
     """Return the costs of all hooks. Local; bytes are this rank's."""
     communicator = core.communicator
-    spent, rows = communicator.meter.spent, []
+    spent, rows = {**communicator.meter.spent}, []
     for registration in core.table.registrations:
         place = registration.name, registration.kind, registration.hook_function.unpack_idx
         own = spent.pop(registration.site, Spent())
@@ -214,22 +214,16 @@ def explain(core: HookCore) -> Explanation:
             "one header when a forward begins, one when the run ends, with all records; more for "
             "new hooks or inputs"
         )
-        rows.append(_row(("(all hooks)", "", 0), _sum(spent.values()), why))
+        total = Spent()
+        for one in spent.values():
+            total.add(one.headers, one.payloads, one.num_bytes, *one.transports)
+        rows.append(_row(("(all hooks)", "", 0), total, why))
     return Explanation(rows, communicator.transports())
 
 
 def _row(place: tuple[str, str, int | str], spent: Spent, why: str) -> HookCost:
     transports = ", ".join(sorted(spent.transports))
     return HookCost(*place, transports, spent.headers, spent.payloads, spent.num_bytes, why)
-
-
-def _sum(several: Collection[Spent]) -> Spent:
-    return Spent(
-        sum(one.headers for one in several),
-        sum(one.payloads for one in several),
-        sum(one.num_bytes for one in several),
-        set().union(*(one.transports for one in several)),
-    )
 
 
 def _why(registration: Registration, spent: Spent, core: HookCore) -> str:

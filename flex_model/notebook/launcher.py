@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import subprocess
@@ -10,9 +9,10 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ipyparallel
 from traitlets.config import Config
@@ -113,7 +113,7 @@ class Processes:
         self.client: Any = None
         self._cluster = cluster or _cluster(num_ranks, hosts, folder, timeout_s, master_addr)
         try:
-            with _environment(**self._environment):
+            with mock.patch.dict(os.environ, self._environment):  # which they inherit
                 self._cluster.start_cluster_sync()
                 self.client = self._cluster.connect_client_sync()
                 self._wait_for_engines()
@@ -134,7 +134,7 @@ class Processes:
                 raise TimeoutError("restart: ended ranks are still registered; use close, launch")
             time.sleep(_POLL_S)
         num_ranks = sum(engines.n for engines in self._cluster.engines.values())
-        with _environment(**self._environment):
+        with mock.patch.dict(os.environ, self._environment):  # which they inherit
             self._cluster.stop_engines_sync()
             self._cluster.start_engines_sync(num_ranks)
         self._wait_for_engines()
@@ -152,18 +152,6 @@ class Processes:
         if not self._is_local:
             self._cluster.stop_cluster_sync()
         self._keeper.communicate(timeout=_END_S)  # closes the pipe
-
-
-@contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Set variables that processes inherit which are started meanwhile."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _cluster(

@@ -1,6 +1,7 @@
 """Shards of a GPU in one page-locked full tensor on the host. Needs a GPU."""
 
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,13 +178,9 @@ def test_memory_stays_locked_and_mapped_until_the_gpu_has_written(interrupt, mon
     from flex_model.distributed.transports import host_copies
     from flex_model.distributed.transports.transport import end_to_end
 
-    names = "messages", "store", "bounded_store", "leaders", "number", "world"
-    fields = dict.fromkeys(names)
+    meeting = SimpleNamespace(ranks=(0,), me=0, timeout_s=1, store=None, bounded_store=None)
     group, later = (
-        process_groups.PrivateGroup(
-            (0,), 0, hosts=Hosts([""], None, None, []), timeout_s=1, **fields
-        )
-        for _ in range(2)
+        process_groups.PrivateGroup(meeting, 0, Hosts([""], None, None, [])) for _ in range(2)
     )
     buffer = torch.zeros(1 << 20, dtype=torch.uint8)
     sevens = torch.full_like(buffer, 7, device="cuda")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import models
-from counted_traffic import counting, hosts, take
+from counted_traffic import counting, hosts, payloads_of, take
 from flex_model import FlexModel, HookFunction, cli
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.costs import SUMMED_BYTES
@@ -115,13 +115,14 @@ class Counter:
     """The headers and payloads of a communicator."""
 
     def __init__(self, communicator):
-        self._communicator, self._before = communicator, (0, 0)
+        self._communicator, self._before, self._meter = communicator, (0, 0), None
 
     def take(self):
-        """Those since the last call."""
-        now = self._communicator.sequence, self._communicator.num_payloads
-        before, self._before = self._before, now
-        return now[0] - before[0], now[1] - before[1]
+        """Those since the last call, or payloads since the run began."""
+        to, before = self._communicator, self._before
+        self._before = to.sequence, payloads_of(to)
+        is_another_run, self._meter = to.meter is not self._meter, to.meter
+        return self._before[0] - before[0], self._before[1] - before[1] * (not is_another_run)
 
 
 CASES = [

@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,13 +76,14 @@ def test_groups_that_are_no_regular_grid(dp, tp, me):
 def test_a_table_of_ranks_with_two_dims_of_one_axis():
     """HSDP with tensor parallelism; the dims of dp are one axis, the first slowest."""
     table = torch.arange(8).reshape(2, 2, 2)
-    mesh = Mesh.from_table(table, ("dp", "dp", "tp"), me=5)
+    mesh = replace(Mesh.from_table(table, ("dp", "dp", "tp")), rank=5)
     assert (mesh.ranks, mesh.dp_size, mesh.tp_size) == (tuple(range(8)), 4, 2)
     assert (mesh.axis_ranks("dp"), mesh.axis_ranks("tp")) == ((1, 3, 5, 7), (4, 5))
-    mesh = Mesh.from_table(table, ("tp", "dp", "dp"), me=5)
+    mesh = Mesh.from_table(table, ("tp", "dp", "dp"))
+    mesh = replace(mesh, rank=mesh.ranks.index(5))
     assert (mesh.axis_ranks("dp"), mesh.axis_ranks("tp")) == ((4, 5, 6, 7), (1, 5))
-    with pytest.raises(ValueError, match="global rank 9 is not one of the ranks of this model"):
-        Mesh.from_table(table, ("dp", "dp", "tp"), me=9)
+    with pytest.raises(ValueError, match="global rank 0 is not one of the ranks of this model"):
+        Mesh.from_table(table + 1, ("dp", "dp", "tp"))
 
 
 @pytest.mark.parametrize(

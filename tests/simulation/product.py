@@ -178,6 +178,7 @@ def simulated(cluster: Cluster, server: Server) -> Iterator[None]:
         environ=_OfProcess(dict),
         readlink=lambda path: "namespace",
     )
+    known = _OfProcess(dict)
     instead = [
         (time, clock),
         # All ranks parse the same long texts: they do so at the same time, but these one by one.
@@ -196,7 +197,7 @@ def simulated(cluster: Cluster, server: Server) -> Iterator[None]:
         (process_groups._groups, _OfProcess(dict)),
         (process_groups._released, _OfProcess(list)),
         (process_groups._acquired, _OfProcess(Counter)),
-        (processes._known, _OfProcess(processes._Known)),
+        (processes._known, lambda world: known),
     ]
     by_id = {id(real): (real, other) for real, other in instead}
     with contextlib.ExitStack() as bound:

@@ -31,7 +31,7 @@ SegmentAddress to_address(const AddressTuple& tuple) {
 
 std::vector<char*> memory_of(const std::vector<Span>& spans, int64_t needed, const char* what) {
   std::vector<char*> result;
-  for (const Span& span : spans) result.push_back(span.of_at_least(needed, what));
+  for (const Span& span : spans) result.push_back(span.of_size(needed, what));
   return result;
 }
 
@@ -43,14 +43,15 @@ int64_t shard_bytes(const GatherPlan& plan, int64_t rank) {
   return bytes[rank];
 }
 
-// As shard_bytes, for this rank; 0 if it holds no shard.
+// As shard_bytes, for this rank; -1 if it holds no shard.
 int64_t own_bytes(const Group& group, const GatherPlan& plan, const std::vector<int64_t>& ranks) {
   const auto place = std::find(ranks.begin(), ranks.end(), group.rank());
-  return place == ranks.end() ? 0 : shard_bytes(plan, place - ranks.begin());
+  return place == ranks.end() ? -1 : shard_bytes(plan, place - ranks.begin());
 }
 
+// The size of the full tensor, on the first rank; -1 elsewhere.
 int64_t full_bytes(const Group& group, const GatherPlan& plan) {
-  return group.rank() == 0 ? plan.box_plan().full_bytes : 0;
+  return group.rank() == 0 ? plan.box_plan().full_bytes : -1;
 }
 
 // The control block, kept by the group's first rank until all have opened it.
@@ -126,7 +127,7 @@ std::vector<py::bytes> gather_headers(Group& group, const std::string& header,
                                       const GatherPlan& plan, const std::vector<int64_t>& places,
                                       const Span& shard, const std::vector<Span>& fulls) {
   const char* const from =
-      shard.of_at_least(own_bytes(group, plan, places), "gather_at_once: the shard");
+      shard.of_size(own_bytes(group, plan, places), "gather_at_once: the shard");
   const std::vector<char*> to =
       memory_of(fulls, plan.box_plan().full_bytes, "gather_at_once: a full tensor");
   if (may_differ.first > may_differ.second || may_differ.second > header.size() ||
@@ -148,8 +149,7 @@ std::vector<py::object> all_gather_views(Group& group, const GatherPlan& plan, c
   int64_t bytes = bits / 8;
   for (int64_t size : sizes) bytes *= size;
   if (bytes != plan.box_plan().full_bytes) throw py::value_error("all_gather_views: sizes");
-  const char* const from =
-      shard.of_at_least(shard_bytes(plan, group.rank()), "all_gather: the shard");
+  const char* const from = shard.of_size(shard_bytes(plan, group.rank()), "all_gather: the shard");
   const std::vector<char*> to =
       memory_of(fulls, plan.box_plan().full_bytes, "all_gather: a full tensor");
   std::vector<Owned> owned;
@@ -170,8 +170,8 @@ void gather_tuples_to_first(Group& group, const std::vector<GatheredTuple>& tupl
   std::vector<Gathered> tensors;
   for (const auto& [plan, ranks, shard, full] : tuples) {
     const char* const from =
-        shard.of_at_least(own_bytes(group, *plan, ranks), "gather_to_first: the shard");
-    char* const to = full.of_at_least(full_bytes(group, *plan), "gather_to_first: the full tensor");
+        shard.of_size(own_bytes(group, *plan, ranks), "gather_to_first: the shard");
+    char* const to = full.of_size(full_bytes(group, *plan), "gather_to_first: the full tensor");
     tensors.push_back({plan, ranks, from, to});
   }
   const py::gil_scoped_release no_gil;
@@ -188,8 +188,7 @@ class OwningGather {
     for (const auto& [plan, ranks, full] : tuples) {
       const auto* boxes = plan.cast<const GatherPlan*>();
       const Span target = Span::of(full);
-      char* const to =
-          target.of_at_least(full_bytes(group, *boxes), "open_gather: the full tensor");
+      char* const to = target.of_size(full_bytes(group, *boxes), "open_gather: the full tensor");
       kept_.push_back(plan);
       kept_.push_back(full);
       tensors_.push_back({boxes, ranks, nullptr, to});
@@ -213,8 +212,7 @@ class OwningGather {
     std::vector<const char*> from;
     for (size_t t = 0; t < shards.size(); ++t) {
       const bool is_given = shards[t].data != nullptr && t < own_bytes_.size();
-      from.push_back(
-          shards[t].of_at_least(is_given ? own_bytes_[t] : 0, "OpenGather.end: the shard"));
+      from.push_back(shards[t].of_size(is_given ? own_bytes_[t] : -1, "OpenGather.end: the shard"));
     }
     gather_->end(from);
   }
@@ -343,8 +341,8 @@ void bind_shared_memory(py::module_& m) {
       .def(
           "exchange",
           [](Group& group, const Span& local, int64_t bytes, const Span& all) {
-            exchange(group, local.of_at_least(bytes, "exchange: this rank's tensor"), bytes,
-                     all.of_at_least(bytes * group.size(), "exchange: the tensor of all ranks"));
+            exchange(group, local.of_size(bytes, "exchange: this rank's tensor"), bytes,
+                     all.of_size(bytes * group.size(), "exchange: the tensor of all ranks"));
           },
           "`bytes` bytes of every rank, one after the other, in `all`.", py::arg("local"),
           py::arg("bytes"), py::arg("all"), NoGil())
@@ -353,7 +351,7 @@ void bind_shared_memory(py::module_& m) {
           [](Group& group, const GatherPlan& plan, const Span& shard,
              const std::vector<Span>& fulls) {
             const int64_t needed = shard_bytes(plan, group.rank());
-            all_gather(group, plan, shard.of_at_least(needed, "all_gather: the shard"),
+            all_gather(group, plan, shard.of_size(needed, "all_gather: the shard"),
                        memory_of(fulls, plan.box_plan().full_bytes, "all_gather: a full tensor"));
           },
           "The full tensor in each of `fulls`.", py::arg("plan"), py::arg("shard"),
@@ -384,8 +382,8 @@ void bind_shared_memory(py::module_& m) {
             const int64_t needed = shard_bytes(plan, group.rank());
             scatter_from_first(
                 group, plan,
-                full.of_at_least(full_bytes(group, plan), "scatter_from_first: the full tensor"),
-                shard.of_at_least(needed, "scatter_from_first: the shard"));
+                full.of_size(full_bytes(group, plan), "scatter_from_first: the full tensor"),
+                shard.of_size(needed, "scatter_from_first: the shard"));
           },
           "This rank's shard of rank 0's full tensor.", py::arg("plan"), py::arg("full"),
           py::arg("shard"), NoGil())
@@ -393,8 +391,8 @@ void bind_shared_memory(py::module_& m) {
           "broadcast",
           [](Group& group, const Span& from, int64_t bytes, const Span& to) {
             const bool is_first = group.rank() == 0;
-            broadcast(group, from.of_at_least(is_first ? bytes : 0, "broadcast: the source"), bytes,
-                      to.of_at_least(is_first ? 0 : bytes, "broadcast: the target"));
+            broadcast(group, from.of_size(is_first ? bytes : -1, "broadcast: the source"), bytes,
+                      to.of_size(is_first ? -1 : bytes, "broadcast: the target"));
           },
           "Rank 0's bytes in `to`.", py::arg("source"), py::arg("bytes"), py::arg("to"), NoGil());
 
@@ -412,9 +410,9 @@ void bind_shared_memory(py::module_& m) {
       [](const GatherPlan& plan, int64_t rank, const Span& full, const Span& shard) {
         std::vector<char*> shards(plan.box_plan().shard_bytes.size(), nullptr);
         const int64_t needed = shard_bytes(plan, rank);
-        shards[rank] = shard.of_at_least(needed, "split_into: the shard");
+        shards[rank] = shard.of_size(needed, "split_into: the shard");
         const char* const from =
-            full.of_at_least(plan.box_plan().full_bytes, "split_into: the full tensor");
+            full.of_size(plan.box_plan().full_bytes, "split_into: the full tensor");
         split_boxes(plan.box_plan().boxes, from, shards);
       },
       "One rank's shard out of a full tensor.", py::arg("plan"), py::arg("rank"), py::arg("full"),

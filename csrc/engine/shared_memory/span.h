@@ -17,9 +17,9 @@ struct Span {
   // py::type_error for any other object.
   static Span of(const pybind11::object& tensor);
 
-  // The memory; py::value_error if there are fewer than `needed` bytes.
-  char* of_at_least(int64_t needed, const char* what) const {
-    if (needed <= 0 || (data != nullptr && bytes >= needed)) return data;
+  // The memory; py::value_error unless it has `needed` bytes. Below 0: it is not used.
+  char* of_size(int64_t needed, const char* what) const {
+    if (needed < 0 || (bytes == needed && (data != nullptr || needed == 0))) return data;
     const std::string got =
         data == nullptr ? "no memory" : "a tensor of " + std::to_string(bytes) + " bytes";
     throw pybind11::value_error(std::string(what) + " must have " + std::to_string(needed) +

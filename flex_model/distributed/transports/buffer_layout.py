@@ -34,15 +34,13 @@ def even_width(plan: GatherPlan) -> int:
 
 def is_concatenation(plan: GatherPlan) -> bool:
     """Whether the concatenation of equal shards is the full tensor."""
-    width = plan.full_bytes // len(plan.shard_bytes)
-    expected: list[int] = []
-    for rank in range(len(plan.shard_bytes)):
-        expected += [rank, rank * width, 0, width, 0]
     num_ranks = len(plan.shard_bytes)
+    width = plan.full_bytes // num_ranks
+    boxes = [number for rank in range(num_ranks) for number in (rank, rank * width, 0, width, 0)]
     return (
         width > 0
         and plan.shard_bytes == [width] * num_ranks
-        and plan.code[2 + num_ranks :] == [num_ranks, *expected]
+        and plan.code[2 + num_ranks :] == [num_ranks, *boxes]
     )
 
 
@@ -98,6 +96,16 @@ class Packing:
             for i, (placed, holders) in enumerate(zip(self.offsets, self.holders))
             if rank in holders
         ]
+
+    def packed(self, shards: Sequence[Tensor], rank: int) -> Tensor:
+        """Pack a rank's shards into its buffer; those of tensors of which it has none don't count.
+        Local.
+        """
+        own = self.of_rank(rank)
+        if not own:
+            return torch.empty(0, dtype=torch.uint8, device=shards[0].device)
+        held, offsets = [shards[i].detach() for i, _ in own], [offset for _, offset in own]
+        return torch.ops.flex_model.pack_tensors(held, offsets, self.totals[rank])
 
     def among_all(self) -> list[list[int]]:
         """The ``offsets`` in the concatenation of all buffers."""

@@ -101,7 +101,8 @@ class ByDevice:
         self.name = on_cpu.name if on_gpu is None else on_gpu.name
         self.group = on_cpu.group
         self.host_gather = host_gather
-        self._on_cpu, self._on_gpu, self._untried = on_cpu, on_gpu, untried
+        self._on_cpu, self.on_gpu, self._untried = on_cpu, on_gpu, untried
+        self.exchange_bytes, self.exchange = on_cpu.exchange_bytes, on_cpu.exchange
 
     def changes(self, why: str) -> str:
         """What has changed on this rank since the choice, which ``why`` explains. Local."""
@@ -115,32 +116,26 @@ class ByDevice:
         """Transfer by the transport of a tensor's device. If it refuses, on all ranks alike and
         before anything has moved, the next one replaces it.
         """
-        while tensor.is_cuda and self._on_gpu is not None:
+        while tensor.is_cuda and self.on_gpu is not None:
             try:
-                return transfer(self._on_gpu)
+                return transfer(self.on_gpu)
             except UnavailableError as error:
                 if self._untried is None:
                     raise
-                reason = f"{self._on_gpu.name} can't be used any more: {error}"
+                reason = f"{self.on_gpu.name} can't be used any more: {error}"
             # Here nothing refers to the memory that the transfer allocated.
             if reason not in self._untried.reasons:
                 self._untried.reasons.append(reason)
-            before, self._on_gpu = self._on_gpu, self._untried.connect()
+            before, self.on_gpu = self.on_gpu, self._untried.connect()
             before.close()
-            self.name = self._on_cpu.name if self._on_gpu is None else self._on_gpu.name
+            self.name = self._on_cpu.name if self.on_gpu is None else self.on_gpu.name
             logger.warning("%s; GPU tensors go by %s now", reason, self.name)
         return transfer(self._on_cpu)
 
     def host_gather_of(self, tensors: list[Gathered]) -> HostGather | None:
         """Return ``host_gather`` if it gathers these tensors. Local."""
-        stay = self._on_gpu is not None and any(tensor.stays for tensor in tensors)
+        stay = self.on_gpu is not None and any(tensor.stays for tensor in tensors)
         return None if stay else self.host_gather
-
-    def exchange_bytes(self, data: bytes) -> list[bytes]:
-        return self._on_cpu.exchange_bytes(data)
-
-    def exchange(self, tensor: Tensor) -> Tensor:
-        return self._on_cpu.exchange(tensor)
 
     def all_gather(
         self, shard: Tensor, plan: GatherPlan, num_copies: int = 1, num_read: int = 0
@@ -171,23 +166,3 @@ class ByDevice:
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         return self._by(tensor, lambda to: to.all_reduce_sum(tensor))
-
-    def check(self) -> None:
-        """See ``GpuTransport``. Local, as what follows."""
-        if self._on_gpu is not None:
-            self._on_gpu.check()
-
-    def finish(self) -> None:
-        """See ``GpuTransport``."""
-        if self._on_gpu is not None:
-            self._on_gpu.finish()
-
-    def abort(self) -> None:
-        """See ``GpuTransport``."""
-        if self._on_gpu is not None:
-            self._on_gpu.abort()
-
-    def close(self) -> None:
-        """Free the resources of the GPU transport."""
-        if self._on_gpu is not None:
-            self._on_gpu.close()

@@ -17,6 +17,7 @@ from flex_model.distributed import memory, rounds
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.rounds import Round, even_parts, is_in_parts
 from flex_model.distributed.transports import transport
+from flex_model.distributed.transports.buffer_layout import Packing
 from flex_model.distributed.transports.shared_memory import SharedMemory
 from flex_model.distributed.transports.transport import (
     Gathered,
@@ -158,7 +159,9 @@ class Gloo:
         return [copy.to(shard.device) for copy in transport.copies(full, num_copies)]
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
-        data, sizes, starts = transport.pack_shards(tensors, self.group.rank, self.group.size)
+        packing = Packing.of([(t.plan, t.ranks) for t in tensors], self.group.size)
+        sizes = packing.totals
+        data = packing.packed([on_cpu(t.shard) for t in tensors], self.group.rank)
         of_host = self._bytes_of_host(data, sizes)
         if self._between is None:
             return None
@@ -169,7 +172,7 @@ class Gloo:
             return None
         before = self._starts(list(itertools.accumulate(totals, initial=0)), sizes)
         fulls = []
-        for tensor, placed in zip(tensors, starts):
+        for tensor, placed in zip(tensors, packing.offsets):
             offsets = [before[holder] + start for holder, start in zip(tensor.ranks, placed)]
             fulls += tensor.copies(assemble(received, offsets, tensor.plan, tensor.shard.dtype))
         return fulls

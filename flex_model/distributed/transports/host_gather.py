@@ -18,7 +18,6 @@ from flex_model import _C
 from flex_model.distributed import memory
 from flex_model.distributed.process_groups import PrivateGroup
 from flex_model.distributed.transports import buffer_layout, host_copies
-from flex_model.distributed.transports.shared_memory import check_bytes
 from flex_model.distributed.transports.transport import Gathered, end_to_end, on_cpu
 
 
@@ -109,18 +108,17 @@ class HostGather:
         """Gather as ``Transport.gather_to_first`` does; the device of a tensor's shard may differ
         by rank. Collective.
 
-        ValueError if a shard does not fit its plan.
+        An error if a shard does not fit its plan.
         """
         rank, is_first = self.group.rank, self.group.rank == 0
         local = [(i, t.ranks.index(rank)) for i, t in enumerate(tensors) if rank in t.ranks]
-        for i, place in local:
-            check_bytes(tensors[i].shard, tensors[i].plan.shard_bytes[place])
         fulls = [memory.empty(t.plan.full_sizes, t.shard.dtype) for t in tensors if is_first]
         targets: Sequence[Tensor | None] = fulls or [None] * len(tensors)
         opened = self._host.open_gather([(t.plan, t.ranks, f) for t, f in zip(tensors, targets)])
         by_cpu = []
-        for (i, place), target in [(own, opened.targets[own[0]]) for own in local]:
-            tensor, (address, segment, num_bytes) = tensors[i], target
+        addresses = opened.targets
+        for i, place in local:
+            tensor, (address, segment, num_bytes) = tensors[i], addresses[i]
             if (
                 address
                 and tensor.shard.nbytes

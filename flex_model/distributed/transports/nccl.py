@@ -185,7 +185,8 @@ class Nccl(TensorTransport):
         for part in buffer_layout.rounds([tensor.plan for tensor in tensors], _ROUND_BYTES):
             some = [tensors[i] for i in part]
             packing = buffer_layout.Packing.of([(t.plan, t.ranks) for t in some], self.group.size)
-            packed = self._packed(some, packing)
+            plans, shards = [t.plan for t in some], [t.shard for t in some]
+            packed = packing.packed(shards, rank)
             if rank != 0:
                 self._grouped([(packed, 0)], [])
                 continue
@@ -193,21 +194,11 @@ class Nccl(TensorTransport):
             parts = gathered.split(packing.totals)
             parts[0].copy_(packed)
             self._grouped([], [(parts[r], r) for r in range(1, self.group.size)])
-            plans, shards = [t.plan for t in some], [t.shard for t in some]
             for tensor, full in zip(
                 some, buffer_layout.assemble_tensors(gathered, packing, plans, shards)
             ):
                 fulls += tensor.copies(full)
         return fulls if rank == 0 else None
-
-    def _packed(self, tensors: list[Gathered], packing: buffer_layout.Packing) -> Tensor:
-        """Pack this rank's shards into one buffer."""
-        own = packing.of_rank(self.group.rank)
-        if not own:
-            return self._empty(0)
-        shards = [tensors[i].shard.detach() for i, _ in own]
-        total = packing.totals[self.group.rank]
-        return torch.ops.flex_model.pack_tensors(shards, [offset for _, offset in own], total)
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
         """This rank's shard of rank 0's ``full``, with the shape, dtype and device of ``like``."""

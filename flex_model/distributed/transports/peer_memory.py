@@ -288,22 +288,11 @@ class PeerMemory(TensorTransport):
     def __init__(self, group: PrivateGroup, peers: CudaIpc) -> None:
         self.group = group
         self._peers = peers
+        self.check, self.finish, self.abort = peers.check, peers.finish, peers.abort
         self._slot_bytes = 0
         self._number = 0  # of transfers so far
         self._own: Tensor | None = None
         self._addresses: list[int] = []
-
-    def check(self) -> None:
-        """See ``GpuTransport``."""
-        self._peers.check()
-
-    def finish(self) -> None:
-        """See ``GpuTransport``."""
-        self._peers.finish()
-
-    def abort(self) -> None:
-        """See ``GpuTransport``."""
-        self._peers.abort()
 
     def close(self) -> None:
         """Free the buffer."""

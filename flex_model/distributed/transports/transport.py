@@ -95,25 +95,21 @@ class TensorTransport(Protocol):
         The last ``num_read`` of them, or fewer, are expected to be read only: they may be
         copy-on-write views, whose first write takes longer.
         """
-        ...
 
     def gather_to_first(self, tensors: list[Gathered]) -> list[Tensor] | None:
         """Return the full tensors on rank 0's CPU, or on its GPU if they ``stay``, copies one after
         the other; None elsewhere. No payload is sent to other ranks.
         """
-        ...
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
         """Return this rank's shard of rank 0's ``full``; shape, dtype and device are those of
         ``like``, this rank's own shard.
         """
-        ...
 
     def broadcast(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         """Return rank 0's tensor on every rank; ``like`` has its shape, dtype and device. On rank 0
         it is ``tensor`` itself.
         """
-        ...
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks, on every rank. It is added in the order of ranks, in the
@@ -133,11 +129,9 @@ class Transport(TensorTransport, Protocol):
 
     def exchange_bytes(self, data: bytes) -> list[bytes]:
         """Gather the bytes of every rank, all of one length."""
-        ...
 
     def exchange(self, tensor: Tensor) -> Tensor:
         """Stack a CPU tensor of all ranks, of one shape and dtype: ``(num_ranks, *shape)``."""
-        ...
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -209,24 +203,6 @@ def on_every_rank(on_cpu: Transport, step: Callable[[], Result]) -> Result:
     if failed:
         raise UnavailableError("; ".join(failed))
     return result[0]
-
-
-def pack_shards(
-    tensors: list[Gathered], rank: int, num_ranks: int
-) -> tuple[Tensor, list[int], list[list[int]]]:
-    """Concatenate the shards of each rank: returns the bytes of ``rank``, the number of bytes of
-    every rank, and the offsets of each tensor's shards in their holders' bytes. Local.
-    """
-    sizes = [0] * num_ranks
-    starts, local = [], []
-    for tensor in tensors:
-        starts.append([sizes[holder] for holder in tensor.ranks])
-        for holder, num_bytes in zip(tensor.ranks, tensor.plan.shard_bytes):
-            sizes[holder] += num_bytes
-            if holder == rank:
-                local.append(as_bytes(tensor.shard))
-    data = torch.cat(local) if local else torch.empty(0, dtype=torch.uint8)
-    return data, sizes, starts
 
 
 def end_to_end(sizes: list[int]) -> GatherPlan:
