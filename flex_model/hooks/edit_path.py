@@ -350,9 +350,7 @@ def _copied(leaf: Tensor) -> Tensor:
 
 
 def _gathered(
-    gather_in_graph: Callable[..., Tensor],
-    part: Tensor,
-    gather_context: GatherContext,
+    gather_in_graph: Callable[..., Tensor], part: Tensor, gather_context: GatherContext
 ) -> Tensor:
     """Return the full tensor from ``gather_in_graph``, in the dtype of the hook; never an inference
     tensor, as in ``_copied``.

@@ -19,13 +19,7 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.padding import Padding, paddings
 from flex_model.distributed.picked import Pick
-from flex_model.distributed.placement import (
-    Placement,
-    Replicate,
-    Shape,
-    Shard,
-    ShardLayout,
-)
+from flex_model.distributed.placement import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.distributed.plain import plain
 from flex_model.errors import HookError, LayoutMismatchError, agreed, is_agreed
 from flex_model.hooks.call_check import check_call

@@ -114,10 +114,7 @@ class HookTable:
         """
         self._handlers, self._on_change, self._on_removal = handlers, on_change, on_removal
         self._make_dispatcher = functools.partial(
-            _C.Dispatcher,
-            self._output_ptr,
-            handlers,
-            torch_private.FOR_DISPATCHER,
+            _C.Dispatcher, self._output_ptr, handlers, torch_private.FOR_DISPATCHER
         )
         self._dispatcher = self._make_dispatcher()
         self._parameter_dispatcher = self._make_dispatcher()

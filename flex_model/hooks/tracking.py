@@ -65,11 +65,7 @@ class Tracking:
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        communicator: Communicator,
-        batch_dim: BatchDim,
-        follow: Follow,
+        self, root: nn.Module, communicator: Communicator, batch_dim: BatchDim, follow: Follow
     ) -> None:
         self._root = root
         self._communicator, self.is_local = communicator, communicator.is_local
@@ -425,10 +421,7 @@ class Tracking:
         return evidence.placements
 
     def _gradients(
-        self,
-        follower: Follower,
-        values: Mapping[Place, Any],
-        parameters: Iterable[Registration],
+        self, follower: Follower, values: Mapping[Place, Any], parameters: Iterable[Registration]
     ) -> dict[Place, Pair]:
         """Return the gradients' placements that the forward proves. Collective if there are any."""
         pairs = {place: follower.gradient_placements(value) for place, value in values.items()}

@@ -274,10 +274,7 @@ class Records:
         return found
 
     def _check_specs(
-        self,
-        pending: list[PendingRecord],
-        per_rank: list[list[tuple[torch.dtype, Shape]]],
-        resolve,
+        self, pending: list[PendingRecord], per_rank: list[list[tuple[torch.dtype, Shape]]], resolve
     ) -> tuple[list[PendingRecord], list[TensorSpec]]:
         """Return the records to deliver, and how each is gathered."""
         known, specs = [], []
