@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from flex_model import inspection, visualize
 from flex_model.compat.parallel_state import ParallelState
 from flex_model.diagnostics.timeline import Timeline, recorded
-from flex_model.distributed.communicator import Communicator
 from flex_model.errors import nearest
 from flex_model.fingerprints import Comparison, comparison, recorded_run
 from flex_model.hooks.function import KINDS, EditingFunction, HookFunction
@@ -241,31 +240,20 @@ class FlexModel(nn.Module):
         self._modules["module"] = self.module
         if not is_module:
             self.schedule = module
-        self._output_ptr = settings.output_ptr
+        self._output_ptr = records = settings.output_ptr
         self.trainable_modules = core.modules
-        self.mesh = core.of_parameters.mesh
+        self.mesh = mesh = core.of_parameters.mesh
+        self.tp_size, self.pp_size, self.dp_size = mesh.tp_size, mesh.pp_size, mesh.dp_size
+        self._communicator, self.lengths = runner.everyone, core.records.lengths
+        self._dict_records = records if isinstance(records, dict) else {}  # else a store has them
         self.process_group = process_group
         self.shared_ctx = Namespace()
         self._timeline: Timeline | None = None
         self._finalizer = weakref.finalize(self, runner.close)  # it doesn't refer to this object
 
     @property
-    def _communicator(self) -> Communicator:
-        """The communicator to all ranks of the model."""
-        return self._runner.everyone
-
-    @property
     def output_ptr(self) -> dict[str, list[Tensor]] | ActivationStore:
         return self._output_ptr
-
-    @property
-    def lengths(self) -> dict[str, list[dict[int, tuple[int, ...]]]]:
-        return self._core.records.lengths
-
-    @property
-    def _dict_records(self) -> dict[str, list[Tensor]]:
-        """The records in ``output_ptr``; empty if they go to a store."""
-        return self._output_ptr if isinstance(self._output_ptr, dict) else {}
 
     @property
     def save_ctx(self) -> Namespace:
@@ -285,18 +273,6 @@ class FlexModel(nn.Module):
         """
         return self._runner.stages_of(name)
 
-    @property
-    def tp_size(self) -> int:
-        return self.mesh.tp_size
-
-    @property
-    def pp_size(self) -> int:
-        return self.mesh.pp_size
-
-    @property
-    def dp_size(self) -> int:
-        return self.mesh.dp_size
-
     @functools.cached_property
     def fmps(self) -> ParallelState:
         """This rank's coordinates and process groups, with release 0.1.0's names. Local."""
@@ -308,15 +284,9 @@ class FlexModel(nn.Module):
         ``name:kind:number``.
         """
         functions: dict[str, HookFunction] = {}
-        for registration in self._core.table.groups.registrations:
-            for key in (
-                registration.name,
-                f"{registration.name}:{registration.kind}",
-                f"{registration.name}:{registration.kind}:{registration.index}",
-            ):
-                if key not in functions:
-                    functions[key] = registration.hook_function
-                    break
+        for r in self._core.table.registrations:
+            keys = (r.name, f"{r.name}:{r.kind}", f"{r.name}:{r.kind}:{r.index}")
+            functions[next(key for key in keys if key not in functions)] = r.hook_function
         return functions
 
     # Running.

@@ -67,10 +67,8 @@ def find_module(root: nn.Module, name: str) -> nn.Module:
         ValueError: no module has the name; the message has the nearest names.
     """
     check_name(name, "module")
-    try:
+    with contextlib.suppress(AttributeError):
         return root.get_submodule(name)
-    except AttributeError:
-        pass
     cleaned: dict[str, nn.Module] = {}
     for full_name, module in root.named_modules(remove_duplicate=False):
         cleaned.setdefault(clean(root, full_name), module)

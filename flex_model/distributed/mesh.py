@@ -202,6 +202,13 @@ class Mesh:
                 columns = _along(tp, self.tp_size, count, stride)
         return [row * self.tp_size + column for row in rows for column in columns]
 
+    def equal_along(self, axis: str, of_ranks: Sequence[Any]) -> bool:
+        """Whether ranks of the stage that differ along ``axis`` only have equal values."""
+        return len(set(of_ranks)) == 1 or all(
+            one == of_ranks[self.ranks_along((axis,), place)[0]]
+            for place, one in enumerate(of_ranks)
+        )
+
     def of_own_batch(self) -> Mesh:
         """Return the mesh of the ranks that share this rank's batch: its tensor-parallel group, in
         each pipeline stage.

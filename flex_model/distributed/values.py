@@ -108,11 +108,7 @@ class Fingerprints:
 
     def equal_along(self, axis: str) -> bool:
         """Whether ranks that differ along ``axis`` only hold the same bytes."""
-        places = range(len(self.hashes))
-        return all(
-            self.hashes[place] == self.hashes[self.mesh.ranks_along((axis,), place)[0]]
-            for place in places
-        )
+        return self.mesh.equal_along(axis, self.hashes)
 
 
 def exchanged(communicator: Communicator, tensor: Tensor) -> Fingerprints:

@@ -43,17 +43,11 @@ def check_call(
     headers = communicator.check_consistency(header, what + call.describe())
     run.use_seed(headers[0].seed or None)
     shapes, mesh = [header.shape for header in headers], communicator.mesh
-    differing = [axis for axis in axes if replicas.differ(mesh, headers, axis)]
-    if any(_have_shapes_of_their_own(mesh, shapes, axis) for axis in differing):
+    hashes = [header.hash for header in headers]
+    differing = [axis for axis in axes if not mesh.equal_along(axis, hashes)]
+    if not all(mesh.equal_along(axis, shapes) for axis in differing):
         return shapes, []  # it fits no layout, which ends the call
     return shapes, differing
-
-
-def _have_shapes_of_their_own(mesh: Mesh, shapes: Sequence[Shape], axis: str) -> bool:
-    """Whether shapes differ between ranks that differ along ``axis`` only."""
-    return any(
-        shape != shapes[mesh.ranks_along((axis,), place)[0]] for place, shape in enumerate(shapes)
-    )
 
 
 def replicated_axes(

@@ -11,7 +11,7 @@ import itertools
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,7 @@ from flex_model.hooks.layout_finder import LayoutFinder
 from flex_model.hooks.registration import Registration, describe_hook
 from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import HookTable
-from flex_model.hooks.tracking import Follow, Tracking
-from flex_model.layouts.sources import BatchDim
+from flex_model.hooks.tracking import Tracking
 from flex_model.layouts.statements import Statements
 from flex_model.names import clean
 from flex_model.parameters.full import Parameters
@@ -41,6 +40,12 @@ from flex_model.runs.remembered_runs import RememberedRuns
 from flex_model.runs.root_hooks import RootHooks
 from flex_model.runs.step import MicrobatchState
 
+if TYPE_CHECKING:
+    from flex_model.runs.settings import Settings
+
+# These settings must be equal on all ranks.
+_EQUAL = ("edit_on", "output_ranks", "save_ctx_on", "batch_dim", "follow", "dp_batch", "pad_value")
+
 
 class HookCore:
     """The engine of one FlexModel. ``module`` is the wrapped model; the other arguments are shared
@@ -48,11 +53,12 @@ class HookCore:
 
     Args:
         mesh: All ranks of the model, whose shards make a full parameter.
+        settings: With ``dp_batch="local"``, runs are those of the ranks that share this rank's
+            batch.
         make_parameters: Makes what reads and writes full parameters; a pipeline has them by stage.
         on_failure: Called with a hook that failed, and its error, instead of raising that.
         only_whole: Whether all runs are of the whole model: then no part is called on its own, and
             hooks whose module is not called are not reported.
-        dp_batch: With ``"local"``, runs are those of the ranks that share this rank's batch.
 
     Attributes:
         mesh, communicator: The ranks of a run, and the communicator to those of this stage.
@@ -72,32 +78,29 @@ class HookCore:
         output_ptr: dict[str, list[Tensor]],
         save_ctx: Namespace,
         modules: nn.ModuleDict,
-        edit_on: str,
-        output_ranks: str,
-        timeout_s: float,
+        settings: Settings,
         step: MicrobatchState | None = None,
-        save_ctx_on: str = "rank0",
-        batch_dim: BatchDim = 0,
-        follow: Follow = "new",
         make_parameters: Callable[[Any, Communicator, Statements], Any] = Parameters,
         on_failure: Callable[[Registration, Exception], None] | None = None,
         only_whole: bool = False,
-        dp_batch: str | None = None,
-        pad_value: float = 0,
     ) -> None:
-        of_runs = mesh.of_own_batch() if dp_batch == "local" else mesh
-        self.module, self.mesh, self.step = module, of_runs, step
+        of_runs = mesh.of_own_batch() if settings.dp_batch == "local" else mesh
+        self.module, self.mesh, self.step, self.settings = module, of_runs, step, settings
         self.save_ctx, self.modules = save_ctx, modules
-        device = _device_of(module)
+        edit_on, timeout_s, device = settings.edit_on, float(settings.timeout), _device_of(module)
         self.communicator = communicator = Communicator(of_runs, timeout_s, device)
         self.of_parameters = (
             communicator if of_runs is mesh else Communicator(mesh, timeout_s, device)
         )
-        self.records = records = Records(output_ptr, communicator, output_ranks, step, on_failure)
-        self.tracking = tracking = Tracking(module, communicator, batch_dim, follow)
+        self.records = records = Records(
+            output_ptr, communicator, settings.output_ranks, step, on_failure
+        )
+        self.tracking = tracking = Tracking(
+            module, communicator, settings.batch_dim, settings.follow
+        )
         self.parameters = make_parameters(module, self.of_parameters, tracking.statements)
         self.replicas = Replicas(communicator, modules)
-        is_sent = save_ctx_on == "all" and edit_on == "rank0" and step is None
+        is_sent = settings.save_ctx_on == "all" and edit_on == "rank0" and step is None
         sent = SentToAll(communicator, device) if is_sent and not communicator.is_local else None
         self.executor = executor = HookExecutor(
             communicator,
@@ -109,22 +112,12 @@ class HookCore:
             tracking,
             checks_edits=step is not None,
             sent_to_all=sent,
-            layouts=LayoutFinder(communicator, tracking, pad_value),
+            layouts=LayoutFinder(communicator, tracking, settings.pad_value),
         )
-        serves_hooks, pads = communicator.is_local and step is None, dp_batch == "global"
+        serves_hooks, pads = communicator.is_local and step is None, settings.dp_batch == "global"
         self.table = table = HookTable(output_ptr, serves_hooks, partial(clean, module), pads)
-        # These must be equal on all ranks.
-        settings = {
-            "edit_on": edit_on,
-            "output_ranks": output_ranks,
-            "mesh": of_runs.describe(),
-            "save_ctx_on": save_ctx_on,
-            "batch_dim": batch_dim,
-            "follow": follow,
-            "dp_batch": dp_batch,
-            "pad_value": pad_value,
-        }
-        self.digests = HookDigests(communicator, table, tracking.statements, settings)
+        equal = {name: getattr(settings, name) for name in _EQUAL} | {"mesh": of_runs.describe()}
+        self.digests = HookDigests(communicator, table, tracking.statements, equal)
         self._remembered = RememberedRuns()
         self._watch = BackwardWatch(communicator)
         self.runs = Runs(
@@ -154,7 +147,6 @@ class HookCore:
             self._graphs,
             self._watch,
             watches=step is None,
-            counts_positions=mesh.pp_size == 1,
             has_parts=not only_whole and step is None,
         )
         handlers = HookHandlers(

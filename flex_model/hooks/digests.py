@@ -30,8 +30,7 @@ class HookDigests:
     ) -> None:
         self._communicator, self._table = communicator, table
         self._statements, self._settings = statements, settings
-        self._num_published, self._published = 0, site_hash()
-        self._agreed = site_hash()
+        self._num_published, self._agreed = 0, site_hash()
         self._checked: str | None = None  # the digest of the statements, until hooks change
         self._has_new = False
 
@@ -51,13 +50,8 @@ class HookDigests:
         sites = [registration.site for registration in self._table.registrations]
         if len(sites) == self._num_published:
             return
-        new = sites[-1:] if len(sites) == self._num_published + 1 else sites
-        digest = self._published if len(new) < len(sites) else site_hash()
-        for site in new:
-            digest = site_hash(digest, site)
-        self._num_published, self._published = len(sites), digest
-        self._has_new, self._checked = True, None
-        self._communicator.publish_hooks(f"{digest:x}" if sites else "")
+        self._num_published, self._has_new, self._checked = len(sites), True, None
+        self._communicator.publish_hooks(f"{site_hash(*sites):x}" if sites else "")
 
     def check(self) -> None:
         """Compare the registered hooks, the settings and the statements with those of all ranks.

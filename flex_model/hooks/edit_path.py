@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,11 +55,6 @@ class EditInput:
     own: Tensor | None = None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether the hook selects the whole tensor."""
-        return self.pick is None
-
-    @property
     def gathered_by(self) -> GatherContext:
         """How the tensor was gathered, with several ranks."""
         assert self.gather_context is not None
@@ -83,18 +78,6 @@ class EditInput:
         return shard.as_subclass(type(self.original)) if is_renamed(self.original) else shard
 
 
-class EditPath(Protocol):
-    """Gathers tensors to the ranks that run editing functions, and scatters the results. Collective
-    over the ranks of a stage.
-    """
-
-    def gather(self, call: HookCall, original: Any) -> EditInput:
-        """Gather the full tensor, for the function and the records."""
-
-    def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
-        """Run the function; return this rank's replacement for each tensor."""
-
-
 class LocalPath:
     """The path on one process: the tensor is full already, and no data moves."""
 
@@ -108,7 +91,7 @@ class LocalPath:
         pick = self._layouts.pick_of_full(call, leaf)
         part = leaf if pick is None else pick.take(leaf)
         if call.records:
-            self._records.now(call, part)
+            self._records.keep(call, part)
         return EditInput(call, original, leaf, part, _copied(part), pick)
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
@@ -118,13 +101,19 @@ class LocalPath:
         return [
             None
             if edited is None
-            else one.put_back(copy_for_model(edited, one.leaf) if one.is_whole else edited)
+            else one.put_back(copy_for_model(edited, one.leaf) if one.pick is None else edited)
             for one, edited in zip(inputs, edits)
         ]
 
 
 class _ShardedPath(ABC):
     """Gathers this rank's shard with those of the others, for the paths on several ranks.
+
+    Args:
+        checks_edits: Whether ranks exchange after each edit whether it failed: on rank 0 alone
+            always, and in a pipeline, where they run backward passes after it, whose graphs must be
+            the same.
+        sent_to_all: Sends ``save_ctx`` from rank 0 to all ranks, where the user chose that.
 
     Attributes:
         gather_in_graph: Gathers with autograd inside.
@@ -138,10 +127,14 @@ class _ShardedPath(ABC):
         records: Records,
         layouts: LayoutFinder,
         function: UserFunction,
+        checks_edits: bool,
+        sent_to_all: SentToAll | None,
     ) -> None:
         self._communicator, self._records = communicator, records
         self._layouts, self._function = layouts, function
-        self._settles = False  # whether the dispatcher calls functions that have settled
+        self._checks_edits, self._sent_to_all = checks_edits, sent_to_all
+        # Whether the dispatcher calls functions that have settled.
+        self._settles = not checks_edits and communicator.gathers_at_once
 
     def gather(self, call: HookCall, original: Any) -> EditInput:
         """Check the call on all ranks, look up its layout, gather, and record."""
@@ -211,26 +204,9 @@ class _ShardedPath(ABC):
 
 
 class ReplicatedPath(_ShardedPath):
-    """The path on which every rank has the full tensor, runs the function and keeps its shard.
-
-    Args:
-        checks_edits: Whether ranks exchange after each edit whether it failed. In a pipeline they
-            run backward passes after it, whose graphs must be the same.
-    """
+    """The path on which every rank has the full tensor, runs the function and keeps its shard."""
 
     gather_in_graph = staticmethod(gather.gather)
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        records: Records,
-        layouts: LayoutFinder,
-        function: UserFunction,
-        checks_edits: bool,
-    ) -> None:
-        super().__init__(communicator, records, layouts, function)
-        self._checks_edits = checks_edits
-        self._settles = not checks_edits and communicator.gathers_at_once
 
     def _keeps_record(self, leaf: Tensor) -> bool:
         return self._records.keeps_full and leaf.is_cpu
@@ -265,24 +241,11 @@ class ReplicatedPath(_ShardedPath):
 
 
 class OnRank0Path(_ShardedPath):
-    """The path on which rank 0 alone has the full tensor and runs the function; others get shards.
-
-    Args:
-        sent_to_all: Sends ``save_ctx`` to all ranks, where the user chose that.
+    """The path on which rank 0 alone has the full tensor and runs the function; others get
+    shards.
     """
 
     gather_in_graph = staticmethod(gather.gather_to_first)
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        records: Records,
-        layouts: LayoutFinder,
-        function: UserFunction,
-        sent_to_all: SentToAll | None,
-    ) -> None:
-        super().__init__(communicator, records, layouts, function)
-        self._sent_to_all = sent_to_all
 
     def _why_once(self) -> str:
         return "the function runs on rank 0 only; use FlexModel(edit_on='all')"
@@ -387,9 +350,7 @@ def _copied(leaf: Tensor) -> Tensor:
 
 
 def _gathered(
-    gather_in_graph: Callable[..., Tensor],
-    part: Tensor,
-    gather_context: GatherContext,
+    gather_in_graph: Callable[..., Tensor], part: Tensor, gather_context: GatherContext
 ) -> Tensor:
     """Return the full tensor from ``gather_in_graph``, in the dtype of the hook; never an inference
     tensor, as in ``_copied``.

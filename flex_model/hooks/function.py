@@ -236,22 +236,17 @@ class HookFunction:
 
     def __repr__(self) -> str:
         edit = self.editing_function
-        parts = [repr(self.module_name)]
-        if self.expected_shape is not None:
-            parts.append(f"expected_shape={self.expected_shape}")
-        if edit is not None:
-            parts.append(f"editing_function={name_of(edit)}")
-        if self.unpack_idx:
-            parts.append(f"unpack_idx={self.unpack_idx!r}")
-        if self.output_name is not None:
-            parts.append(f"output_name={self.output_name!r}")
-        if self.select is not None:
-            parts.append(f"select={self.select}")
-        if not self.record:
-            parts.append("record=False")
-        if self.placements:
-            parts.append(f"placements={self.placements}")
-        return f"HookFunction({', '.join(parts)})"
+        arguments = {
+            "expected_shape": self.expected_shape,
+            "editing_function": None if edit is None else name_of(edit),
+            "unpack_idx": repr(self.unpack_idx) if self.unpack_idx else None,
+            "output_name": None if self.output_name is None else repr(self.output_name),
+            "select": self.select,
+            "record": None if self.record else False,
+            "placements": self.placements or None,
+        }
+        parts = [f"{name}={value}" for name, value in arguments.items() if value is not None]
+        return f"HookFunction({', '.join([repr(self.module_name), *parts])})"
 
 
 class PartHook(HookFunction):

@@ -26,17 +26,9 @@ class HookGroups:
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {ALL: 0}
-        self._next_id = 1
         # A function on several tensors of a site has a registration for each.
         self._registrations: dict[HookFunction, Sequence[Registration]] = {}
         self.registrations: Sequence[Registration] = ()
-
-    def __contains__(self, group: str) -> bool:
-        return group in self._ids
-
-    @property
-    def names(self) -> list[str]:
-        return list(self._ids)
 
     def add(
         self,
@@ -58,10 +50,7 @@ class HookGroups:
         self.registrations = tuple(one for one in self.registrations if one not in removed)
 
     def _make(self, group: str) -> int:
-        if group not in self._ids:
-            self._ids[group] = self._next_id
-            self._next_id += 1
-        return self._ids[group]
+        return self._ids.setdefault(group, len(self._ids))
 
     def ids(self, groups: str | Iterable[str], strict: bool = True) -> list[int]:
         """Return the numbers of groups. An unknown one is a ValueError with the nearest names, or

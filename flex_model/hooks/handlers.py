@@ -5,24 +5,24 @@ gradient.
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.failure import ERROR, FAILED, RankState
 from flex_model.errors import HookError, agreed, is_agreed
-from flex_model.hooks.backward_lock import BackwardLock
 from flex_model.hooks.edit_path import copy_for_model
 from flex_model.hooks.evidence import Evidence
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.hook_executor import HookExecutor
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.settled_gather import Gathered
-from flex_model.hooks.site import Handler
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import Before, changed, late_draws
 from flex_model.layouts import follow
@@ -249,10 +249,14 @@ class HookHandlers:
 
     # ---- Gradients -------------------------------------------------------------------------------
 
-    def backward_handler(
-        self, registrations: Sequence[Registration], module: nn.Module, leaf: Tensor
-    ) -> Handler:
-        """Return the handler of an edge at the module, which gets the gradient of ``leaf``."""
+    def put_edge(
+        self,
+        registrations: Sequence[Registration],
+        module: nn.Module,
+        leaf: Tensor,
+        passes_through: bool,
+    ) -> Tensor:
+        """Return the tensor that replaces ``leaf``, whose gradient the hooks get."""
         tracking, run = self._tracking, self.runs.current
         if run is None:
             run = self._backwards.run_of_current() if in_backward() else None
@@ -285,7 +289,11 @@ class HookHandlers:
                     grad = self._gradient(call, grad, run.batch)
                 return grad
 
-        return Handler(handle, evidences)
+        edge: Tensor = _Edge.apply(leaf, handle, passes_through)
+        with follow.paused():
+            for evidence in evidences:
+                evidence.move_to(edge)
+        return edge
 
     def run_parameter_hooks(
         self, registrations: Sequence[Registration], grad: Tensor | None
@@ -366,3 +374,55 @@ class HookHandlers:
 
     def _is_silent(self) -> bool:
         return self._step is not None and not self._step.calls_hooks()
+
+
+class _Edge(Function):
+    """Identity; its backward passes the gradient to ``handler`` and returns the handler's result.
+
+    The result is not a view for autograd, so a subsequent in-place operation works as on the tensor
+    itself. Where the tensor remains in use beside it (``passes_through``: a module that returns its
+    input), it stays a view, and such an operation raises.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor, handler, passes_through):
+        ctx.handler = handler
+        ctx.set_materialize_grads(False)
+        return tensor if passes_through else tensor.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.handler(grad), None, None
+
+
+_of_process = threading.RLock()
+
+
+class BackwardLock:
+    """A lock for the hooks of a backward: autograd has a thread for each device, so a backward
+    through a model on several devices calls hooks of two of them at the same time. They share the
+    runs, the records, and the process's random numbers on the CPU. Local.
+
+    Args:
+        timeout_s: The deadline of a wait, in seconds.
+        is_local: All hooks of this process take turns, also those of other FlexModels; where they
+            wait for other ranks, only those of one FlexModel, for two FlexModels could wait for
+            each other.
+    """
+
+    def __init__(self, timeout_s: float, is_local: bool) -> None:
+        self._lock = _of_process if is_local else threading.RLock()
+        self._timeout_s = min(timeout_s, threading.TIMEOUT_MAX)
+
+    def __enter__(self) -> None:
+        """Wait for the hooks of other threads; HookError after the deadline."""
+        if self._lock.acquire(blocking=False) or self._lock.acquire(timeout=self._timeout_s):
+            return
+        raise HookError(
+            f"a gradient hook waited {self._timeout_s:g} s for one in the thread of another "
+            "device; an editing function there takes longer, or waits for a backward through the "
+            "hooked model, which it must not run; give FlexModel a longer timeout= if it is slow"
+        )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

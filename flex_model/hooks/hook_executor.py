@@ -20,13 +20,7 @@ from flex_model.distributed.placement import ShardLayout
 from flex_model.distributed.plain import is_renamed, plain
 from flex_model.hooks import cuda_graphs
 from flex_model.hooks.call_check import check_call
-from flex_model.hooks.edit_path import (
-    EditInput,
-    EditPath,
-    LocalPath,
-    OnRank0Path,
-    ReplicatedPath,
-)
+from flex_model.hooks.edit_path import EditInput, LocalPath, OnRank0Path, ReplicatedPath
 from flex_model.hooks.function import PartHook
 from flex_model.hooks.hook_call import HookCall
 from flex_model.hooks.layout_finder import LayoutFinder
@@ -43,7 +37,7 @@ class HookExecutor:
     """Runs hooks on this rank's tensors. All methods are collective over the ranks of the stage.
 
     Args:
-        checks_edits: See `ReplicatedPath`.
+        checks_edits: Whether ranks exchange after each edit whether it failed: in a pipeline.
         sent_to_all: Sends ``save_ctx`` from rank 0 to all ranks, where the user chose that.
         layouts: Finds the layouts of tensors.
 
@@ -79,13 +73,14 @@ class HookExecutor:
         # where one fails, its schedule goes on without the edit, which no graph may contain then.
         self._defers = not checks_edits
         self.settles = communicator.is_local or (self.edits_on_all and not checks_edits)
-        self._path: EditPath
+        self._path: LocalPath | ReplicatedPath | OnRank0Path
         if communicator.is_local:
             self._path = LocalPath(records, self.layouts, function)
-        elif self.edits_on_all:
-            self._path = ReplicatedPath(communicator, records, self.layouts, function, checks_edits)
         else:
-            self._path = OnRank0Path(communicator, records, self.layouts, function, sent_to_all)
+            path = ReplicatedPath if self.edits_on_all else OnRank0Path
+            self._path = path(
+                communicator, records, layouts, function, not self.settles, sent_to_all
+            )
         self.full_parameter = full_parameter
         # Dividing this rank's gradients by it gives those of the mean loss.
         self.gradient_scale: int = communicator.mesh.dp_size
@@ -184,7 +179,7 @@ class HookExecutor:
             if reader is not None:
                 return reader.read(call, leaf.detach(), None, not reader.needs_full)
             pick = self.layouts.pick_of_full(call, leaf)
-            self._records.now(call, leaf if pick is None else pick.take(leaf.detach()))
+            self._records.keep(call, leaf if pick is None else pick.take(leaf.detach()))
             return
         call, shard, known = self.layouts.shard_of(call, leaf)
         shard = plain(shard)
@@ -220,7 +215,7 @@ class HookExecutor:
             return []
         del joint.gathered[batch]
         # The hook of another of these tensors may have failed, and reported it.
-        return inputs if len(inputs) == joint.size else []
+        return inputs if len(inputs) == len(joint.indices) else []
 
     def _placed(self, one: EditInput, shard: Tensor) -> Tensor:
         """Return the tensor that the model continues with, with the original's placements, and

@@ -19,13 +19,7 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.padding import Padding, paddings
 from flex_model.distributed.picked import Pick
-from flex_model.distributed.placement import (
-    Placement,
-    Replicate,
-    Shape,
-    Shard,
-    ShardLayout,
-)
+from flex_model.distributed.placement import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.distributed.plain import plain
 from flex_model.errors import HookError, LayoutMismatchError, agreed, is_agreed
 from flex_model.hooks.call_check import check_call
@@ -270,7 +264,9 @@ class LayoutFinder:
             own: By axis, the placements that a DTensor or the user states for the gradient itself.
         """
         is_parameter = call.registration.kind == "tensor"
-        proven = dict(zip(AXES, self._proven_gradient(call)))
+        if is_parameter:
+            call = replace(call, evidence=self._tracking.evidence_of_parameter(call.registration))
+        proven = dict(zip(AXES, self._tracking.prove_gradient(call.evidence)))
         sized = resolve.gradient_by_sizes(layout, call.registration.expected_shape)
         placed: dict[str, Placement] = {}
         for axis, placement in (("dp", layout.dp), ("tp", layout.tp)):
@@ -311,11 +307,6 @@ class LayoutFinder:
                     )
                 )
 
-    def _proven_gradient(self, call: HookCall) -> Pair:
-        if call.registration.kind == "tensor":
-            return self._tracking.prove_parameter_gradient(call.registration)
-        return self._tracking.prove_gradient(call.evidence)
-
     def _of_replicas(
         self,
         call: HookCall,
@@ -343,7 +334,7 @@ class LayoutFinder:
         """
         if proven is not None:
             return proven
-        why = self._obstacle(call, axis)
+        why = call.evidence.gradient_obstacles.get(axis, "")
         raise agreed(
             ValueError(
                 f"{call.registration.layout_site.name}: how the ranks along {axis} hold the "
@@ -353,11 +344,6 @@ class LayoutFinder:
                 f'HookFunction(placements={{"{axis}": Replicate()}}), Partial() or Shard(dim)'
             )
         )
-
-    def _obstacle(self, call: HookCall, axis: str) -> str:
-        if call.registration.kind == "tensor":
-            return self._tracking.obstacle_of_parameter(call.registration, axis)
-        return call.evidence.gradient_obstacles.get(axis, "")
 
     def of_edit_gradient(
         self, call: HookCall, grad: Tensor | None, layout: ShardLayout

@@ -14,59 +14,14 @@ from flex_model.integrations.torch_private import position_on_gpu
 # The offset of the first word of the twister in a state of torch's CPU generator (after its seed
 # and counters; CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp), and its unused bits.
 _FIRST_WORD, _UNREAD_BITS = 24, 2**31 - 1
-_REMEMBERED_STATES = 256
 
 
-class _SeedOfState:
-    """Computes the seed of runs; remembers the last state, which stays until something draws."""
-
-    def __init__(self) -> None:
-        self._last = torch.empty(0, dtype=torch.uint8), 0  # state, seed
-
-    def __call__(self) -> int:
-        """Return a seed from the state of torch's CPU generator, without drawing from it, so that
-        ``torch.manual_seed`` determines it.
-        """
-        state = torch.default_generator.get_state()
-        last, seed = self._last
-        if not _C.same_bytes(state, last):
-            seed = int(torch.ops.flex_model.fingerprint(state)[0]) & (2**63 - 1)
-            self._last = state, seed
-        return seed
-
-
-seed_of_state = _SeedOfState()
-
-
-def seed_of_call(run_seed: int, site: int, call: int) -> int:
-    """Return the seed of one call of a hook in a run."""
-    digest = hashlib.blake2b(f"{run_seed} {site} {call}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-class _SeededStates:
-    """The states of a generator for the calls in a run. Runs have the same seed until something
-    draws, and seeding a twister costs more than a copy of its state: 5 KiB each.
+def seed_of_state() -> int:
+    """Return a seed from the state of torch's CPU generator, without drawing from it, so that
+    ``torch.manual_seed`` determines it.
     """
-
-    def __init__(self) -> None:
-        self._last: tuple[int, dict[tuple[int, int], Tensor]] = (0, {})  # of one run seed
-
-    def of(self, run_seed: int, site: int, call: int) -> Tensor:
-        """Return the state for one call of a hook, to be read only."""
-        seed, states = self._last
-        if seed != run_seed or len(states) >= _REMEMBERED_STATES:
-            states = {}
-            self._last = run_seed, states
-        state = states.get((site, call))
-        if state is None:
-            generator = torch.Generator()
-            generator.manual_seed(seed_of_call(run_seed, site, call))
-            state = states[site, call] = generator.get_state()
-        return state
-
-
-_states = _SeededStates()
+    state = torch.default_generator.get_state()
+    return int(torch.ops.flex_model.fingerprint(state)[0]) & (2**63 - 1)
 
 
 class RandomState:
@@ -74,26 +29,24 @@ class RandomState:
     function, until ``end``.
     """
 
-    __slots__ = ("_before", "_cuda", "_seeded")
+    __slots__ = ("_states",)
 
     def __init__(self, run_seed: int, site: int, call: int, tensor: Tensor) -> None:
-        self._seeded = _states.of(run_seed, site, call)
-        self._before = torch.default_generator.get_state()
-        torch.default_generator.set_state(self._seeded)
-        self._cuda: tuple[torch.Generator, Tensor, Tensor] | None = None
+        digest = hashlib.blake2b(f"{run_seed} {site} {call}".encode(), digest_size=8).digest()
+        generators = [torch.default_generator]
         if tensor.is_cuda:
-            generator = torch.cuda.default_generators[tensor.device.index]
+            generators.append(torch.cuda.default_generators[tensor.device.index])
+        self._states: list[tuple[torch.Generator, Tensor, Tensor]] = []  # before, and seeded
+        for generator in generators:
             before = generator.get_state()
-            generator.manual_seed(seed_of_call(run_seed, site, call))
-            self._cuda = generator, before, generator.get_state()
+            generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+            self._states.append((generator, before, generator.get_state()))
 
     def end(self) -> bool:
         """Restore the generators; return whether the function drew from one of them."""
-        has_drawn = not _C.same_bytes(torch.default_generator.get_state(), self._seeded)
-        torch.default_generator.set_state(self._before)
-        if self._cuda is not None:
-            generator, before, seeded = self._cuda
-            has_drawn |= not torch.equal(generator.get_state(), seeded)
+        has_drawn = False
+        for generator, before, seeded in self._states:
+            has_drawn |= not _C.same_bytes(generator.get_state(), seeded)
             generator.set_state(before)
         return has_drawn
 

@@ -40,10 +40,6 @@ class Joint:
     indices: tuple[int | str, ...]
     gathered: dict[int | None, list[Any]] = field(default_factory=dict)
 
-    @property
-    def size(self) -> int:
-        return len(self.indices)
-
 
 @dataclass(eq=False)
 class Registration:
@@ -173,13 +169,6 @@ class Registration:
         """The modules or parameters among its targets that still exist."""
         return [target for ref in self.targets if (target := ref()) is not None]
 
-    @property
-    def parameter_targets(self) -> tuple[list[Any], str]:
-        """The parameters that stand for it on this rank, and their first name: a tied one has
-        several, and is followed by its first.
-        """
-        return self.living_targets, self.first_name
-
     def was_called(self, run: int) -> bool:
         """Whether one of its modules was called in that run, and its hooks there."""
         return any(place.last_run == run for place in self.places)
@@ -210,19 +199,12 @@ class Registration:
     @property
     def layout_site(self) -> Site:
         """The site as the layout resolver takes it."""
-        kinds = {
-            "forward": "forward",
-            "full_backward_pre": "forward",
-            "forward_pre": "forward_pre",
-            "full_backward": "forward_pre",
-            "tensor": "parameter",
-        }
-        index = self.hook_function.unpack_idx
+        kind = "forward_pre" if self.takes_inputs else "forward"
         return Site(
             self.describe(),
             self.clean_name,
-            kinds[self.kind],
-            index,
+            "parameter" if self.kind == "tensor" else kind,
+            self.hook_function.unpack_idx,
             self.parameter,
             self.is_backward,
         )

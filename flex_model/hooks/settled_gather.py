@@ -1,7 +1,7 @@
 """Gathers the tensor of an edit whose layout is known, in one round with the header of its call.
 
-``EditPath`` makes the object at a call of a hook, for the same call in later forwards of the same
-key. Whatever is unusual there is left to it.
+``ReplicatedPath`` makes the object at a call of a hook, for the same call in later forwards of the
+same key. Whatever is unusual there is left to it.
 """
 
 from __future__ import annotations

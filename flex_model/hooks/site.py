@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from flex_model import _C
 from flex_model.errors import HookError
 from flex_model.integrations import compiled
-from flex_model.layouts import follow
 
 if TYPE_CHECKING:
-    from flex_model.hooks.evidence import Evidence
+    from flex_model.hooks.handlers import HookHandlers
     from flex_model.hooks.registration import Registration
-    from flex_model.runs.lifecycle import Runs
 
 _MAX_DEPTH = 64  # of nested calls of one module
 _NOT_PASSED = object()
@@ -33,54 +29,6 @@ _NOT_PASSED = object()
 # accumulated (FSDP2: averaged and sharded by then); computed for what FSDP1 gathers for a forward;
 # or on request, at the end of a pipeline's step.
 Moment = Literal["computed", "accumulated", "gathered", "requested"]
-
-
-class Handler:
-    """Handles the gradient of a tensor that hooks observe.
-
-    Args:
-        handle: Gets the gradient, and returns the one that the backward continues with.
-        evidences: Of each hook: the evidence of how the tensor is placed.
-    """
-
-    __slots__ = ("_evidences", "handle")
-
-    def __init__(
-        self, handle: Callable[[Tensor | None], Tensor | None], evidences: Sequence[Evidence]
-    ) -> None:
-        self.handle, self._evidences = handle, evidences
-
-    def move_to(self, edge: Tensor) -> None:
-        """Infer the gradient of this tensor, which replaces the hooked one, from now on."""
-        with follow.paused():
-            for evidence in self._evidences:
-                evidence.move_to(edge)
-
-
-class _Edge(Function):
-    """Identity; its backward passes the gradient to ``handler`` and returns the handler's result.
-
-    The result is not a view for autograd, so a subsequent in-place operation works as on the tensor
-    itself. Where the tensor remains in use beside it (``passes_through``: a module that returns its
-    input), it stays a view, and such an operation raises.
-    """
-
-    @staticmethod
-    def forward(ctx, tensor, handler, passes_through):
-        ctx.handler = handler
-        ctx.set_materialize_grads(False)
-        return tensor if passes_through else tensor.detach()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.handler(grad), None, None
-
-
-def _put_edge(leaf: Tensor, handler: Handler, passes_through: bool) -> Tensor:
-    """Return the tensor that replaces ``leaf``, whose gradient is passed to ``handler``."""
-    edge = _Edge.apply(leaf, handler.handle, passes_through)
-    handler.move_to(edge)
-    return edge
 
 
 _numbers = itertools.count()
@@ -98,44 +46,12 @@ def _put_in_order(hooks: Any, number: int) -> None:
             return
 
 
-class SiteOwner(Protocol):
-    """The methods of ``HookHandlers`` that sites call."""
-
-    @property
-    def runs(self) -> Runs: ...
-    def forward(self, registration: Registration, module: nn.Module, tree: Any) -> Any: ...
-    def edit_whole(
-        self, registration: Registration, module: nn.Module, leaf: Tensor, full: Tensor
-    ) -> Tensor | None: ...
-    def backward_handler(
-        self, registrations: Sequence[Registration], module: nn.Module, leaf: Tensor
-    ) -> Handler: ...
-    def run_parameter_hooks(
-        self, registrations: Sequence[Registration], grad: Tensor | None
-    ) -> Tensor | None: ...
-    def refuse_parameter_hooks(self, registration: Registration, error: Exception) -> None: ...
-    def hook_failed(self, registration: Registration, error: Exception) -> None: ...
-    def note_activations(self, registrations: Sequence[Registration], tree: Any) -> None: ...
-    def active_in_replay(self, registrations: Sequence[Registration]) -> Sequence[Registration]: ...
-    def finish_edit(
-        self,
-        registration: Registration,
-        leaf: Tensor,
-        full: Tensor,
-        before: Any,
-        result: object,
-        is_kept: bool,
-    ) -> Tensor | None: ...
-    def edit_drew(self, registration: Registration) -> None: ...
-    def gather_settled(self, registration: Registration, leaf: Tensor) -> Any: ...
-
-
 class ModuleSite:
     """The hooks of one module: a dispatcher site per kind, and at most one torch hook before and
     one after its forward.
     """
 
-    def __init__(self, owner: SiteOwner, dispatcher: _C.Dispatcher, module: nn.Module) -> None:
+    def __init__(self, owner: HookHandlers, dispatcher: _C.Dispatcher, module: nn.Module) -> None:
         self._owner = owner
         self._dispatcher = dispatcher
         self._module = weakref.ref(module)
@@ -247,26 +163,21 @@ class ModuleSite:
         hook.place_among_wraps = self._number  # type: ignore[attr-defined]
         return hook
 
-    def _pre_hook(self, with_edges: bool) -> Any:
+    def _pre_hook(self, puts_edges: bool) -> Any:
         call = self.site("forward_pre").call
         runs = self._owner.runs
 
         def hook(module, args, kwargs=None):
             self.last_run = runs.number
-            return call(module, (args, kwargs)) if kwargs is not None else self._was_taken_off()
-
-        def hook_with_edges(module, args, kwargs=None) -> Any:
-            self.last_run = runs.number
             if kwargs is None:
                 return self._was_taken_off()
             tree = call(module, (args, kwargs))
-            if self._is_ours(module):
+            if puts_edges and self._is_ours(module):
                 tree = self._put_input_edges(module, tree)
             return tree
 
         hook.place_among_wraps = self._number  # type: ignore[attr-defined]
-        hook_with_edges.place_among_wraps = self._number  # type: ignore[attr-defined]
-        return hook_with_edges if with_edges else hook
+        return hook
 
     def _was_taken_off(self) -> None:
         """Handle a hook that torch calls without its arguments: it was removed while the call
@@ -311,8 +222,7 @@ class ModuleSite:
             leaf = self._leaf(registrations[0], tree)
             if leaf is None or not leaf.requires_grad:
                 continue
-            handler = self._owner.backward_handler(registrations, module, leaf)
-            edge = _put_edge(leaf, handler, False)
+            edge = self._owner.put_edge(registrations, module, leaf, False)
             entered.append((leaf, edge, edge._version))
             tree = _C.replace_leaf(tree, index, edge)
         return tree
@@ -339,8 +249,7 @@ class ModuleSite:
                 continue
             if input_ids is None:
                 input_ids = {id(tensor) for tensor in _C.flatten(inputs)[0]}
-            handler = self._owner.backward_handler(registrations, module, leaf)
-            edge = _put_edge(leaf, handler, id(leaf) in input_ids)
+            edge = self._owner.put_edge(registrations, module, leaf, id(leaf) in input_ids)
             output = _C.replace_leaf(output, index, edge)
         return output
 
@@ -387,7 +296,7 @@ class ParameterSite:
 
     def __init__(
         self,
-        owner: SiteOwner,
+        owner: HookHandlers,
         dispatcher: _C.Dispatcher,
         parameter: nn.Parameter,
         moment: Moment,

@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -18,8 +18,11 @@ from flex_model.distributed.header import site_hash
 from flex_model.hooks.function import KINDS, HookFunction, PartHook
 from flex_model.hooks.groups import ALL, HookGroups, as_names
 from flex_model.hooks.registration import Joint, Registration
-from flex_model.hooks.site import ModuleSite, Moment, ParameterSite, SiteOwner
+from flex_model.hooks.site import ModuleSite, Moment, ParameterSite
 from flex_model.integrations import compiled, torch_private
+
+if TYPE_CHECKING:
+    from flex_model.hooks.handlers import HookHandlers
 
 Choice = tuple[tuple[str, ...], bool]  # groups, complement
 EVERYTHING: Choice = ((ALL,), False)
@@ -101,7 +104,7 @@ class HookTable:
 
     def connect(
         self,
-        handlers: SiteOwner,
+        handlers: HookHandlers,
         on_change: Callable[[], None],
         on_removal: Callable[[Sequence[Registration]], None],
     ) -> None:
@@ -111,10 +114,7 @@ class HookTable:
         """
         self._handlers, self._on_change, self._on_removal = handlers, on_change, on_removal
         self._make_dispatcher = functools.partial(
-            _C.Dispatcher,
-            self._output_ptr,
-            handlers,
-            torch_private.FOR_DISPATCHER,
+            _C.Dispatcher, self._output_ptr, handlers, torch_private.FOR_DISPATCHER
         )
         self._dispatcher = self._make_dispatcher()
         self._parameter_dispatcher = self._make_dispatcher()

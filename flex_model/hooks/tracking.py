@@ -26,7 +26,7 @@ from flex_model.integrations import (
     past_positions,
     transformers_private,
 )
-from flex_model.layouts import follow, replicas
+from flex_model.layouts import follow
 from flex_model.layouts.cache import Conditions, ForwardLayouts, LayoutCache, Place
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.inputs import SharedInputs, seed_inputs
@@ -36,7 +36,6 @@ from flex_model.layouts.module_buffers import Buffers
 from flex_model.layouts.placement_encoding import common, encode
 from flex_model.layouts.replicas import PendingReplica
 from flex_model.layouts.sources import (
-    AXES,
     Argument,
     BatchDim,
     Constants,
@@ -65,11 +64,7 @@ class Tracking:
     """
 
     def __init__(
-        self,
-        root: nn.Module,
-        communicator: Communicator,
-        batch_dim: BatchDim,
-        follow: Follow,
+        self, root: nn.Module, communicator: Communicator, batch_dim: BatchDim, follow: Follow
     ) -> None:
         self._root = root
         self._communicator, self.is_local = communicator, communicator.is_local
@@ -135,9 +130,7 @@ class Tracking:
         """
         if self.is_local or self.forward.enter():
             return
-        parameters = [
-            r for r in active.parameters if any(self.asks_for_parameter(r, axis) for axis in AXES)
-        ]
+        parameters = [r for r in active.parameters if self._infers_gradient(r)]
         states = states_of((args, kwargs))
         forward = self.forward = Forward(1, part, states=states, parameters=parameters)
         if not active.registrations:
@@ -161,7 +154,8 @@ class Tracking:
         hashed = None if shared is None else shared.hash()
         header = Header("inputs", site=site, shape=numbers, hash=hashed)
         headers = self._communicator.check_consistency(header, "the start of a forward")
-        if shared is not None and replicas.differ(self._communicator.mesh, headers, "tp"):
+        hashes = [other.hash for other in headers]
+        if shared is not None and not self._communicator.mesh.equal_along("tp", hashes):
             shared.compare(self._communicator)
         key, layouts = self._memory.begin(tuple([other.shape for other in headers]))
         if layouts is None or self._follow == "always":
@@ -172,16 +166,12 @@ class Tracking:
         if torch.is_grad_enabled():
             self._recent.append(layouts)
 
-    def asks_for_parameter(self, registration: Registration, axis: str) -> bool:
-        """Return whether the placement of a parameter's gradient along the axis is inferred from
-        operations: along tp, a DTensor states it.
+    def _infers_gradient(self, registration: Registration) -> bool:
+        """Return whether the placement of a parameter's gradient is inferred from operations: along
+        tp, a DTensor states it.
         """
         mesh = self._communicator.mesh
-        if registration.kind != "tensor":
-            return False
-        if axis == "dp":
-            return mesh.dp_size > 1
-        return mesh.tp_size > 1 and any(
+        return mesh.dp_size > 1 or any(
             (stated_by_dtensor(parameter, mesh) or (None, None))[1] is None
             for parameter in registration.living_targets
         )
@@ -301,7 +291,7 @@ class Tracking:
                 of_gradients[place] = evidence.current
         assert forward.key is not None
         for registration in forward.parameters:
-            of_weight = follower.weight_of(*registration.parameter_targets)
+            of_weight = follower.weight_of(registration.living_targets, registration.first_name)
             if of_weight is not None:
                 of_gradients[Place(registration.site, 0)] = of_weight
         gradients = self._gradients(follower, of_gradients, forward.parameters)
@@ -343,11 +333,6 @@ class Tracking:
         """Drop the running forward: a run begins, or has ended in whatever state."""
         self.forward.close()
         self.forward = Forward()
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether the wrapped module, or a part of it that was called on its own, runs."""
-        return self.forward.depth > 0
 
     @property
     def is_following(self) -> bool:
@@ -442,10 +427,7 @@ class Tracking:
         return evidence.placements
 
     def _gradients(
-        self,
-        follower: Follower,
-        values: Mapping[Place, Any],
-        parameters: Iterable[Registration],
+        self, follower: Follower, values: Mapping[Place, Any], parameters: Iterable[Registration]
     ) -> dict[Place, Pair]:
         """Return the gradients' placements that the forward proves. Collective if there are any."""
         pairs = {place: follower.proofs.gradient_placements(one) for place, one in values.items()}
@@ -497,21 +479,16 @@ class Tracking:
         """Return why gradients of the model's gradients would be wrong; empty if they are right."""
         return mesh_sources.why_once(self._root)
 
-    def prove_parameter_gradient(self, registration: Registration) -> Pair:
-        """Return the placements of a parameter's gradient on which the last forwards agree: which
-        of them a backward is of is not known. Local.
+    def evidence_of_parameter(self, registration: Registration) -> Evidence:
+        """Return the evidence of how a parameter's gradient is placed: what the last forwards agree
+        on, since which of them a backward is of is not known. Local.
         """
-        place = Place(registration.site, 0)
+        place, obstacles = Place(registration.site, 0), dict[str, str]()
         found = {one.gradients[place][1] for one in self._recent if place in one.gradients}
+        for one in reversed(self._recent):
+            obstacles |= one.obstacles.get(place, {})
         tp = found.pop() if len(found) == 1 else None
-        return Partial(), tp
-
-    def obstacle_of_parameter(self, registration: Registration, axis: str) -> str:
-        """Return why the placement along ``axis`` of a parameter's gradient is not known; empty if
-        the reason is unknown, too. Local.
-        """
-        known = (one.obstacles.get(Place(registration.site, 0), {}) for one in self._recent)
-        return next(filter(None, (one.get(axis, "") for one in known)), "")
+        return Evidence(gradient=(Partial(), tp), gradient_obstacles=obstacles)
 
     def _compare(self, follower: Follower, is_over: bool = False) -> None:
         """Compare the operations that the ranks have run. Collective.

@@ -180,11 +180,7 @@ def results_of(registration: Registration, result: object) -> Sequence[object]:
 
 
 def changed(
-    registration: Registration,
-    full: Tensor,
-    before: Before,
-    result: object,
-    is_kept: bool,
+    registration: Registration, full: Tensor, before: Before, result: object, is_kept: bool
 ) -> Tensor | None:
     """Return the tensor that replaces ``full``; None if the model continues with its own.
 

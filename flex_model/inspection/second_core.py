@@ -11,7 +11,7 @@ import random
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -175,16 +175,22 @@ class SecondCore(HookCore):
             save_ctx, modules = user.save_ctx, copy.deepcopy(user.modules)
             modules.zero_grad()
             edit_on = "all" if user.executor.edits_on_all else "rank0"
+        settings = replace(
+            user.settings,
+            edit_on=edit_on,
+            output_ranks="rank0",
+            save_ctx_on="rank0",
+            follow="new",
+            dp_batch=None,
+            pad_value=0,
+        )
         super().__init__(
             user.module if reference is None else reference,
             user.mesh if reference is None else Mesh(),
             self.found,
             save_ctx,
             modules,
-            edit_on,
-            "rank0",
-            user.communicator.timeout_s,
-            batch_dim=user.tracking.batch_dim,
+            settings,
             on_failure=None if edits else self._leave_out,
             only_whole=True,  # the report lists modules that were not called
         )

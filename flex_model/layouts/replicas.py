@@ -12,8 +12,7 @@ from torch import Tensor
 from flex_model import _C
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.header import MAX_HASHED_DIMS, Header
-from flex_model.distributed.mesh import Mesh
+from flex_model.distributed.header import MAX_HASHED_DIMS
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.host_copies import Ready, ready_now
@@ -70,16 +69,6 @@ def are_compared(shape: Shape) -> bool:
 def hash_of(tensor: Tensor) -> int:
     """Return a 63-bit hash of the values."""
     return _C.hash_of(plain(tensor.detach()).cpu().contiguous())
-
-
-def differ(mesh: Mesh, headers: Sequence[Header], axis: str) -> bool:
-    """Whether hashes differ between ranks that differ along ``axis`` only, anywhere in the grid."""
-    if len({header.hash for header in headers}) == 1:
-        return False
-    return any(
-        header.hash != headers[mesh.ranks_along((axis,), place)[0]].hash
-        for place, header in enumerate(headers)
-    )
 
 
 def reconciled(

@@ -11,6 +11,7 @@ import io
 import json
 import os
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +127,8 @@ def save(
             contents.update(_contents(modules, optimizer, extra if is_first else None))
         return {"with optimizer": optimizer is not None, **contents.get("hashes", {})}
 
-    moment = "what is in a file of trainable modules"
-    per_rank = gather_checked(communicator, moment, hashes, section=_SECTION)
+    agree = partial(gather_checked, communicator, section=_SECTION)
+    per_rank = agree("what is in a file of trainable modules", hashes)
     have_optimizer = [of_rank["with optimizer"] for of_rank in per_rank]
     if any(have_optimizer) and not have_optimizer[0]:
         raise agreed(
@@ -142,12 +143,7 @@ def save(
     )
     moment = f"the file {Path(path).name} of trainable modules"
     with _waiting(communicator):
-        gather_checked(
-            communicator,
-            moment,
-            lambda: _write(Path(path), contents) if is_first else None,
-            section=_SECTION,
-        )
+        agree(moment, lambda: _write(Path(path), contents) if is_first else None)
 
 
 def _write(path: Path, contents: dict[str, Any]) -> None:
@@ -175,18 +171,12 @@ def load(
             return None
         return encode(_read(Path(path)), tensors), describe(tensors)
 
-    moment = f"the file {Path(path).name} of trainable modules"
+    agree = partial(gather_checked, communicator, section=_SECTION)
     with _waiting(communicator):
-        gathered = gather_checked(communicator, moment, read, section=_SECTION)
-    encoded, described = gathered[0]
+        encoded, described = agree(f"the file {Path(path).name} of trainable modules", read)[0]
     contents = decode(encoded, from_rank(communicator, 0, tensors, described))
     moment = "whether a file of trainable modules fits"
-    gather_checked(
-        communicator,
-        moment,
-        lambda: _check(Path(path), contents, modules, optimizer),
-        section=_SECTION,
-    )
+    agree(moment, lambda: _check(Path(path), contents, modules, optimizer))
     modules.load_state_dict(contents["modules"])
     if optimizer is not None:
         optimizer.load_state_dict(contents["optimizer"])

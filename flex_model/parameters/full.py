@@ -447,11 +447,7 @@ class Parameters:
 
     @contextlib.contextmanager
     def _found(
-        self,
-        name: str,
-        writeback: bool = False,
-        sharded: bool = False,
-        with_grads: bool = False,
+        self, name: str, writeback: bool = False, sharded: bool = False, with_grads: bool = False
     ) -> Iterator[_Found]:
         """A context with the parameter readable, and writable with ``writeback``: FSDP1's and
         ZeRO-3's are gathered.

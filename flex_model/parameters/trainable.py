@@ -6,8 +6,6 @@ makes the same step from the same gradients, and runs raise at their start where
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -79,7 +77,7 @@ class Replicas:
     def digests(self) -> dict[str, int]:
         """Return by name a hash of the tensor's dtype, shape and values. Local."""
         found = {}
-        for name, tensor in self._tensors():
+        for name, tensor in (*self._modules.named_parameters(), *self._modules.named_buffers()):
             version = 0 if tensor.is_inference() else tensor._version
             state = version, tensor.data_ptr() if _has_values(tensor) else 0
             known = self._hashes.get(name)
@@ -92,10 +90,6 @@ class Replicas:
     def digest(self) -> int:
         """Return one hash of all of them. Local."""
         return site_hash(sorted(self.digests().items()))
-
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._modules.named_parameters()
-        yield from self._modules.named_buffers()
 
     def __len__(self) -> int:
         """The number of trainable modules."""

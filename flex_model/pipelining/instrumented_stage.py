@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from flex_model.hooks.core import HookCore
-from flex_model.integrations import cut, torch_pipelining
+from flex_model.integrations import torch_pipelining
 from flex_model.integrations.torch_pipelining import to_meta
 from flex_model.pipelining.row_proofs import StageRecording
 from flex_model.pipelining.stages import accepted_kwargs
 from flex_model.pipelining.stand_ins import OwnTensor
 from flex_model.runs.step import MicrobatchState
-from flex_model.runs.until import Site, Until
+from flex_model.runs.until import Site, ended_at
 
 _REPLACED = (
     "forward_one_chunk",
@@ -50,7 +50,7 @@ class InstrumentedStage:
         self._state, self._core = state, core
         self._accepted = accepted_kwargs(stage.submod)
         self._is_skipped = False  # these two: see `begin`
-        self._until: Until | None = None
+        self._until: list[Site] | None = None
         self._recording: StageRecording | None = None
         self._failed: set[int] = set()  # micro-batches that continue with zeros
         self._num_backwards = 0
@@ -85,7 +85,7 @@ class InstrumentedStage:
         self._failed.clear()
         self._num_backwards = 0
         self._splits_backward = self._may_split_backward
-        self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
+        self._is_skipped, self._until = is_skipped, sites
         self.stage.has_backward = has_backward
         self.stage.clear_runtime_states()
 
@@ -133,7 +133,7 @@ class InstrumentedStage:
         with self._state.at(self.index, fwd_chunk_id):
             try:
                 if not self._is_skipped:
-                    with one_forward(self._until, self.stage.submod):
+                    with ended_at(self._until, self.stage.submod):
                         output = self._of_torch(
                             "forward_one_chunk",
                             fwd_chunk_id,
@@ -282,19 +282,6 @@ class InstrumentedStage:
             yield
         finally:
             del vars(submod)["parameters"]
-
-
-@contextlib.contextmanager
-def one_forward(until: Until | None, root: nn.Module) -> Iterator[None]:
-    """A context for one forward of a stage, which ends early in a step of ``run_until``."""
-    if until is None:
-        yield
-        return
-    with until.installed(), until.one_forward():
-        yield
-    cut.clean_up(root)
-    if not until.is_reached:
-        raise RuntimeError(cut.not_reached(None))
 
 
 def sendable(output: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,11 +75,11 @@ class LocalPipeline:
         stages_mesh = Mesh(ranks, ranks.index(dist.get_rank()), pp_size=len(ranks))
         source = Source("the stages' process group", stages_mesh, is_exact=False)
         whole = settings.find_mesh(self.root, [source])
-        core = settings.make_core(
-            self.root, whole, {}, StageContext(), "rank0", self.state, StageParameters
-        )
-        self.core, self.mesh = core, core.mesh
-        mesh = core.mesh
+        own = replace(settings, output_ranks="rank0")  # of each stage, from where records are sent
+        context, modules = StageContext(), nn.ModuleDict()
+        core = HookCore(self.root, whole, {}, context, modules, own, self.state, StageParameters)
+        self.core = core
+        self.mesh = mesh = core.mesh
         self.conditions = StepConditions(self.root)
         with contextlib.ExitStack() as stack:
             stack.callback(core.close)

@@ -29,7 +29,7 @@ from flex_model.inspection.tree import Node
 from flex_model.integrations import cut, fsdp, refused
 from flex_model.integrations.transformers_private import cache_of, pipeline_stage, with_cache_of
 from flex_model.names import find_parameter
-from flex_model.pipelining.instrumented_stage import LocalSchedule, one_forward
+from flex_model.pipelining.instrumented_stage import LocalSchedule
 from flex_model.pipelining.local_pipeline import LocalPipeline, StepCall, check_dims
 from flex_model.pipelining.stages import StageIndex, find_targets
 from flex_model.pipelining.step_runner import StepRunner
@@ -37,7 +37,7 @@ from flex_model.records.store.session import Session, config_hash
 from flex_model.runs.module import check_open
 from flex_model.runs.settings import Groups, Settings, refuse_of_steps
 from flex_model.runs.step import MicrobatchState
-from flex_model.runs.until import Site, Until
+from flex_model.runs.until import Site, ended_at
 from flex_model.visualize.model_map import Modules
 
 _OF_STEP = ("target", "losses", "return_outputs")  # keyword arguments of the step, not of stages
@@ -359,7 +359,7 @@ class LocalForward:
         self._state, self._core = state, core
         self._forward = stage.submod.forward
         self._is_skipped = False  # these two: see `begin`
-        self._until: Until | None = None
+        self._until: list[Site] | None = None
         self._left: list[str] = []  # what this forward has yet to send or receive
         self._kwargs: dict[str, Any] = {}
         self._is_tracked = False
@@ -377,7 +377,7 @@ class LocalForward:
 
     def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
         """Begin a step: see ``InstrumentedStage.begin``."""
-        self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
+        self._is_skipped, self._until = is_skipped, sites
 
     def run(
         self,
@@ -402,7 +402,7 @@ class LocalForward:
         with torch.no_grad(), self._state.at(self.index, 0):
             try:
                 if not self._is_skipped:
-                    with one_forward(self._until, stage.submod):
+                    with ended_at(self._until, stage.submod):
                         if stage.is_first:
                             self._begin_tracking(kwargs)
                         output = self._forward(**kwargs)

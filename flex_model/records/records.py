@@ -135,17 +135,12 @@ class Records:
         for name, tensors in records.items():
             self.output_ptr.setdefault(name, []).extend(tensors)
 
-    def now(self, call: HookCall, full: Tensor) -> None:
-        """Record a full tensor that this rank holds, one process's or one of its replicas'."""
-        if self.keeps_full or self._communicator.is_local:
-            self._keep(call, full)
-
     def put(self, call: HookCall, record: Tensor | None, full: Tensor) -> None:
         """Record ``record``, which has no other owner; if there is none, a copy of ``full``."""
         if not self.keeps_full:
             return
         if record is None or record is full or host_copies.is_on_gpu(full):
-            self._keep(call, full)
+            self.keep(call, full)
         else:
             self.add(call.registration, record)
 
@@ -153,7 +148,7 @@ class Records:
         """Record a tensor on the CPU that has no other owner."""
         self._list(registration).append(record)
 
-    def _keep(self, call: HookCall, full: Tensor) -> None:
+    def keep(self, call: HookCall, full: Tensor) -> None:
         """Record a copy; that of a GPU's tensor goes to the CPU when the run ends."""
         if host_copies.is_on_gpu(full):
             snapshot, slot = self._snapshots.take(full), self._reserve(call)
@@ -279,10 +274,7 @@ class Records:
         return found
 
     def _check_specs(
-        self,
-        pending: list[PendingRecord],
-        per_rank: list[list[tuple[torch.dtype, Shape]]],
-        resolve,
+        self, pending: list[PendingRecord], per_rank: list[list[tuple[torch.dtype, Shape]]], resolve
     ) -> tuple[list[PendingRecord], list[TensorSpec]]:
         """Return the records to deliver, and how each is gathered."""
         known, specs = [], []

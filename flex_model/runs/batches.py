@@ -21,7 +21,7 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.evidence import Forward
 from flex_model.hooks.random_state import renew_seed, seed_of_state
 from flex_model.hooks.table import EVERYTHING, Choice
-from flex_model.runs.outermost import OutermostRun
+from flex_model.runs.lifecycle import OutermostRun
 from flex_model.runs.run import NodesByBatch, Run
 
 T = TypeVar("T")
@@ -60,11 +60,6 @@ class BatchRun:
     def choose(self, choice: tuple[Choice, Choice]) -> None:
         """Keep the choice of hooks that the batch has made."""
         self.choice = choice
-
-    def take_records(self) -> dict[str, list[Tensor]]:
-        """Return the records that waited."""
-        records, self.records = self.records, {}
-        return records
 
 
 class BatchRuns:
@@ -166,7 +161,8 @@ class BatchRuns:
 
     def delivered(self, batch: BatchRun) -> None:
         """Append its records to the user's. Called in the order of the batches, after all ran."""
-        self._core.records.extend(batch.take_records())
+        self._core.records.extend(batch.records)
+        batch.records.clear()
 
 
 @contextlib.contextmanager

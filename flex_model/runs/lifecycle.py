@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
@@ -27,14 +27,19 @@ from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import refused, transformers_private
-from flex_model.integrations.compiled import HookGuards, between_graphs, outside_graphs
+from flex_model.integrations.compiled import (
+    HOOKS_BREAK_GRAPHS,
+    HookGuards,
+    between_graphs,
+    outside_graphs,
+    stopped_at_fullgraph,
+)
 from flex_model.integrations.torch_private import is_profiling
 from flex_model.parameters.trainable import Replicas
 from flex_model.records.records import Records, Resolve
 from flex_model.records.store.activation_store import ActivationStore
 from flex_model.records.store.session import Session
 from flex_model.runs.backward_watch import BackwardWatch
-from flex_model.runs.outermost import OutermostRun
 from flex_model.runs.remembered_runs import RememberedRuns, backward_task, in_backward
 from flex_model.runs.run import Run, next_sequence
 from flex_model.runs.step import MicrobatchState
@@ -542,3 +547,27 @@ def _calls_of_modules() -> Iterator[FrameType]:
         if frame.f_globals.get("__name__") == nn.Module.__module__:
             yield frame
         frame = frame.f_back
+
+
+class OutermostRun:
+    """A context manager for one outermost run. Not a generator's: a Ctrl-C between its entry and
+    the body would leave the run open.
+    """
+
+    __slots__ = ("_begin", "_end", "_run")
+
+    def __init__(
+        self, begin: Callable[[], Run], end: Callable[[Run, BaseException | None], None]
+    ) -> None:
+        self._begin, self._end = begin, end
+
+    @outside_graphs
+    def __enter__(self) -> Run:
+        self._run = self._begin()
+        return self._run
+
+    @outside_graphs
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._end(self._run, error)
+        if error is not None and stopped_at_fullgraph(error):
+            raise HookError(f"torch.compile: {HOOKS_BREAK_GRAPHS}") from error

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
 from flex_model import inspection, visualize
-from flex_model.distributed.communicator import Communicator
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.site import Moment
@@ -23,7 +22,7 @@ from flex_model.names import clean, find_module, module_names
 from flex_model.records.store.session import Session, config_hash
 from flex_model.runs.settings import Groups, Settings, refuse_of_steps
 from flex_model.runs.skipping import Skip
-from flex_model.runs.until import Site, Until
+from flex_model.runs.until import Site, ended_at
 
 
 class ModuleIndex:
@@ -71,7 +70,7 @@ class ModuleRunner:
         refused.check_adapters(module, mesh)
         refused.check_copies(module)
         records = output_ptr if isinstance(output_ptr, dict) else {}
-        core = settings.make_core(module, mesh, records, Namespace(), settings.output_ranks)
+        core = HookCore(module, mesh, records, Namespace(), nn.ModuleDict(), settings)
         self.core = core
         self._gathered: dict[str, Any] = {}  # hooks have weak references
         if not isinstance(output_ptr, dict):
@@ -81,22 +80,14 @@ class ModuleRunner:
                 core.close()
                 raise
         self.close, self.run_idle = core.close, module
+        self.one_run_at_most, self.interrupted = core.runs.one_run_at_most, core.runs.interrupted
+        self.communicators, self.everyone = {"ranks": core.communicator}, core.of_parameters
         self.index, self.parameters = ModuleIndex(core), core.parameters
 
     @property
     def session(self) -> Session | None:
         """The session of the store that records go to, if any."""
         return self.core.runs.session
-
-    @property
-    def communicators(self) -> dict[str, Communicator]:
-        """The communicators that hooks use; the first is to all ranks of a run."""
-        return {"ranks": self.core.communicator}
-
-    @property
-    def everyone(self) -> Communicator:
-        """The communicator to all ranks of the model."""
-        return self.core.of_parameters
 
     @property
     def is_running(self) -> bool:
@@ -118,15 +109,9 @@ class ModuleRunner:
         with core.runs.active(choice):
             return core.module(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def active(self, groups: Groups, complement: bool) -> Iterator[None]:
-        """A context in which all calls of the module are one run."""
-        with self.core.runs.active(self.core.table.choice(groups, complement)):
-            yield
-
-    def one_run_at_most(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which all calls of the module are one run, begun by the first."""
-        return self.core.runs.one_run_at_most()
+    def active(self, groups: Groups, complement: bool) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which all calls of the module are one run."""
+        return self.core.runs.active(self.core.table.choice(groups, complement))
 
     def run_until(
         self,
@@ -138,17 +123,12 @@ class ModuleRunner:
     ) -> None:
         """Run the forward until this module, or the last of the hooked ones, was called."""
         core = self.core
-        core.table.choice(groups, complement)
         cut.check(core.module)
         with self.active(groups, complement):
-            until = Until(self._sites_until(module_name))
-            with until.installed(), until.one_forward():
+            with ended_at(self._sites_until(module_name), core.module, module_name):
                 core.module(*args, **kwargs)
             if core.runs.current is not None:
                 core.runs.current.cut()
-            cut.clean_up(core.module)
-            if not until.is_reached:
-                raise RuntimeError(cut.not_reached(module_name))
 
     def run_from(
         self,
@@ -187,10 +167,6 @@ class ModuleRunner:
         if not sites:
             raise ValueError(cut.NO_HOOK)
         return sites
-
-    def interrupted(self, error: BaseException) -> None:
-        """Report a Ctrl-C on this rank to the ranks that may wait for it. Local."""
-        self.core.runs.interrupted(error)
 
     # What belongs to pipelines.
 

@@ -27,9 +27,9 @@ class RootHooks:
     """Begins and ends the runs of direct calls of the wrapped module, and follows its forwards.
 
     Args:
-        watches: Whether backward passes are watched here; a pipeline's schedule runs its own.
+        watches: Whether backward passes are watched here, and positions counted; a pipeline's
+            schedule runs its own backward passes, and a stage's cache lacks layers.
         has_parts: Whether parts of the model may be called on their own.
-        counts_positions: Whether the module's cache has all layers; not where it is a stage.
 
     Attributes:
         runs: The runs that a call of the module begins.
@@ -44,13 +44,11 @@ class RootHooks:
         graphs: Graphs,
         watch: BackwardWatch,
         watches: bool,
-        counts_positions: bool,
         has_parts: bool,
     ) -> None:
         self._root, self.runs, self._table, self._tracking = module, runs, table, tracking
         self._graphs, self._watch, self._watches = graphs, watch, watches
         self._has_parts = not tracking.is_local and has_parts
-        self._counts_positions = counts_positions and watches
         self._hooked: dict[nn.Module, tuple[Any, Any]] = {}
         self._parts: dict[nn.Module, Part] = {}  # of those, the parts of the model
         self._installed: set[int] = set()  # the hooks whose modules are among them
@@ -99,7 +97,7 @@ class RootHooks:
 
     def begin_part(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Begin a forward of a part, unless it is in one: torch's hook."""
-        if not torch.compiler.is_compiling() and not self._tracking.is_in_forward:
+        if not torch.compiler.is_compiling() and not self._tracking.forward.depth:
             self._called = module
             self.begin(module, args, kwargs)
 
@@ -121,7 +119,7 @@ class RootHooks:
         if backward_task() != -1:
             return
         self.runs.end_left()
-        if self._table.active_hooks.indices and self._counts_positions:
+        if self._table.active_hooks.indices and self._watches:
             past_positions.begin(module, args, kwargs)
         part = self._parts.get(module)
         self.runs.begin_direct(() if part is None else self._beside(part))

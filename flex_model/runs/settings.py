@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from flex_model.distributed.mesh import Mesh, initialize_from_launcher, is_distributed
-from flex_model.hooks.core import HookCore
 from flex_model.hooks.tracking import Follow
 from flex_model.integrations import model_mesh
 from flex_model.integrations.mesh_sources import Source
 from flex_model.layouts.sources import BatchDim, check_batch_dim
-from flex_model.parameters.full import Parameters
 from flex_model.records.store import ActivationStore
-from flex_model.runs.step import MicrobatchState
 
 Groups = str | Iterable[str]
 
@@ -96,34 +91,6 @@ class Settings:
         for name, default in _OF_STEPS.items():
             if getattr(self, name) != default:
                 refuse_of_steps(name)
-
-    def make_core(
-        self,
-        module: nn.Module,
-        mesh: Mesh,
-        output_ptr: dict[str, list[Tensor]],
-        save_ctx: Namespace,
-        output_ranks: str,
-        state: MicrobatchState | None = None,
-        make_parameters: Any = Parameters,
-    ) -> HookCore:
-        return HookCore(
-            module,
-            mesh,
-            output_ptr,
-            save_ctx,
-            nn.ModuleDict(),
-            self.edit_on,
-            output_ranks,
-            float(self.timeout),
-            state,
-            save_ctx_on=self.save_ctx_on,
-            batch_dim=self.batch_dim,
-            follow=self.follow,
-            make_parameters=make_parameters,
-            dp_batch=self.dp_batch,
-            pad_value=self.pad_value,
-        )
 
     def find_mesh(self, root: nn.Module, stages: Sequence[Source] = ()) -> Mesh:
         """Return the mesh that the user set, or that of the model (or its pipeline's stages); they

@@ -75,9 +75,7 @@ class Skip:
                 )
 
     def check_layout(
-        self,
-        known: MutableMapping[nn.Module, Placement],
-        find: Callable[[str], Placement | None],
+        self, known: MutableMapping[nn.Module, Placement], find: Callable[[str], Placement | None]
     ) -> None:
         """ValueError where the module returns a part on each rank along tp, whose place in the
         model a plain value, of which every rank has the whole, can't take; and where that is not

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from flex_model import FlexModel, HookError, HookFunction
 from flex_model.distributed import kernels
-from flex_model.hooks.backward_lock import BackwardLock
+from flex_model.hooks.handlers import BackwardLock
 from flex_model.records.snapshots import Snapshots
 from tests import device_maps, models
 
