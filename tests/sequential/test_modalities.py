@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_engine import assert_equal, torch_hooks
-from test_traced import called, run_by_hand
+from traced_models import called, run_by_hand
 
 from flex_model import TraceError, sequential
 from flex_model.sequential import trace_subgraphs
