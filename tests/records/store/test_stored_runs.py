@@ -58,7 +58,7 @@ def assert_holds(folder, found):
         for name, tensors in records.items():
             assert len(stored[name]) == len(tensors)
             for one, other in zip(stored[name], tensors):
-                assert one.dtype == other.dtype and torch.equal(one, other)
+                assert one.dtype == other.dtype and torch.equal(one, other), name
 
 
 # ---- What a batch is ----
