@@ -16,7 +16,6 @@ PLACES = {
     "flex_model/core": ["tests/compat"],
     "flex_model/traverse": ["tests/compat"],
     "flex_model/utils.py": ["tests/compat"],
-    "flex_model/store": ["tests/records"],
     "flex_model/selection": ["tests/parity/test_selection.py", "tests/editing"],
     "flex_model/pytree.py": ["tests/engine"],
     "flex_model/cli.py": ["tests/test_cli.py"],

@@ -97,7 +97,8 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="full shape of each positional input, such as 4,128:int64 (default, for Hugging Face "
         "models: 2 x dp rows of 8 tokens)",
     )
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
         "--hooks",
         metavar="FILE",
         help="print instead what hooks would cost: in each line one, such as 'layers.*.mlp edit "
@@ -106,8 +107,8 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--edit-on", choices=("all", "rank0"), default="all", help="with --hooks: as of FlexModel"
     )
+    instead.add_argument("--json", action="store_true", help="print all modules as JSON")
     parser.add_argument("--all", action="store_true", help="show equal layers one by one")
-    parser.add_argument("--json", action="store_true", help="print all modules as JSON")
     parser.set_defaults(run=_inspect)
 
 
@@ -126,14 +127,11 @@ def _inspect(options: argparse.Namespace) -> int:
     sizes = options.tp, options.dp
     run = offline.run_on_shapes(options.model, *sizes, options.input, show_progress=True)
     if lines is not None:
-        costs = offline.predict(run, lines, options.edit_on)
-        print(json.dumps(costs.json(), indent=2) if options.json else costs)
-        return 0
-    tree = run.tree()
-    if options.json:
-        print(json.dumps(tree.json(), indent=2))
+        print(offline.predict(run, lines, options.edit_on))
+    elif options.json:
+        print(json.dumps(run.tree().json(), indent=2))
     else:
-        tree.print(show_all=options.all)
+        run.tree().print(show_all=options.all)
     return 0
 
 

@@ -262,16 +262,15 @@ class DemoComparison:
         ]
         differences = [[name, f"{value:.1e}"] for name, value in self.differences.items()]
         equal = "equal" if self.is_equal else "NOT EQUAL"
-        return "\n".join(
-            [
-                self.several.picture,
-                f"induction scores, found on {ranks}",
-                text.table(["layer", *(f"head {i}" for i in range(HEADS))], scores),
-                f"the induction head: layer {layer}, head {head}",
-                "",
-                text.table(["loss on the repeated half", "1 process", ranks], losses),
-                "",
-                text.table([f"1 process and {ranks}", "largest difference"], differences),
-                f"all {len(differences)} tensors are {equal} (float64, up to {_TOLERANCE:g})",
-            ]
-        )
+        lines = [
+            self.several.picture,
+            f"induction scores, found on {ranks}",
+            text.Table(["layer", *(f"head {i}" for i in range(HEADS))], scores),
+            f"the induction head: layer {layer}, head {head}",
+            "",
+            text.Table(["loss on the repeated half", "1 process", ranks], losses),
+            "",
+            text.Table([f"1 process and {ranks}", "largest difference"], differences),
+            f"all {len(differences)} tensors are {equal} (float64, up to {_TOLERANCE:g})",
+        ]
+        return "\n".join(map(str, lines))

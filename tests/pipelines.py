@@ -1,7 +1,6 @@
 """Models, stages and schedules that tests of pipelines share."""
 
 import copy
-from collections import OrderedDict
 
 import torch
 import torch.distributed as dist
@@ -123,12 +122,8 @@ def make_schedule(kind, model, num_microbatches=4, group=None, cut=part, **kwarg
     return schedule_of(kind, make_stage, num_microbatches, group, **kwargs)
 
 
-class Run(OrderedDict):
-    """What one run of a script gave: records, output, losses, gradients."""
-
-
 def unsplit(model, script, x, y, loss_fn):
-    """The script's hooks on the whole model, in one backward."""
+    """What the script's hooks on the whole model give, in one backward."""
     model = copy.deepcopy(model)
     records = {}
     with FlexModel(model, records, process_group=alone_group()) as flex:
@@ -141,9 +136,8 @@ def unsplit(model, script, x, y, loss_fn):
         }
         context = dict(vars(flex.save_ctx))
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return Run(
-        records=records, output=output, loss=loss, grads=grads, trainable=trainable, ctx=context
-    )
+    found = {"records": records, "output": output, "loss": loss, "grads": grads}
+    return found | {"trainable": trainable, "ctx": context}
 
 
 _groups = {}

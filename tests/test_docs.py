@@ -236,7 +236,7 @@ def test_all_ready_edits_are_named():
 # ---- Docstrings ----------------------------------------------------------------------------------
 
 PUBLIC = ("", ".core", ".distributed", ".editing", ".inspection", ".pipelining", ".pytree")
-PUBLIC += (".notebook", ".selection", ".sequential", ".store", ".traverse", ".visualize")
+PUBLIC += (".notebook", ".selection", ".sequential", ".traverse", ".visualize")
 PUBLIC += (".integrations.slurm",)
 
 

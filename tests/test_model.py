@@ -3,6 +3,7 @@
 import gc
 import inspect
 from argparse import Namespace
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -208,28 +209,6 @@ def test_trainable_modules_begin_with_the_values_of_rank_0():
     assert_close(dict(flex.trainable_modules["probe"].state_dict()), dict(expected.state_dict()))
 
 
-@pytest.mark.ranks(2)
-def test_trainable_modules_stay_equal_while_they_are_trained():
-    parallelism = models.TWO_RANKS["tp"]
-    flex = FlexModel(parallelism.shard(models.mlp()), tensor_parallel_size=2)
-    flex.register_trainable_module("probe", nn.Linear(8, 8).double())
-    flex.wrapped_module_requires_grad(False)
-    edit = lambda module, full, save_ctx, modules: modules["probe"](full)  # noqa: E731
-    flex.register_forward_hook(HookFunction("act", (None, 8), edit))
-    optimizer = torch.optim.SGD(flex.trainable_modules.parameters(), lr=0.1)
-    losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = flex(BATCH).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses == sorted(losses, reverse=True)
-    weights = [torch.empty(8, 8, dtype=torch.float64) for _ in range(2)]
-    dist.all_gather(weights, flex.trainable_modules["probe"].weight.detach())
-    assert torch.equal(*weights)
-
-
 # ---- Idle, restored, dropped ---------------------------------------------------------------------
 
 
@@ -271,52 +250,26 @@ def all_kinds(flex):
     flex.register_hook(HookFunction("fc1.weight", editing_function=plus_one))
 
 
-def test_restore_gives_the_module_back_as_it_was():
-    model = models.mlp()
-    expected = model(BATCH)
-    flex = FlexModel(model)
-    all_kinds(flex)
-    flex(BATCH).sum().backward()
-    assert flex.restore() is model
-    assert torch_hooks(model) == []
-    assert torch.equal(model(BATCH), expected)
-
-
-def test_restore_with_disabled_hooks():
+@pytest.mark.parametrize("groups", ["all", ()])
+@pytest.mark.parametrize("end", ["restore", "context", "error", "drop"])
+def test_the_module_is_given_back_as_it_was(end, groups):
     model, records = models.mlp(), {}
+    expected = model(BATCH)
     flex = FlexModel(model, records)
     all_kinds(flex)
-    flex(BATCH, groups=()).sum().backward()
-    assert flex.restore() is model
+    flex(BATCH, groups=groups).sum().backward()
+    assert any(records.values()) == (groups == "all")
+    if end == "restore":
+        assert flex.restore() is model
+    elif end == "drop":
+        del flex
+        gc.collect()
+    else:
+        with pytest.raises(ArithmeticError) if end == "error" else nullcontext(), flex:
+            if end == "error":
+                raise ArithmeticError
     assert torch_hooks(model) == []
-    assert not any(records.values())
-
-
-def test_context_manager_restores():
-    model = models.mlp()
-    with FlexModel(model) as flex:
-        all_kinds(flex)
-        flex(BATCH)
-    assert torch_hooks(model) == []
-
-    def fail():
-        with FlexModel(model) as flex:
-            all_kinds(flex)
-            raise ArithmeticError
-
-    with pytest.raises(ArithmeticError):
-        fail()
-    assert torch_hooks(model) == []
-
-
-def test_dropping_the_wrapper_removes_its_hooks():
-    model = models.mlp()
-    flex = FlexModel(model)
-    all_kinds(flex)
-    flex(BATCH)
-    del flex
-    gc.collect()
-    assert torch_hooks(model) == []
+    assert torch.equal(model(BATCH), expected)
 
 
 def test_records_outlive_the_wrapper():

@@ -47,5 +47,21 @@ def ways(*names: str, grid: Iterable[str] = (), **options: Any) -> list[Any]:
     return found
 
 
+def on_ranks(number: int, *values: Any, grid: Iterable[Any] = (), **options: Any) -> list[Any]:
+    """Return the values as parameters on ``number`` ranks; those of ``grid`` in that tier.
+
+    Example::
+
+        @pytest.mark.parametrize("kind", on_ranks(2, *KINDS) + on_ranks(4, grid=KINDS))
+    """
+    found = []
+    for value in (*values, *grid):
+        marks = [pytest.mark.ranks(number, **options)]
+        marks += [pytest.mark.grid] if value not in values else []
+        name = value if isinstance(value, str) else value.__name__
+        found.append(pytest.param(value, marks=marks, id=f"{name} of 4" if number == 4 else name))
+    return found
+
+
 def _arguments(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)

@@ -148,21 +148,17 @@ def _broadcast(tensor: Tensor, fmps: ParallelState, axis: str, name: str) -> Ten
     communicator = fmps.communicator(axis)
     if communicator.is_local:
         return tensor
-    shape = tuple(tensor.shape)
     needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
-    headers = header_exchange(fmps, axis, name)(
-        tensor, Header.NEEDS_GRADIENT if needs_gradient else 0
-    )
+    flags = Header.NEEDS_GRADIENT if needs_gradient else 0
+    headers = header_exchange(fmps, axis, name)(tensor, flags)
     if any(header.shape != headers[0].shape for header in headers):
-        raise communicator.mismatch(
-            f"{name} with shape {shape}", "have tensors of different shapes"
-        )
+        here = f"{name} with shape {tuple(tensor.shape)}"
+        raise communicator.mismatch(here, "have tensors of different shapes")
     if any(header.flags & Header.NEEDS_GRADIENT for header in headers) and torch.is_grad_enabled():
         if not needs_gradient:  # in the graph all the same: the backward may be collective
             tensor = tensor.detach().requires_grad_()
-        return _Broadcast.apply(
-            tensor, communicator, axis, header_exchange(fmps, axis, f"backward of {name}")
-        )
+        exchange_headers = header_exchange(fmps, axis, f"backward of {name}")
+        return _Broadcast.apply(tensor, communicator, axis, exchange_headers)
     with torch.no_grad():
         received = communicator.broadcast(tensor.detach(), tensor.detach())
         if communicator.mesh.rank > 0:
@@ -182,12 +178,8 @@ class _Broadcast(Function):
         if ctx.axis == "dp":
             ctx.exchange_headers(grad)
             grad = ctx.communicator.all_reduce_sum(("dp",), grad)
-        return (
-            (grad if ctx.communicator.mesh.rank == 0 else torch.zeros_like(grad)),
-            None,
-            None,
-            None,
-        )
+        own = grad if ctx.communicator.mesh.rank == 0 else torch.zeros_like(grad)
+        return own, None, None, None
 
 
 def _split_along(axis: str, dim: int) -> ShardLayout:
@@ -201,24 +193,18 @@ def header_exchange(fmps: ParallelState, axis: str, what: str) -> Callable[..., 
     """
 
     def exchange_headers(tensor: Tensor, flags: int = 0) -> list[Header]:
-        shape = tuple(tensor.shape)
-        header = Header(
-            "forward", site=site_hash(what), dtype=tensor.dtype, shape=shape, flags=flags
-        )
-        return fmps.communicator(axis).check_consistency(
-            header, f"{what} of a tensor of shape {shape}"
-        )
+        site, shape = site_hash(what), tuple(tensor.shape)
+        header = Header("forward", site, dtype=tensor.dtype, shape=shape, flags=flags)
+        where = f"{what} of a tensor of shape {shape}"
+        return fmps.communicator(axis).check_consistency(header, where)
 
     return exchange_headers
 
 
 def check_tensor(tensor: object, name: str) -> None:
-    if (
-        not isinstance(tensor, Tensor)
-        or tensor.layout != torch.strided
-        or hasattr(tensor, "to_local")
-    ):
-        hint = "; pass its .to_local()" if hasattr(tensor, "to_local") else ""
+    is_dtensor = hasattr(tensor, "to_local")
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or is_dtensor:
+        hint = "; pass its .to_local()" if is_dtensor else ""
         raise TypeError(f"{name}: expected a dense torch.Tensor, got {type(tensor).__name__}{hint}")
 
 

@@ -152,11 +152,7 @@ class ParallelState:
 
     def remember_sizes(self, axis: str, dim: int, sizes: list[int]) -> None:
         """Keep the ranks' sizes of a gather, for the scatter that undoes it."""
-        key = (axis, dim, sum(sizes))
-        if sizes == chunk_sizes(sum(sizes), len(sizes)):
-            self._sizes.pop(key, None)
-        else:
-            self._sizes[key] = sizes
+        self._sizes[axis, dim, sum(sizes)] = sizes
 
     def sizes(self, axis: str, dim: int, total: int) -> list[int]:
         """How a dim of ``total`` is split: as in the last gather to it, else as ``torch.chunk``."""

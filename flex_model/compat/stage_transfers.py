@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flex_model.compat.mappings import check_tensor
 from flex_model.compat.parallel_state import ParallelState, check_state
-from flex_model.distributed.tensor_dicts import describe, exchange_json, gather_to_first
+from flex_model.distributed.tensor_dicts import describe, exchange_json, gather_tensors
 from flex_model.distributed.transports.buffer_layout import as_bytes
 from flex_model.errors import agreed
 from flex_model.records.records import owned_copy
@@ -158,7 +158,7 @@ def gather_pipeline_parallel_tensor_dicts(
     by_stage = exchange_json(communicator, list(zip(tensor_dict, describe(tensors))), name)
     _check_names([[key for key, _ in entries] for entries in by_stage], name)
     described = [[description for _, description in entries] for entries in by_stage]
-    received = gather_to_first(communicator, tensors, described)
+    received = gather_tensors(communicator, tensors, described)
     if received is None:
         return {}
     received[0] = [owned_copy(tensor) for tensor in tensors]

@@ -43,20 +43,36 @@ class _File(logging.Handler):
             self.handleError(record)
 
 
-def set_up(setting: str) -> None:
-    """Configure the logger as in ``FLEX_MODEL_LOG``; ValueError for an unknown level."""
-    level, _, path = str(setting).strip().partition(":")
-    if level.lower() not in _LEVELS:
+def setup_logger(level: str) -> None:
+    """Write the library's log messages to stderr, from ``level`` on, with the rank. Local.
+
+    Example::
+
+        setup_logger("debug")        # as FLEXMODEL_DEBUG=debug in the environment does at import
+
+    Only the logger ``"flex_model"`` is touched, never the root logger: other libraries log as
+    before, and these messages are not passed on to the root's handlers, which would write them a
+    second time. A second call changes the level.
+
+    Args:
+        level: "debug", "info", "warning", "error" or "critical", in any case; with a file behind
+            it as in ``FLEX_MODEL_LOG``.
+
+    Raises:
+        ValueError: no such level.
+    """
+    name, _, path = str(level).strip().partition(":")
+    if name.lower() not in _LEVELS:
         raise ValueError(
             f"FLEX_MODEL_LOG (FLEXMODEL_DEBUG, setup_logger) must be one of {', '.join(_LEVELS)}, "
-            f"optionally with a colon and a file; got {setting!r}"
+            f"optionally with a colon and a file; got {level!r}"
         )
     handler = _File(path) if path else logging.StreamHandler()
     handler.setFormatter(_RankFormatter())
     logger.handlers[:] = [handler]
-    logger.setLevel(level.upper())
+    logger.setLevel(name.upper())
     logger.propagate = False
 
 
 if os.environ.get("FLEX_MODEL_LOG"):
-    set_up(os.environ["FLEX_MODEL_LOG"])
+    setup_logger(os.environ["FLEX_MODEL_LOG"])

@@ -105,8 +105,7 @@ class TensorSpec:
         """
         mesh, axes = communicator.mesh, layout.sharded_axes
         places = mesh.ranks_along(axes)
-        sizes = {"dp": mesh.dp_size, "tp": mesh.tp_size}
-        counts = dict(axis[:2] if isinstance(axis, tuple) else (axis, sizes[axis]) for axis in axes)
+        counts = dict(one[:2] if isinstance(one, tuple) else (one, mesh.size(one)) for one in axes)
         dp, tp = counts.get("dp", 1), counts.get("tp", 1)
         of_parts = [shapes[place] for place in places]
         full_shape = layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)

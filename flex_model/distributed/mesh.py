@@ -180,6 +180,10 @@ class Mesh:
         """This rank's index in ``stage_ranks``."""
         return self.rank % (self.dp_size * self.tp_size)
 
+    def size(self, axis: str) -> int:
+        """The number of ranks along an axis."""
+        return {"pp": self.pp_size, "dp": self.dp_size, "tp": self.tp_size}[axis]
+
     def rank_at(self, place: int) -> int:
         """The index in ``ranks``, by which messages name a rank, of an index in ``stage_ranks``."""
         return self.rank - self.group_rank + place

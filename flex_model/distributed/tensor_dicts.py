@@ -42,19 +42,22 @@ def exchange_json(communicator: Communicator, value: Any, where: str) -> list[An
     return list(map(json.loads, communicator.exchange_padded(data, max(lengths))))
 
 
-def gather_to_first(
+def gather_tensors(
     communicator: Communicator,
     tensors: Sequence[Tensor],
     described: Sequence[Sequence[Description]],
+    on_all_ranks: bool = False,
 ) -> list[list[Tensor]] | None:
-    """Gather the tensors of all ranks on rank 0, on the CPU (its own unchanged); None elsewhere.
-    Collective.
+    """Gather the tensors of all ranks on rank 0, or on all, on the CPU (its own unchanged); None
+    elsewhere. Collective.
 
     Args:
         described: By rank, the result of ``describe`` there.
     """
     if communicator.is_local:
         return [list(tensors)]
+    if on_all_ranks:
+        return [from_rank(communicator, r, tensors, of_rank) for r, of_rank in enumerate(described)]
     moved = [
         (rank, i)
         for rank, descriptions in enumerate(described)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +14,23 @@ from flex_model.editing.region import Region
 from flex_model.selection.selectors import Selector
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from flex_model.model import FlexModel
 
 Norm = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+class LensArguments(TypedDict, total=False):
+    """The keyword arguments of `logit_lens` and `tuned_lens`."""
+
+    bias: str | None
+    norm: str | None
+    norm_bias: str | None
+    kind: str | Norm
+    eps: float
+    positions: Selector
+    keep: Callable[[Tensor], Tensor] | None
 
 
 class Lens(Edit):
@@ -32,13 +46,14 @@ class Lens(Edit):
         what: str,
         translator: str | None,
         unembed: str,
-        bias: str | None,
-        norm: str | None,
-        norm_bias: str | None,
-        kind: str | Norm,
-        eps: float,
-        positions: Selector,
-        keep: Callable[[Tensor], Tensor] | None,
+        *,
+        bias: str | None = None,
+        norm: str | None = None,
+        norm_bias: str | None = None,
+        kind: str | Norm = "rms",
+        eps: float = 1e-6,
+        positions: Selector = None,
+        keep: Callable[[Tensor], Tensor] | None = None,
         name: str,
     ) -> None:
         if not callable(kind) and kind not in ("rms", "layer", "none"):
@@ -124,16 +139,7 @@ def _joined(entries: list[dict[str, Any]]) -> list[Tensor]:
 
 
 def logit_lens(
-    unembed: str,
-    *,
-    bias: str | None = None,
-    norm: str | None = None,
-    norm_bias: str | None = None,
-    kind: str | Norm = "rms",
-    eps: float = 1e-6,
-    positions: Selector = None,
-    keep: Callable[[Tensor], Tensor] | None = None,
-    name: str = "logit_lens",
+    unembed: str, *, name: str = "logit_lens", **settings: Unpack[LensArguments]
 ) -> Lens:
     """Make a lens that applies the final norm and the unembedding to a layer's output ``(rows,
     positions, units)`` (nostalgebraist 2020, "interpreting GPT: the logit lens").
@@ -150,31 +156,20 @@ def logit_lens(
         unembed, bias: Names of the parameters ``(vocabulary, units)`` and ``(vocabulary,)``; they
             are gathered in full before each call (in a pipeline: before each step, from the stage
             that has them).
-        norm, norm_bias: Names of the final norm's parameters; None if it has none.
-        kind: The norm: "rms", "layer", "none", or a function of ``(hidden, weight, bias)``.
-        eps: The epsilon of the final norm, from the model's config.
-        positions: The positions to read, as in all edits.
+        norm, norm_bias: Names of the final norm's parameters; None (the default) if it has none.
+        kind: The norm: "rms" (the default), "layer", "none", or a function of ``(hidden, weight,
+            bias)``.
+        eps: The epsilon of the final norm, from the model's config (default 1e-6).
+        positions: The positions to read, as in all edits; None (the default): all.
         keep: A function of the logits ``(rows, positions, vocabulary)``, row by row, whose result
             is kept instead: ``lambda logits: logits.topk(5).indices``.
         name: Distinguishes lenses at one module.
     """
-    return Lens(
-        "logit_lens", None, unembed, bias, norm, norm_bias, kind, eps, positions, keep, name
-    )
+    return Lens("logit_lens", None, unembed, name=name, **settings)
 
 
 def tuned_lens(
-    translator: str,
-    unembed: str,
-    *,
-    bias: str | None = None,
-    norm: str | None = None,
-    norm_bias: str | None = None,
-    kind: str | Norm = "rms",
-    eps: float = 1e-6,
-    positions: Selector = None,
-    keep: Callable[[Tensor], Tensor] | None = None,
-    name: str = "tuned_lens",
+    translator: str, unembed: str, *, name: str = "tuned_lens", **settings: Unpack[LensArguments]
 ) -> Lens:
     """Make a logit lens of ``hidden + translator(hidden)`` (Belrose et al. 2023, "Eliciting latent
     predictions from transformers with the tuned lens").
@@ -191,10 +186,9 @@ def tuned_lens(
 
     Args:
         translator: The name of a registered trainable module.
+        settings: The arguments of `logit_lens`, with their defaults.
     """
-    return Lens(
-        "tuned_lens", translator, unembed, bias, norm, norm_bias, kind, eps, positions, keep, name
-    )
+    return Lens("tuned_lens", translator, unembed, name=name, **settings)
 
 
 def _normalized(hidden, kind, weight, bias, eps) -> Tensor:

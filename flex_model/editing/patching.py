@@ -67,11 +67,6 @@ class Capture(Edit):
             )
         return found
 
-    def clear(self) -> None:
-        """Drop the captured activations."""
-        self._kept.clear()
-        self._module = None
-
 
 def capture() -> Capture:
     """Make a `Capture`."""

@@ -19,7 +19,7 @@ from flex_model.distributed.placement import Shard, located
 from flex_model.distributed.transports.buffer_layout import as_bytes
 from flex_model.fingerprints.summary import Summary, finished, positions, sums_of
 from flex_model.layouts import replicas, resolve
-from flex_model.layouts.tensor_site import Site
+from flex_model.layouts.statements import Site
 
 
 @dataclass(eq=False)

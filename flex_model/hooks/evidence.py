@@ -64,7 +64,7 @@ class Evidence:
     def move_to(self, edge: Tensor) -> None:
         """Infer the gradient of this tensor, which replaces the hooked one, from now on. Local."""
         if self.follower is not None:
-            self.value = self.follower.value(edge)
+            self.value = self.follower.recorder.value(edge)
 
     @property
     def current(self) -> Any:

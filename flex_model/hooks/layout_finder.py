@@ -275,7 +275,7 @@ class LayoutFinder:
         placed: dict[str, Placement] = {}
         for axis, placement in (("dp", layout.dp), ("tp", layout.tp)):
             placed[axis] = placement
-            if self._size(axis) == 1:
+            if self._mesh.size(axis) == 1:
                 continue
             if axis == "dp" and is_parameter:
                 continue  # the ranks' mean
@@ -375,9 +375,9 @@ class LayoutFinder:
         inferred = [axis for axis, own in zip(AXES, call.stated) if own is None]
         proven = dict(zip(AXES, self._tracking.prove_gradient(call.evidence) if inferred else ()))
         for axis in inferred:
-            if self._size(axis) > 1 and (axis == "dp" or not isinstance(layout.tp, Replicate)):
+            if self._mesh.size(axis) > 1 and (axis == "dp" or not isinstance(layout.tp, Replicate)):
                 self._known(call, axis, proven[axis] or sized.get(axis))
-        if "tp" not in inferred or self._size("tp") == 1 or not isinstance(layout.tp, Replicate):
+        if "tp" not in inferred or self._mesh.tp_size == 1 or not isinstance(layout.tp, Replicate):
             return Replicate()
         is_equal = True
         if grad is not None:
@@ -388,7 +388,7 @@ class LayoutFinder:
     def _of_second_gradient(self, call: HookCall, layout: ShardLayout) -> Placement:
         """Return how the ranks along tp hold the gradient of a gradient: as the activation."""
         tp = self._tracking.prove(call.evidence)[1]
-        is_known = self._size("tp") == 1 or not isinstance(layout.tp, Replicate)
+        is_known = self._mesh.tp_size == 1 or not isinstance(layout.tp, Replicate)
         if is_known or isinstance(tp, Replicate):
             return Replicate()
         raise agreed(
@@ -402,10 +402,6 @@ class LayoutFinder:
     def why_once(self) -> str:
         """Return why gradients of the model's gradients would be wrong; empty if they are right."""
         return self._tracking.why_once()
-
-    def _size(self, axis: str) -> int:
-        mesh = self._mesh
-        return mesh.dp_size if axis == "dp" else mesh.tp_size
 
     def _of_recomputed(self, call: HookCall, key: tuple[object, ...]) -> TensorSpec | None:
         """Return the spec that the recomputed forward used, whichever of its calls this is."""

@@ -18,7 +18,7 @@ from flex_model.hooks.function import HookFunction
 from flex_model.integrations.keyword_arguments import arguments_by_name
 from flex_model.integrations.past_positions import Positions, positions_of_forward
 from flex_model.layouts.expected_shape import ExpectedShape
-from flex_model.layouts.tensor_site import ParameterSources, Site
+from flex_model.layouts.statements import ParameterSources, Site
 from flex_model.names import wrapped_chain
 from flex_model.pytree import leaf_names
 from flex_model.selection import Select

@@ -28,7 +28,6 @@ from flex_model.integrations import (
 )
 from flex_model.layouts import follow, replicas
 from flex_model.layouts.cache import Conditions, ForwardLayouts, LayoutCache, Place
-from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.inputs import SharedInputs, seed_inputs
 from flex_model.layouts.kept import Attributes, KeptTensors
@@ -101,7 +100,7 @@ class Tracking:
         refuted = weights.refuted(statement) if statement.kind == "parameter" else ""
         if refuted:
             raise ValueError(refuted)
-        self.statements.add(statement)
+        self.statements.append(statement)
         self.forget()
 
     def note_rows(self, has_rows: bool) -> None:
@@ -418,11 +417,18 @@ class Tracking:
         """Return the evidence of how a hook's tensor is placed in a recomputed forward, in any of
         the hook's calls: what all calls in the forwards of these keys agree on. Local.
         """
-        found = {pair for key in keys for pair in self._memory.pairs(key, registration.site)}
+        found = {
+            (pair, layouts.gradients.get(place, UNKNOWN))
+            for layouts in map(self._memory.of, keys)
+            for place, pair in layouts.pairs.items()
+            if place.site == registration.site
+        }
         key = next(iter(keys), None)
+        first = self._memory.of(key)
         pair, gradient = found.pop() if len(found) == 1 else (UNKNOWN, UNKNOWN)
-        evidence = Evidence(key, pair, rows=self._memory.rows(key))
-        evidence.note_gradient(gradient, self._memory.obstacles(key, registration.site))
+        evidence = Evidence(key, pair, rows=first.rows)
+        why = (why for place, why in first.obstacles.items() if place.site == registration.site)
+        evidence.note_gradient(gradient, next(why, {}))
         return evidence
 
     def prove(self, evidence: Evidence) -> Pair:
@@ -442,7 +448,7 @@ class Tracking:
         parameters: Iterable[Registration],
     ) -> dict[Place, Pair]:
         """Return the gradients' placements that the forward proves. Collective if there are any."""
-        pairs = {place: follower.gradient_placements(value) for place, value in values.items()}
+        pairs = {place: follower.proofs.gradient_placements(one) for place, one in values.items()}
         for registration in parameters:
             place = Place(registration.site, 0)
             if place in pairs and registration.moment == "accumulated":
@@ -480,7 +486,7 @@ class Tracking:
         if evidence.follower is not None and not self.forward.is_over:
             with follow.paused(evidence.follower):
                 self._compare(evidence.follower)
-            pair = evidence.follower.gradient_placements(evidence.current)
+            pair = evidence.follower.proofs.gradient_placements(evidence.current)
             evidence.note_gradient(
                 self._agreed([pair])[0],
                 evidence.follower.proofs.gradient_obstacles(evidence.current),
@@ -516,7 +522,7 @@ class Tracking:
         Raises:
             ValueError: a statement of the user's is refuted. On every rank.
         """
-        exchange_chunks(self._communicator, follower)
+        follower.sync(self._communicator)
         if not self.statements:
             return
         refuted = follower.refuted_statement(is_over)
@@ -530,7 +536,7 @@ class Tracking:
         """
         follow.place_edited(self._communicator.mesh, tensor, original, placed)
         if evidence.follower is not None and evidence.follower in follow.recording():
-            evidence.note_edit(evidence.follower.value(tensor))
+            evidence.note_edit(evidence.follower.recorder.value(tensor))
 
 
 def _tensors(value: Any) -> list[Tensor]:

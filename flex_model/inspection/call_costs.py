@@ -39,84 +39,17 @@ if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
 
 
-@dataclass(frozen=True)
-class Recording:
-    """What the transfers of all ranks of a stage cost.
-
-    Attributes:
-        spent: By rank and site.
-    """
-
-    spent: Sequence[dict[int, Spent]]
-
-    def of_site(self, site: int) -> Cost:
-        """The costs of the hook of one site."""
-        return self._spent_at({site})
-
-    def of_others(self, sites: set[int]) -> Cost:
-        """What calls of the hooks of these sites share: all but their own costs."""
-        others = {site for of_rank in self.spent for site in of_rank} - sites
-        return replace(self._spent_at(others), bytes_by_rank=())
-
-    def _spent_at(self, sites: set[int]) -> Cost:
-        of_ranks = [[of_rank.get(site, Spent()) for site in sites] for of_rank in self.spent]
-        num_bytes = tuple(sum(one.num_bytes for one in of_rank) for of_rank in of_ranks)
-        return Cost(
-            sum(one.headers for one in of_ranks[0]),
-            sum(one.payloads for one in of_ranks[0]),
-            num_bytes if any(num_bytes) else (),
-        )
-
-
-class CostRecorder:
-    """The ranks of a stage, one after the other in this process.
-
-    Example::
-
-        recorder = CostRecorder(Mesh((0, 1, 2, 3), dp_size=2, tp_size=2))
-        recorder.record(lambda to: to.broadcast(None, torch.empty(64))).of_site(0).payloads  # 1
-
-    Every rank sees headers equal to its own, but those of rank 0, which runs first.
-
-    Args:
-        make: Makes the communicator of a rank.
-    """
-
-    def __init__(
-        self, mesh: Mesh, make: Callable[..., RecordingCommunicator] | None = None
-    ) -> None:
-        self._headers: list[bytes] = []  # rank 0's
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        places = [mesh.ranks.index(rank) for rank in mesh.stage_ranks]
-        self.communicators = [
-            (make or RecordingCommunicator)(replace(mesh, rank=place), self._mode, self._headers)
-            for place in places
-        ]
-
-    def record(self, run: Callable[[RecordingCommunicator], object]) -> Recording:
-        """Call ``run`` for the communicator of each rank; the tensors that it makes have no values.
-
-        Raises:
-            Exception: what ``run`` raises.
-        """
-        self._headers.clear()
-        for communicator in self.communicators:
-            communicator.begin()
-            with self._mode:
-                run(communicator)
-        return Recording([communicator.meter.spent for communicator in self.communicators])
-
-
 class RecordingCommunicator(Communicator):
-    """The communicator of one rank, which moves nothing.
+    """The communicator of one rank, which moves nothing. The ranks of a stage record one after the
+    other: each sees headers equal to its own, but those of rank 0, which is the first.
 
     Args:
         mode: Makes tensors without values.
-        headers: Those of rank 0, in their order.
+        headers: Those of rank 0, in their order; of all these communicators.
     """
 
     def __init__(self, mesh: Mesh, mode: FakeTensorMode, headers: list[bytes]) -> None:
-        self._mode, self._headers = mode, headers
+        self.mode, self._headers = mode, headers
         super().__init__(mesh, timeout_s=0.0)
         self.begin()
 
@@ -124,6 +57,8 @@ class RecordingCommunicator(Communicator):
         """Begin a recording."""
         self.begin_run()
         self._num_headers = 0
+        if self.mesh.group_rank == 0:
+            self._headers.clear()
 
     def connect(self) -> None:
         """Do nothing: the other ranks are here."""
@@ -159,20 +94,13 @@ class RecordingCommunicator(Communicator):
             return torch.stack([own] * size)
 
 
-class Place:
-    """A rank of a group, for transports."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-
-
 class WithoutValues:
     """See ``Transport``: tensors of the right shapes."""
 
     name = "shared_memory"
 
     def __init__(self, rank: int, size: int) -> None:
-        self.group = Place(rank, size)
+        self.group = Namespace(rank=rank, size=size)
 
     def exchange(self, tensor: Tensor) -> Tensor:
         return tensor.new_empty((self.group.size, *tensor.shape))
@@ -267,9 +195,13 @@ class CallCosts:
         )
 
     @functools.cached_property
-    def recorder(self) -> CostRecorder:
-        """The ranks of the stage."""
-        return CostRecorder(self.mesh)
+    def communicators(self) -> list[RecordingCommunicator]:
+        """Those of the ranks of the stage."""
+        mode, headers = FakeTensorMode(allow_non_fake_inputs=True), list[bytes]()
+        meshes = [
+            replace(self.mesh, rank=self.mesh.rank_at(i)) for i in range(len(self.mesh.stage_ranks))
+        ]
+        return [RecordingCommunicator(mesh, mode, headers) for mesh in meshes]
 
     def of_run(
         self, calls: Mapping[str, Sequence[HookedTensor]], begins: bool, has_backward: bool
@@ -282,26 +214,33 @@ class CallCosts:
             begins: Whether a header with the key of the layouts begins the forward.
             has_backward: Whether hooks on gradients have the backward end with a header.
         """
-        ranks: dict[Any, _Rank] = {
-            to: _Rank(self, to, list(calls.values())) for to in self.recorder.communicators
-        }
-        first = next(iter(ranks.values()))
+        ranks = [_Rank(self, to, list(calls.values())) for to in self.communicators]
         for _ in range(2):  # the second one has no layouts and sizes left to exchange
-            forward = self.recorder.record(lambda to: ranks[to].forward(begins))
-            kept = first.take_record_bytes()
-            backward = self.recorder.record(lambda to: ranks[to].backward(has_backward))
-            kept_then = first.take_record_bytes()
-        found: dict[str, list[Both]] = {
-            key: [
-                (
-                    replace(forward.of_site(one.site), record_bytes=kept[one.site]),
-                    replace(backward.of_site(one.site), record_bytes=kept_then[one.site]),
-                )
-                for one in registrations
-            ]
-            for key, registrations in zip(calls, first.registrations)
+            forward, shared = _recorded(ranks, lambda rank: rank.forward(begins))
+            backward, shared_then = _recorded(ranks, lambda rank: rank.backward(has_backward))
+        found = {
+            key: [(forward[one.site], backward[one.site]) for one in registrations]
+            for key, registrations in zip(calls, ranks[0].registrations)
         }
-        return found, (forward.of_others(first.sites), backward.of_others(first.sites))
+        return found, (shared, shared_then)
+
+
+def _recorded(ranks: Sequence[_Rank], run: Callable[[_Rank], None]) -> tuple[dict[int, Cost], Cost]:
+    """Call ``run`` for each rank; return what each hook's site adds to its costs, and the rest."""
+    for rank in ranks:
+        rank.communicator.begin()
+        with rank.communicator.mode:
+            run(rank)
+    spent, kept = [rank.communicator.meter.spent for rank in ranks], ranks[0].take_record_bytes()
+
+    def cost(site: int) -> Cost:
+        of_ranks = [of_rank.get(site, Spent()) for of_rank in spent]
+        num_bytes = tuple(one.num_bytes for one in of_ranks)
+        moved = num_bytes if any(num_bytes) else ()
+        return Cost(of_ranks[0].headers, of_ranks[0].payloads, moved, kept.get(site, 0))
+
+    shared = map(cost, set().union(*spent) - kept.keys())
+    return {site: cost(site) for site in kept}, replace(sum(shared, Cost()), bytes_by_rank=())
 
 
 class _Rank:
@@ -320,7 +259,7 @@ class _Rank:
         communicator: RecordingCommunicator,
         calls: Sequence[Sequence[HookedTensor]],
     ) -> None:
-        self._calls, self._communicator = calls, communicator
+        self._calls, self.communicator = calls, communicator
         self.registrations = [_registered(tensors, i) for i, tensors in enumerate(calls)]
         place = communicator.mesh.group_rank
         self._shapes = [[tensor.shapes[place] for tensor in tensors] for tensors in calls]
@@ -344,10 +283,6 @@ class _Rank:
             layouts=self._layouts,
         )
         self._edited: list[tuple[list[Tensor], tuple[Tensor, ...]]] = []
-
-    @property
-    def sites(self) -> set[int]:
-        return {one.site for one in itertools.chain(*self.registrations)}
 
     def forward(self, begins: bool) -> None:
         """Run the hooks of a forward, and its end."""
@@ -387,11 +322,11 @@ class _Rank:
             self._end(run, "end of the backward")
 
     def _header(self) -> None:
-        if not self._communicator.is_local:
-            self._communicator.check_consistency(Header("forward"), "")
+        if not self.communicator.is_local:
+            self.communicator.check_consistency(Header("forward"), "")
 
     def _end(self, run: Run, kind: str) -> None:
-        if not self._communicator.is_local:
+        if not self.communicator.is_local:
             self._records.join(run, kind, self._layouts.lookup)
 
     def take_record_bytes(self) -> dict[int, int]:

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
 
 _MOST_RANKS = 8  # that are listed one by one
-_IN_JSON = ("name", "kind", "edits", "calls", "full_shape", "source")
 
 
 @dataclass(frozen=True)
@@ -160,24 +159,6 @@ class DryRun(list[DryRunRow], text.Printed):
             yield self._checks()
         yield from map(str, self.findings)
 
-    def json(self) -> dict[str, Any]:
-        """Return the costs as plain values for JSON."""
-        return {
-            "hooks": [
-                {name: getattr(row, name) for name in _IN_JSON}
-                | {
-                    "layout": None if row.layout is None else str(row.layout),
-                    "forward": _json_of(row.forward),
-                    "backward": _json_of(row.backward),
-                }
-                for row in self
-            ],
-            "forward": _json_of(self.forward),
-            "backward": _json_of(self.backward),
-            "edited_bytes": self.edited_bytes,
-            "kept_bytes": self.kept_bytes,
-        }
-
     def _checks(self) -> str:
         if not self.findings:
             return "editing functions: nothing found"
@@ -214,15 +195,6 @@ def _text_of_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, shown))
 
 
-def _json_of(cost: Cost) -> dict[str, int]:
-    return {
-        "headers": cost.headers,
-        "transfers": cost.payloads,
-        "bytes_of_busiest_rank": max(cost.bytes_by_rank, default=0),
-        "record_bytes": cost.record_bytes,
-    }
-
-
 # ---- The run -------------------------------------------------------------------------------------
 
 
@@ -243,7 +215,7 @@ def _look(core: HookCore, follower: Follower, given: Any) -> list[Seen]:
             seen.append(_seen_parameter(core, registration))
         else:
             look = functools.partial(_seen, core, registration, module, follower)
-            looks.append((module, registration.kind in ("forward_pre", "full_backward"), look))
+            looks.append((module, registration.takes_inputs, look))
     return seen + run_watched(core.module, follower, looks, *given)
 
 
@@ -424,7 +396,7 @@ def row_of(
             any(one.needs_gradient for one in ranks),
             first.known is not None and isinstance(first.known.dp, Shard),  # FSDP2 made it
         )
-        spec = tensor.spec(costs.recorder.communicators[0])
+        spec = tensor.spec(costs.communicators[0])
     except (HookError, IndexError, TypeError, ValueError) as error:
         text = " ".join(str(error).split())  # in one line of the table
         return replace(row, source=f"a run would raise an error: {text}"), None

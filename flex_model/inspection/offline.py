@@ -22,19 +22,17 @@ from torch import Tensor, nn
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
 from flex_model.distributed.placement import Replicate, Shape, Shard
-from flex_model.hooks.function import HookFunction
+from flex_model.hooks.function import KINDS, HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.inspection.call_costs import CallCosts, HookedTensor
 from flex_model.inspection.dry_run import DryRun, DryRunRow, merged_rows, row_of, with_costs
 from flex_model.inspection.shapes_only import Seen, run_watched, shapes_only
 from flex_model.inspection.tree import (
-    Call,
     ModelTree,
     Node,
     is_called,
     looks,
     named,
-    named_calls,
     set_tensors,
 )
 from flex_model.integrations.torch_private import forget_meshes
@@ -67,7 +65,7 @@ class OfflineRun:
 
     mesh: Mesh
     nodes: dict[str, Node]
-    calls: list[Call]
+    calls: Sequence[Sequence[Seen]]
 
     def tree(self) -> ModelTree:
         """The modules with their tensors."""
@@ -234,8 +232,7 @@ def _run(
     for rank, (observed, follower) in enumerate(zip(calls, followers)):
         follower.infer_from(MeshProofs(Mesh(ranks, rank, 1, dp, tp)), chunks)
         concluded.append([seen.concluded(follower) for seen in observed])
-    of_all = named_calls(nodes, zip(*concluded * num_equal))
-    return OfflineRun(Mesh(ranks, 0, 1, dp, tp), nodes, of_all)
+    return OfflineRun(Mesh(ranks, 0, 1, dp, tp), nodes, list(zip(*concluded * num_equal)))
 
 
 def _observe(root: nn.Module, mesh: Mesh, inputs: Sequence[Input]) -> tuple[list[Seen], Follower]:
@@ -261,13 +258,7 @@ def _input(shape: Shape, dtype: str, mesh: Mesh, device: torch.device) -> Tensor
     return torch.empty(shape[0] // mesh.dp_size, *shape[1:], dtype=kind, device=device)
 
 
-#: The kinds of hooks, and the tensor that each sees, or the gradient of.
-KINDS = {
-    "forward": "output",
-    "forward_pre": "input",
-    "full_backward": "input",
-    "full_backward_pre": "output",
-}
+_KINDS = KINDS[:-1]  # those on modules
 
 
 @dataclass(frozen=True)
@@ -296,10 +287,10 @@ def read(path: str) -> list[HookLine]:
         if not words:
             continue
         pattern, what, kind, *more = [*words, *["", "forward"][len(words) - 1 :], ""]
-        if what not in ("read", "edit") or kind not in KINDS or any(more):
+        if what not in ("read", "edit") or kind not in _KINDS or any(more):
             raise ValueError(
                 f"{path}, line {number}: {line.strip()!r} is not a hook; give a module's name, "
-                f"read or edit, and one of {', '.join(KINDS)} (default: forward), as in "
+                f"read or edit, and one of {', '.join(_KINDS)} (default: forward), as in "
                 "'layers.*.mlp edit'"
             )
         lines.append(HookLine(pattern, what == "edit", kind))
@@ -320,7 +311,7 @@ def predict(run: OfflineRun, lines: Sequence[HookLine], edit_on: str) -> DryRun:
     for line in lines:
         function = HookFunction(line.pattern, editing_function=_edit if line.edits else None)
         registration = Registration(function, line.kind, 0, 0, None, function, line.pattern)
-        for _, _, ranks in _calls_of(run, line):
+        for ranks in _calls_of(run, registration):
             keys.append((line, *((one.shape, one.dtype, one.pair) for one in ranks)))
             if keys[-1] not in found:
                 in_training = [
@@ -332,23 +323,23 @@ def predict(run: OfflineRun, lines: Sequence[HookLine], edit_on: str) -> DryRun:
     return DryRun(itertools.chain(*merged.values()), forward, backward)
 
 
-def _calls_of(run: OfflineRun, line: HookLine) -> list[Call]:
-    """The calls that the hooks of a line see.
+def _calls_of(run: OfflineRun, hook: Registration) -> list[Sequence[Seen]]:
+    """The calls that a hook sees, whose module's name is a pattern.
 
     Raises:
         ValueError: there are none.
     """
-    kind = KINDS[line.kind]
-    named = [call for call in run.calls if call[1] == kind]
-    found = [call for call in named if fnmatch.fnmatchcase(call[0], line.pattern)]
-    if not found:
-        called = sorted({name for name, _, _ in named})
-        close = difflib.get_close_matches(line.pattern, called, 3, 0.3)
+    kind = "input" if hook.takes_inputs else "output"
+    sites = {ranks[0].hook for ranks in run.calls if ranks[0].hook[1] == kind}
+    matching = {site for site in sites if fnmatch.fnmatchcase(site[0], hook.name)}
+    if not matching:
+        called = sorted(name for name, _ in sites)
+        close = difflib.get_close_matches(hook.name, called, 3, 0.3)
         raise ValueError(
-            f"no module that the model calls with tensors is named {line.pattern!r}; there are "
+            f"no module that the model calls with tensors is named {hook.name!r}; there are "
             f"{', '.join(close or called[:3])}; leave out --hooks to see all"
         )
-    return found
+    return [ranks for ranks in run.calls if ranks[0].hook in matching]
 
 
 def _edit(module: nn.Module | None, full: Tensor, save_ctx: Any, modules: Any) -> Tensor:

@@ -31,7 +31,6 @@ from flex_model.inspection import text
 from flex_model.inspection.shapes_only import same_torch_random_state
 from flex_model.inspection.tree import named
 from flex_model.integrations import fsdp
-from flex_model.layouts.exchange import exchange_chunks
 from flex_model.names import find_module
 
 Loss = Callable[[Any], Tensor]
@@ -100,8 +99,8 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     follower = core.tracking.follower()
     core.tracking.seed(follower, args, kwargs)
-    values = [follower.value(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
-    exchange_chunks(communicator, follower)
+    values = [follower.recorder.value(x) if isinstance(x, Tensor) else None for x in leaves]
+    follower.sync(communicator)
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             continue

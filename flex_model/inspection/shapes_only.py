@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.header import DTYPES, Header, site_hash
+from flex_model.distributed.header import DTYPES, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.integrations import compiled, dtensor, fsdp, torch_private
 from flex_model.integrations.torch_private import FakeTensor, FakeTensorMode
 from flex_model.layouts import follow, resolve
-from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
 from flex_model.layouts.placement_encoding import decode, encode
@@ -131,25 +130,18 @@ def _tables(root: nn.Module) -> Iterator[dict[Any, Any]]:
     for module in root.modules():
         yield from (module.__dict__, module._parameters, module._buffers, module._modules)
         yield from (module._forward_hooks, module._forward_pre_hooks)
-    yield from _shared_buffers()
-
-
-def _shared_buffers() -> list[dict[Any, Any]]:
-    """Return the buffers that Megatron's layers share."""
     state = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.is_initialized():
-        return []
-    return [state.get_global_memory_buffer().buffer]
+    if state is not None and state.is_initialized():  # its layers share buffers
+        yield state.get_global_memory_buffer().buffer
 
 
 def _clear_caches() -> None:
     """Clear every ``functools.lru_cache`` (Megatron's rotary embedding has one) that holds fake
     tensors: a later forward that reads their memory would crash the process.
     """
-    caches = [found for found in gc.get_objects() if type(found) is _LRU_CACHE]
-    for cache in caches:
-        if _holds_fakes(cache):
-            cache.cache_clear()
+    for found in gc.get_objects():
+        if type(found) is _LRU_CACHE and _holds_fakes(found):
+            found.cache_clear()
 
 
 def _holds_fakes(cache: Any) -> bool:
@@ -167,12 +159,10 @@ def _holds_fakes(cache: Any) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def same_torch_random_state() -> Iterator[None]:
-    """Restore the states of torch's generators afterwards."""
+def same_torch_random_state() -> contextlib.AbstractContextManager[None]:
+    """A context that restores the states of torch's generators afterwards."""
     has_cuda = torch.cuda.is_initialized()
-    with torch.random.fork_rng([torch.cuda.current_device()] if has_cuda else []):
-        yield
+    return torch.random.fork_rng([torch.cuda.current_device()] if has_cuda else [])
 
 
 def _keep_ddp_out(root: nn.Module, stack: contextlib.ExitStack) -> None:
@@ -194,7 +184,7 @@ def _stand_in_for_fsdp2(
     """Remove FSDP2's hooks and replace the parameters that they would gather by fake ones."""
     if any(fsdp.is_fsdp1(module) for module in root.modules()):
         raise ValueError("FSDP1 gathers its flattened parameters in ways that need their values")
-    stand_ins: dict[int, tuple[Any, nn.Parameter]] = {}
+    stand_ins: dict[Any, nn.Parameter] = {}
     for module in root.modules():
         for table in (module._forward_pre_hooks, module._forward_hooks):
             _without_fsdp_hooks(table)
@@ -202,15 +192,10 @@ def _stand_in_for_fsdp2(
         return
     for module in root.modules():
         for leaf, parameter in module._parameters.items():
-            if not dtensor.is_dtensor(parameter):
-                continue
-            key = id(parameter)
-            if key not in stand_ins:
-                full = _gathered(parameter, mesh, fake_mode)
-                if full is None:
-                    continue
-                stand_ins[key] = (parameter, full)
-            module._parameters[leaf] = stand_ins[key][1]
+            if dtensor.is_dtensor(parameter):
+                if parameter not in stand_ins:
+                    stand_ins[parameter] = _gathered(parameter, mesh, fake_mode)
+                module._parameters[leaf] = stand_ins[parameter]
 
 
 def _without_fsdp_hooks(table: dict[int, Any]) -> None:
@@ -227,13 +212,15 @@ def _without_fsdp_hooks(table: dict[int, Any]) -> None:
         del table[key]
 
 
-def _gathered(parameter: Any, mesh: Mesh, fake_mode: FakeTensorMode) -> nn.Parameter | None:
-    """Return the parameter that FSDP2 would gather: full along dp, unchanged along tp."""
+def _gathered(parameter: Any, mesh: Mesh, fake_mode: FakeTensorMode) -> nn.Parameter:
+    """Return the parameter that FSDP2 would gather: full along dp, unchanged along tp; itself if it
+    is on no other axis.
+    """
     device_mesh = parameter.device_mesh
     axes = dtensor.axes_of(device_mesh, mesh, "a parameter")
     kept = [i for i, axis in enumerate(axes) if axis == "tp"]
     if len(kept) == device_mesh.ndim:
-        return None
+        return parameter
     device = torch.device(device_mesh.device_type)
     with fake_mode:
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -253,13 +240,13 @@ class Seen:
     """One rank's tensor at one call of a hook.
 
     Attributes:
-        hook: The registration's index, or the site's hash.
+        hook: The registration's index; or a module's name, and "input" or "output".
         pair: The placements along dp and tp that a DTensor states or the followed run proves.
         known: The layout that a DTensor states, the same on every rank.
         value: The follower's value for the tensor.
     """
 
-    hook: int
+    hook: Any
     shape: Shape
     dtype: torch.dtype
     pair: Pair = UNKNOWN
@@ -340,34 +327,29 @@ def on_shapes(
             )
             communicator.fail(message, error)
         if not communicator.is_local:
-            exchange_chunks(communicator, follower)
+            follower.sync(communicator)
         return _exchanged(communicator, [one.concluded(follower) for one in found])
 
 
 def _exchanged(communicator: Communicator, seen: list[Seen]) -> list[list[Seen]]:
     if communicator.is_local:
         return [[one] for one in seen]
-    header = Header("end of the run", site=site_hash(*(one.hook for one in seen)))
-    communicator.check_consistency(
-        header, f"the end of a run on shapes, which called {len(seen)} sites"
-    )
-    if not seen:
-        return []
-    local = [_to_json(one) for one in seen]
-    per_rank = exchange_json(communicator, local, "the tensors of a run on shapes")
+    sites = f"{len(seen)} sites ({site_hash(*(one.hook for one in seen)):x})"
+    where = f"the end of a run on shapes, which called {sites}"  # the ranks compare it
+    per_rank = exchange_json(communicator, [_to_json(one) for one in seen], where)
     return [[_from_json(rank[i], one) for rank in per_rank] for i, one in enumerate(seen)]
 
 
 def _to_json(one: Seen) -> list[Any]:
     pair = [encode(placement) for placement in one.pair]
-    return [one.hook, one.shape, DTYPES.index(one.dtype), pair, one.needs_gradient]
+    return [one.shape, DTYPES.index(one.dtype), pair, one.needs_gradient]
 
 
 def _from_json(fields: list[Any], local: Seen) -> Seen:
-    hook, shape, dtype, pair, needs_gradient = fields
+    shape, dtype, pair, needs = fields
     dp, tp = (decode(placement) for placement in pair)
     kind = DTYPES[dtype]
-    return Seen(hook, tuple(shape), kind, (dp, tp), needs_gradient, local.known, local.device)
+    return Seen(local.hook, tuple(shape), kind, (dp, tp), needs, local.known, local.device)
 
 
 def layout_from_shapes(

@@ -9,30 +9,9 @@ from dataclasses import dataclass
 from flex_model.distributed.placement import Shape
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose columns are as wide as their widest cell, two spaces apart."""
-    lines = [list(headers), *map(list, rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
-    texts = ["  ".join(cell.ljust(n) for cell, n in zip(line, widths)).rstrip() for line in lines]
-    texts.insert(1, "  ".join("-" * n for n in widths))
-    return "\n".join(texts)
-
-
-def _html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the same table as HTML, with its text escaped."""
-    lines = [_html_row("th", headers), *(_html_row("td", row) for row in rows)]
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _html_row(tag: str, cells: Sequence[str]) -> str:
-    style = ' style="text-align: left; vertical-align: top"'
-    shown = [f"<{tag}{style}>{html.escape(cell)}</{tag}>" for cell in cells]
-    return f"<tr>{''.join(shown)}</tr>"
-
-
 @dataclass(frozen=True)
 class Table:
-    """A table of text.
+    """A table of text, whose columns are as wide as their widest cell, two spaces apart.
 
     Attributes:
         rows: The cells of each row, as many as there are headers.
@@ -40,6 +19,23 @@ class Table:
 
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
+
+    def __str__(self) -> str:
+        lines = [self.headers, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        lines.insert(1, ["-" * n for n in widths])
+        return "\n".join(
+            "  ".join(cell.ljust(n) for cell, n in zip(line, widths)).rstrip() for line in lines
+        )
+
+    def _repr_html_(self) -> str:
+        def row(tag: str, cells: Sequence[str]) -> str:
+            begin = f'<{tag} style="text-align: left; vertical-align: top">'
+            shown = [f"{begin}{html.escape(cell)}</{tag}>" for cell in cells]
+            return f"<tr>{''.join(shown)}</tr>"
+
+        lines = [row("th", self.headers), *(row("td", cells) for cells in self.rows)]
+        return f"<table>{''.join(lines)}</table>"
 
 
 class Printed:
@@ -50,16 +46,11 @@ class Printed:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        return "\n".join(
-            block if isinstance(block, str) else table(block.headers, block.rows)
-            for block in self._blocks()
-        )
+        return "\n".join(map(str, self._blocks()))
 
     def _repr_html_(self) -> str:
         return "".join(
-            f"<pre>{html.escape(block)}</pre>"
-            if isinstance(block, str)
-            else _html_table(block.headers, block.rows)
+            f"<pre>{html.escape(block)}</pre>" if isinstance(block, str) else block._repr_html_()
             for block in self._blocks()
         )
 

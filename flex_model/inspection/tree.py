@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from flex_model import _C
-from flex_model.distributed.header import site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Placement, Shape, ShardLayout
 from flex_model.errors import HookError
@@ -26,7 +25,7 @@ from flex_model.inspection.shapes_only import (
 )
 from flex_model.integrations import dtensor
 from flex_model.layouts.follow import Follower
-from flex_model.layouts.tensor_site import Site
+from flex_model.layouts.statements import Site
 from flex_model.names import clean
 
 if TYPE_CHECKING:
@@ -200,10 +199,6 @@ def _label(group: Sequence[str]) -> str:
     return first if first == last else f"{first} to {last}"
 
 
-#: A module's name, ``"input"`` or ``"output"``, and its first tensor at one call on all ranks.
-Call = tuple[str, str, Sequence[Seen]]
-
-
 def looks(root: nn.Module, mesh: Mesh, follower: Follower) -> list[Look]:
     """Return what ``run_watched`` needs to observe the first input and output tensor of each module
     call on this rank.
@@ -215,8 +210,8 @@ def looks(root: nn.Module, mesh: Mesh, follower: Follower) -> list[Look]:
         leaf = _C.leaf_at(tree, 0)
         value = follower.joint_value(leaf)
         plain, stated, known = dtensor.plain_and_stated(leaf, mesh, name)
-        site = site_hash(name, kind)
-        return Seen(site, tuple(plain.shape), plain.dtype, stated, known=known, value=value)
+        site, shape = (name, kind), tuple(plain.shape)
+        return Seen(site, shape, plain.dtype, stated, known=known, value=value)
 
     return [
         (module, kind == "input", functools.partial(look, name, kind))
@@ -225,15 +220,10 @@ def looks(root: nn.Module, mesh: Mesh, follower: Follower) -> list[Look]:
     ]
 
 
-def named_calls(nodes: Iterable[str], calls: Iterable[Sequence[Seen]]) -> list[Call]:
-    """Return calls with the names of their modules, which are among ``nodes``."""
-    sites = {site_hash(name, kind): (name, kind) for name in nodes for kind in ("input", "output")}
-    return [(*sites[ranks[0].hook], ranks) for ranks in calls]
-
-
-def set_tensors(nodes: dict[str, Node], calls: Iterable[Call], mesh: Mesh) -> None:
+def set_tensors(nodes: dict[str, Node], calls: Iterable[Sequence[Seen]], mesh: Mesh) -> None:
     """Set the nodes' input and output tensors, from the first call of each module."""
-    for name, kind, seen in calls:
+    for seen in calls:
+        name, kind = seen[0].hook
         if name in nodes and getattr(nodes[name], kind) is None:
             tensor: Any = {kind: _full_tensor(name, kind, seen, mesh)}
             nodes[name] = replace(nodes[name], **tensor)
@@ -263,7 +253,7 @@ def fill(core: HookCore, nodes: dict[str, Node], args: Any) -> None:
         return run_watched(core.module, follower, looks(core.module, core.mesh, follower), *given)
 
     calls = on_shapes(core, "show", args, {}, look)
-    set_tensors(nodes, named_calls(named(core.module), calls), core.mesh)
+    set_tensors(nodes, calls, core.mesh)
     for name, node in nodes.items():
         nodes[name] = replace(node, was_run=True)
 
@@ -279,6 +269,6 @@ def output_placement(core: HookCore, args: Any, kwargs: Any, name: str) -> Place
         return run_watched(core.module, follower, watched, *given)
 
     calls = on_shapes(core, "run_from", args, kwargs, look)
-    outputs = [ranks for _, kind, ranks in named_calls([name], calls) if kind == "output"]
+    outputs = [ranks for ranks in calls if ranks[0].hook == (name, "output")]
     found = {one.known.tp if one.known else one.pair[1] for ranks in outputs[:1] for one in ranks}
     return found.pop() if len(found) == 1 else None

@@ -28,17 +28,14 @@ from flex_model.inspection.second_core import (
 )
 
 # The results of comparing a site.
-EQUAL, DIFFERS, SHAPES, CALLS, NOT_IN_REFERENCE, NOT_REACHED, NOT_RESOLVED, REFUTED = range(8)
-_WORDS = (
-    "equal",
-    "differs",
-    "has another shape than in the reference",
-    "is called a different number of times than in the reference",
-    "is not in the reference",
-    "has no tensor in this run",
-    "its layout was not resolved: hook it to see the error",
-    "ranks differ where they should hold one tensor: hook it to see the error",
-)
+EQUAL = "equal"
+DIFFERS = "differs"
+SHAPES = "has another shape than in the reference"
+CALLS = "is called a different number of times than in the reference"
+NOT_IN_REFERENCE = "is not in the reference"
+NOT_REACHED = "has no tensor in this run"
+NOT_RESOLVED = "its layout was not resolved: hook it to see the error"
+REFUTED = "ranks differ where they should hold one tensor: hook it to see the error"
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class SiteDifference(text.SiteRow):
         call: The call with the largest difference, counted from 0.
     """
 
-    result: int
+    result: str
     max_abs: float = 0.0
     max_relative: float = 0.0
     call: int = 0
@@ -66,11 +63,11 @@ class SiteDifference(text.SiteRow):
         return self.result in (DIFFERS, SHAPES, CALLS, REFUTED)
 
     def __str__(self) -> str:
-        site = f"{self.kind} of {self.site}"
+        result = f"{self.kind} of {self.site} {self.result}"
         if self.result not in (EQUAL, DIFFERS):
-            return f"{site} {_WORDS[self.result]}"
+            return result
         return (
-            f"{site} {_WORDS[self.result]}: largest difference {self.max_abs:.3g}, relative to the "
+            f"{result}: largest difference {self.max_abs:.3g}, relative to the "
             f"largest value {self.max_relative:.3g}, in call {self.call}"
         )
 
@@ -103,7 +100,7 @@ class VerifyReport(text.Printed):
                 row.kind,
                 f"{row.max_abs:.3g}" if row.result in (EQUAL, DIFFERS) else "",
                 f"{row.max_relative:.3g}" if row.result in (EQUAL, DIFFERS) else "",
-                _WORDS[row.result],
+                row.result,
             ]
             for row in self.rows
         ]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -197,12 +197,14 @@ class AttentionPattern(MadeSites):
             parts.append(mask & own.transpose(2, 3))
         return functools.reduce(torch.logical_and, parts) if parts else None
 
-    @contextmanager
-    def own_configuration(self, layer: nn.Module) -> Iterator[None]:
-        """Give a layer its own configuration inside: some functions read their name there."""
-        ours, layer.config = layer.config, self._config
+    def run_kernel(self, layer: nn.Module, *args: Any, **arguments: Any) -> Any:
+        """Call the layer's own function, while the layer has its own configuration: some read their
+        name there.
+        """
+        kernel, ours = self.kernel(layer), layer.config
+        layer.config = self._config
         try:
-            yield
+            return kernel(layer, *args, **arguments)
         finally:
             layer.config = ours
 
@@ -260,22 +262,22 @@ def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:
         raise ValueError(
             f"attention({name!r}): the layer is compiled; compile the model after this call"
         )
-    present = layer._modules.get(CHILD)
-    if isinstance(present, AttentionPattern):
-        if repr(present.queries) != repr(queries):
-            raise ValueError(
-                f"attention({name!r}): queries={queries!r}, but this layer's pattern is computed "
-                f"for queries={present.queries!r}; use the same for all hooks on a layer, the union"
-                " of what they need"
-            )
-        return present.use(functools.partial(present.take_off, layer))
-    pattern = AttentionPattern(layer, name, queries)
-    pattern.kernel(layer)
-    _register()
-    layer.add_module(CHILD, pattern)
-    config: Any = copy.deepcopy(layer.config)
-    set_attention_implementation(config, _NAME)
-    layer.config = config
+    pattern: Any = layer._modules.get(CHILD)
+    if not isinstance(pattern, AttentionPattern):
+        pattern = AttentionPattern(layer, name, queries)
+        pattern.kernel(layer)
+        # It is imported already: the layer is of it.
+        sys.modules["transformers"].AttentionInterface.register(_NAME, _attend)
+        layer.add_module(CHILD, pattern)
+        config: Any = copy.deepcopy(layer.config)
+        set_attention_implementation(config, _NAME)
+        layer.config = config
+    elif repr(pattern.queries) != repr(queries):
+        raise ValueError(
+            f"attention({name!r}): queries={queries!r}, but this layer's pattern is computed "
+            f"for queries={pattern.queries!r}; use the same for all hooks on a layer, the union"
+            " of what they need"
+        )
     return pattern.use(functools.partial(pattern.take_off, layer))
 
 
@@ -289,9 +291,8 @@ def _attend(
 ) -> Any:
     """Compute attention as the layer's own function does, with hooks on the pattern."""
     pattern: Any = layer._modules[CHILD]
-    kernel = pattern.kernel(layer)
-    with pattern.own_configuration(layer):
-        output, weights, *rest = kernel(layer, query, key, value, attention_mask, **arguments)
+    given = query, key, value, attention_mask
+    output, weights, *rest = pattern.run_kernel(layer, *given, **arguments)
     if not is_hooked(pattern):
         return (output, weights, *rest)
     pattern.refuse(arguments)
@@ -358,10 +359,3 @@ def _weighted(pattern: Tensor, value: Tensor) -> Tensor:
 def _forward_of(layer: nn.Module) -> Any:
     """Return the function that is the layer's forward, without decorators."""
     return inspect.unwrap(type(layer).forward)
-
-
-def _register() -> None:
-    """Make our function known to transformers, which imported it already: the layer is of it."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_NAME, _attend)

@@ -214,7 +214,7 @@ def _on_axis(
         and placement.reduce_op == "sum"
     ):
         return Partial()
-    size = {"dp": mesh.dp_size, "tp": mesh.tp_size}[_name(axis)]
+    size = mesh.size(_name(axis))
     shards = [other for _, other in placed if _is_shard(other)]
     dims = {other.dim % tensor.ndim for other in shards}
     if len(shards) == len(placed) > 1 and len(dims) == 1:
@@ -275,17 +275,13 @@ def like(shard: Tensor, tensor: Any) -> Tensor:
     """
     if not is_dtensor(tensor):
         return shard
-    stride, strides = 1, []
-    for size in reversed(tensor.shape):
-        strides.append(stride)
-        stride *= size
     return type(tensor).from_local(
         shard,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
         shape=tensor.shape,
-        stride=tuple(reversed(strides)),
+        stride=tuple(math.prod(tensor.shape[i + 1 :]) for i in range(tensor.ndim)),
     )
 
 

@@ -179,9 +179,7 @@ class ExpertSlots(MadeSites):
         self, experts: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
         """Return the experts' output as hooks on what is inside leave it; None: unchanged."""
-        if not any(
-            site.has_hooks for site in (self.units, self.outputs, self.indices, self.weights)
-        ):
+        if not any(map(is_hooked, self.modules())):
             return None
         hidden, indices, own_weights = _tensors(args, kwargs)[:3]
         implementation = transformers_private.experts_implementation(experts.config)

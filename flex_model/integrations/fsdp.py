@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -238,14 +239,9 @@ def earlier_hooks(root: nn.Module, parameter: nn.Parameter) -> list[Any]:
 
 def owner_fsdp2(root: nn.Module, name: str) -> Any:
     """Return the module with ``fully_shard`` that manages the parameter of this name, or None."""
-    full_name = names.find_parameter(root, name)[0]
-    owner = root if is_fsdp2(root) else None
-    module = root
-    for part in full_name.split(".")[:-1]:
-        module = module.get_submodule(part)
-        if is_fsdp2(module):
-            owner = module
-    return owner
+    parts = names.find_parameter(root, name)[0].split(".")[:-1]
+    modules = itertools.accumulate(parts, nn.Module.get_submodule, initial=root)
+    return next(filter(is_fsdp2, reversed([*modules])), None)
 
 
 def kept_parameters(root: nn.Module) -> list[nn.Parameter]:

@@ -221,11 +221,6 @@ def _fill_in(
 
 def pipeline_refusal(module: nn.Module, pp_size: int) -> str:
     """Return the error text for stages without a schedule: why, and what to wrap instead."""
-    schedule = (
-        "split the whole model with flex_model.pipelining.pipeline(...), or into stages by hand, "
-        "and wrap the torch.distributed.pipelining schedule that runs them: FlexModel(schedule, "
-        "output_ptr)"
-    )
     if any(transformers_private.pipeline_stage(part) is not None for part in module.modules()):
         return (
             f"FlexModel: a model loaded with pp_size={pp_size} is inside a "
@@ -234,7 +229,9 @@ def pipeline_refusal(module: nn.Module, pp_size: int) -> str:
         )
     return (
         f"pipeline_parallel_size is {pp_size}, but a module alone does not define when its stages "
-        f"run; {schedule}; or shard the model without a pipeline"
+        "run; split the whole model with flex_model.pipelining.pipeline(...), or into stages by "
+        "hand, and wrap the torch.distributed.pipelining schedule that runs them: "
+        "FlexModel(schedule, output_ptr); or shard the model without a pipeline"
     )
 
 

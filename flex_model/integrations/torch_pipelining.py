@@ -227,10 +227,7 @@ def received_like(info: Any) -> Any:
 
 def zero_gradients(stage: Any, microbatch: int) -> tuple[Tensor | None, ...]:
     """Return zeros for all gradients of a micro-batch that a stage sends."""
-    zeros: list[Tensor | None] = []
-    for info in stage.args_recv_info[microbatch]:
-        like = received_like(info)
-        zeros.append(
-            None if like is None else torch.zeros(like.shape, dtype=like.dtype, device=stage.device)
-        )
-    return tuple(zeros)
+    return tuple(
+        None if like is None else torch.zeros(like.shape, dtype=like.dtype, device=stage.device)
+        for like in map(received_like, stage.args_recv_info[microbatch])
+    )

@@ -318,18 +318,6 @@ pop_transform = _functorch.pop_dynamic_layer_stack
 push_transform = _functorch.push_dynamic_layer_stack
 
 
-def cuda_stream() -> tuple[int, dict[str, int]]:
-    """The current CUDA device and stream."""
-    stream = torch.cuda.current_stream()
-    names = ("stream_id", "device_index", "device_type")
-    return stream.device_index, {name: getattr(stream, name) for name in names}
-
-
-def set_cuda_stream(device: int, stream: dict[str, int]) -> None:
-    torch.cuda.set_device(device)
-    _C._cuda_setStream(**stream)
-
-
 def forward_mode_level() -> int:
     """The level of forward-mode differentiation, one for the process; -1 outside of it."""
     return forward_ad._current_level
@@ -360,9 +348,26 @@ def restored(tables: Iterable[dict[Any, Any]]) -> Iterator[None]:
                 table.update(old)
 
 
-def num_references(storage: Any) -> int:
-    """How many tensors and other holders a storage has."""
-    return int(_C._storage_Use_Count(storage._cdata))
+@contextlib.contextmanager
+def unchanged(*modules: torch.nn.Module) -> Iterator[None]:
+    """No gradients; afterwards buffers and random states are what they were before."""
+    buffers = [(buffer, buffer.clone()) for one in modules for buffer in one.buffers()]
+    tensors = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
+    devices = {tensor.device.index or 0 for tensor in tensors if tensor.is_cuda}
+    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
+        try:
+            yield
+        finally:
+            for tensor, before in buffers:  # what has not changed is not written to
+                is_known = not tensor.is_meta and tensor.shape == before.shape
+                if is_known and not torch.equal(tensor, before):
+                    tensor.copy_(before)
+
+
+def is_held_once(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor or holder has a tensor's storage."""
+    storage = tensor.untyped_storage()  # a reference, too
+    return bool(_C._storage_Use_Count(storage._cdata) <= 2)
 
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -25,13 +25,9 @@ _PAGED_ARGUMENTS = ("read_index", "write_index", "block_table")
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a model; None: it has none."""
-    for name in _CACHE_ARGUMENTS:
-        if kwargs.get(name) is not None:
-            return kwargs[name]
-    for value in kwargs.values():
-        if is_cache(value):
-            return value
-    return None
+    named = map(kwargs.get, _CACHE_ARGUMENTS)
+    found = [one for one in (*named, *filter(is_cache, kwargs.values())) if one is not None]
+    return found[0] if found else None
 
 
 def with_cache_of(parameters: Iterable[str], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,10 +50,8 @@ def is_cache(value: Any) -> bool:
 
 def is_paged(arguments: Mapping[str, Any]) -> bool:
     """Whether arguments of a model or an attention function are those of continuous batching."""
-    for name in _PAGED_ARGUMENTS:
-        if arguments.get(name) is not None:
-            return True
-    return "Paged" in type(cache_of(arguments)).__name__
+    is_given = any(arguments.get(name) is not None for name in _PAGED_ARGUMENTS)
+    return is_given or "Paged" in type(cache_of(arguments)).__name__
 
 
 # The methods of a model that run it in a thread; without them, `is_paged` refuses in the thread.

@@ -13,17 +13,12 @@ if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.recorders: list[Recorder] = []
-
-
-_thread = _Thread()
+_thread = threading.local()
 
 
 def active_recorders() -> list[Recorder]:
     """Return the recorders that this thread has entered, the outermost first. Local."""
-    return _thread.recorders
+    return vars(_thread).setdefault("recorders", [])
 
 
 @contextmanager

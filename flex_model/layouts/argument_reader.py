@@ -93,8 +93,6 @@ class ArgumentReader:
         (kind,) = kinds
         if kind == "t":
             return [self._operand(items)] * len(items)
-        if kind == "s":
-            return [item[1] for item in items]
         if kind == "c":
             return [complex(*item[1:]) for item in items]
         if kind == "n":
@@ -270,25 +268,23 @@ class ArgumentEncoder:
         is_called = schema is not None and self._sizes.are_of(schema.name)
         by_place = self._sizes.by_place(args) if is_called else None
         passed = None if by_place is None else iter(by_place)
+        names = [argument.name for argument in arguments] + [""] * len(args)
         positional = tuple(
-            self._encoded(
-                value, is_called and i < len(arguments) and _is_size(arguments[i]), passed
-            )
-            for i, value in enumerate(args)
+            self._encoded(value, is_called and name in SIZE_ARGUMENTS, passed)
+            for name, value in zip(names, args)
         )
-        if schema is not None and self._recorder.stated_sizes and schema.name in _VIEWS:
+        if schema is not None and self._recorder.owner.stated_sizes and schema.name in _VIEWS:
             shape, kept = memory_map.shape_of(args[0]), 0
             if schema.name == "aten::unflatten":
                 dim = args[1] if len(args) > 1 else kwargs["dim"]
                 kept = len(shape) - 1 if dim in (-1, len(shape) - 1) else len(shape)
             positional = tuple(self._with_stated(value, shape, kept) for value in positional)
-        types = {argument.name: argument for argument in arguments}
         keyword = tuple(
-            (name, self._encoded(value, is_called and name in types and _is_size(types[name])))
+            (name, self._encoded(value, is_called and name in SIZE_ARGUMENTS))
             for name, value in sorted(kwargs.items())
         )
         if schema is not None and schema.name == "aten::lift_fresh":
-            keyword += (("content", ("s", _content(args[0]))),)
+            keyword += (("content", _content(args[0])),)
         return positional, keyword, tuple(self._carriers)
 
     def _with_stated(self, value: Any, shape: tuple[int, ...], num_kept: int) -> Any:
@@ -298,7 +294,7 @@ class ArgumentEncoder:
         """
         if not isinstance(value, tuple) or value[:1] != ("l",) or len(value) < 3:
             return value
-        (heads, size), stated = value[-2:], self._recorder.stated_sizes
+        (heads, size), stated = value[-2:], self._recorder.owner.stated_sizes
         if size == -1 and type(heads) is int and heads > 0 and shape[-1] % heads == 0:
             size = shape[-1] // heads
         if type(heads) is not int or type(size) is not int or size not in stated:
@@ -337,16 +333,12 @@ class ArgumentEncoder:
                 return "l", *numbers
             return "l", *(self._encoded(item, is_size, passed) for item in value)
         if isinstance(value, torch.device):
-            return "s", value.type
+            return value.type
         if isinstance(value, complex):
             return "c", value.real, value.imag
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-            return "s", str(value)
-        return "s", type(value).__name__
-
-
-def _is_size(argument: Any) -> bool:
-    return argument.name in SIZE_ARGUMENTS
+            return str(value)
+        return type(value).__name__
 
 
 def _content(constant: Tensor) -> str:

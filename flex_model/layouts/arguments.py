@@ -130,9 +130,7 @@ class _Description:
                 texts.append(" ".join(map(str, self._parts)))
                 self._parts = before
             self._parts.append(tuple(sorted(texts)))
-        elif isinstance(value, slice):
-            self._add_all("", value.start, value.stop, value.step)
-        elif isinstance(value, (range, enum.Enum, *_PLAIN)):
+        elif isinstance(value, (range, slice, enum.Enum, *_PLAIN)):
             self._parts.append(repr(value))
         elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
             self._parts.append(f"{value.dtype} {value.shape}")
@@ -164,10 +162,7 @@ class _Description:
 
 def _number(value: Any) -> int:
     """Return a number that identifies a module or class as long as it exists."""
-    number = _numbers.get(value)
-    if number is None:
-        number = _numbers[value] = next(_counter)
-    return number
+    return _numbers.setdefault(value, next(_counter))
 
 
 def _content(cell: Any) -> Any:

@@ -29,7 +29,7 @@ from flex_model.distributed.placement import Shape
 from flex_model.errors import HookError
 from flex_model.layouts.arguments import describe
 from flex_model.layouts.kept import Attributes
-from flex_model.layouts.placement_encoding import UNKNOWN, Pair
+from flex_model.layouts.placement_encoding import Pair
 from flex_model.layouts.sizes import COMPARISONS
 
 _MAX_ENTRIES = 256
@@ -55,8 +55,6 @@ class ForwardLayouts:
         gradients: Placements of the gradients of tensors that have one; ``obstacles``: by axis, why
             such a placement is not known.
         comparisons: The comparisons of sizes in the forward: operator and numbers on this rank.
-        growth: The growth of the shapes from call to call, for a predicted forward;
-            ``comparison_growth``: that of the compared numbers.
         rows: Of batches of different lengths: the rows of each data-parallel rank.
         settled: By a registration's index and a call number: what later forwards of this key, or
             that it predicts, gather the hook's tensor by.
@@ -70,17 +68,12 @@ class ForwardLayouts:
     buffers: dict[str, Pair] = field(default_factory=dict)
     attributes: dict[tuple[int, int], Pair] = field(default_factory=dict)
     comparisons: list[tuple[str, Any, Any]] = field(default_factory=list)
-    growth: dict[Place, Shape] | None = None
-    comparison_growth: list[tuple[Any, Any]] = field(default_factory=list)
     rows: Rows | None = None
     settled: dict[tuple[int, int | None], Any] = field(default_factory=dict)
 
-    def changes_branch(self) -> bool:
-        """Whether a comparison of sizes has another result in the next predicted forward."""
-        return any(
-            COMPARISONS[by](left + more, right + by_right) != COMPARISONS[by](left, right)
-            for (by, left, right), (more, by_right) in zip(self.comparisons, self.comparison_growth)
-        )
+    def branches(self) -> list[bool]:
+        """Return the results of the comparisons of sizes."""
+        return [COMPARISONS[by](left, right) for by, left, right in self.comparisons]
 
     def check(self, place: Place, shape: Shape, describe: Callable[[], str]) -> Pair:
         """Return the placements of the tensor at this place, in a forward that is not followed.
@@ -109,13 +102,13 @@ class _Growing:
 
     Attributes:
         step: A hash of the sizes that grow, on all ranks; 0 for none.
-        layouts: Those of the last call.
-        is_proven: Whether two followed calls have had the same layouts.
+        last: The layouts of the last call.
+        next: Those predicted for the next call, once two followed calls have had the same layouts.
     """
 
     step: int = 0
-    layouts: ForwardLayouts | None = None
-    is_proven: bool = False
+    last: ForwardLayouts | None = None
+    next: ForwardLayouts | None = None
 
 
 class LayoutCache:
@@ -166,9 +159,11 @@ class LayoutCache:
         by = tuple(new - old for new, old in zip(sizes, before))
         if len(sizes) != len(before) or set(by) != {0, 1}:
             return 0
-        growing = self._growing.get(self._form_keys.get(self._form, 0))
-        layouts = growing.layouts if growing is not None and growing.is_proven else None
-        return 0 if layouts is not None and layouts.changes_branch() else site_hash(by)
+        growing = self._growing.get(self._form_keys.get(self._form, 0), _Growing())
+        last, predicted = growing.last, growing.next
+        if last and predicted and last.branches() != predicted.branches():
+            return 0
+        return site_hash(by)
 
     def begin(self, table: tuple[tuple[int, ...], ...]) -> tuple[Key, ForwardLayouts | None]:
         """Return the key of a forward on all ranks, and its layouts, if they are known.
@@ -182,42 +177,19 @@ class LayoutCache:
             _put(self._form_keys, self._form, key.form)
         growing = self._growing.get(key.form, _Growing())
         if known is not None:
-            if growing.step != step or growing.layouts is not known or growing.is_proven:
-                growing = _Growing(step, known)
-        elif step and step == growing.step and growing.is_proven:
-            assert growing.layouts is not None
-            known = _grown(growing.layouts)
-            growing = replace(growing, layouts=known)
+            growing = _Growing(step, known)
         elif step != growing.step:
-            growing = _Growing(step, growing.layouts)
-        if self._growing.get(key.form) is not growing:
-            _put(self._growing, key.form, growing)
+            growing = _Growing(step, growing.last)
+        elif step and growing.next is not None:
+            known = growing.next
+            growing = _Growing(step, known, _grown(growing.last, known))
+        _put(self._growing, key.form, growing)
         return key, known
 
-    def _of(self, key: int | None) -> ForwardLayouts:
+    def of(self, key: int | None) -> ForwardLayouts:
         """Return the layouts of a forward; none for one that is not cached."""
         found = None if key is None else self._forwards.get(key)
         return found or ForwardLayouts()
-
-    def pairs(self, key: int | None, site: int) -> list[tuple[Pair, Pair]]:
-        """Return the placements of all calls of a hook in the forwards of a key, and those of the
-        gradients.
-        """
-        layouts = self._of(key)
-        return [
-            (pair, layouts.gradients.get(place, UNKNOWN))
-            for place, pair in layouts.pairs.items()
-            if place.site == site
-        ]
-
-    def obstacles(self, key: int | None, site: int) -> dict[str, str]:
-        """Return, by axis, why the placement of a hook's gradient is not known."""
-        known = self._of(key).obstacles
-        return next((found for place, found in known.items() if place.site == site), {})
-
-    def rows(self, key: int | None) -> Rows | None:
-        """Return `ForwardLayouts.rows`; None for a forward that is not cached."""
-        return self._of(key).rows
 
     def remember(self, key: Key, layouts: ForwardLayouts) -> None:
         """Cache the layouts of a followed forward, unless the cache was cleared since it began."""
@@ -225,13 +197,8 @@ class LayoutCache:
         if growing is None:
             return
         _put(self._forwards, key.forward, layouts)
-        last, latest = growing.layouts, layouts
-        growth = None if last is None or not growing.step else _growth(last, layouts)
-        compared = list(zip(() if last is None else last.comparisons, layouts.comparisons))
-        if growth is not None:
-            by = [(new[1] - old[1], new[2] - old[2]) for old, new in compared]
-            latest = replace(layouts, growth=growth, comparison_growth=by)
-        self._growing[key.form] = _Growing(growing.step, latest, growth is not None)
+        predicted = _grown(growing.last, layouts) if growing.step else None
+        self._growing[key.form] = _Growing(growing.step, layouts, predicted)
 
 
 @dataclass(frozen=True)
@@ -261,32 +228,23 @@ def _put(table: dict[int, Any], key: int, value: Any) -> None:
     table[key] = value
 
 
-def _growth(before: ForwardLayouts, after: ForwardLayouts) -> dict[Place, Shape] | None:
-    """Return the growth of each shape; None where layouts or numbers of dims differ."""
-    if before.pairs != after.pairs or before.gradients != after.gradients:
+def _grown(before: ForwardLayouts | None, after: ForwardLayouts) -> ForwardLayouts | None:
+    """Return the layouts of the call after these two, where all sizes grow as between them; None
+    where layouts or numbers of dims differ.
+    """
+    if before is None or before.pairs != after.pairs or before.gradients != after.gradients:
         return None
     if before.buffers != after.buffers or before.attributes != after.attributes:
         return None
     if [by for by, *_ in before.comparisons] != [by for by, *_ in after.comparisons]:
         return None
-    growth = {}
-    for place, shape in after.shapes.items():
-        old = before.shapes[place]
-        if len(old) != len(shape):
-            return None
-        growth[place] = tuple(new - was for new, was in zip(shape, old))
-    return growth
-
-
-def _grown(layouts: ForwardLayouts) -> ForwardLayouts:
-    assert layouts.growth is not None
-    shapes = {
-        place: tuple(size + by for size, by in zip(shape, layouts.growth[place]))
-        for place, shape in layouts.shapes.items()
-    }
-    grown = zip(layouts.comparisons, layouts.comparison_growth)
-    comparisons = [(by, left + more, right + mr) for (by, left, right), (more, mr) in grown]
-    return replace(layouts, shapes=shapes, comparisons=comparisons)
+    shapes = {place: (before.shapes[place], shape) for place, shape in after.shapes.items()}
+    if any(len(old) != len(new) for old, new in shapes.values()):
+        return None
+    grown = {place: tuple(2 * n - o for o, n in zip(*both)) for place, both in shapes.items()}
+    compared = zip(before.comparisons, after.comparisons)
+    comparisons = [(by, 2 * n - o, 2 * m - p) for (_, o, p), (by, n, m) in compared]
+    return replace(after, shapes=grown, comparisons=comparisons)
 
 
 class Conditions:

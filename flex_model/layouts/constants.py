@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +23,9 @@ from flex_model.layouts import factories
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, differ
 from flex_model.layouts.propagation.text_cases import RECURRENT
+
+if TYPE_CHECKING:
+    from flex_model.layouts.proofs import AxisProofs
 
 OpenDims = frozenset[int]
 
@@ -83,22 +86,13 @@ def _parallel(operation: Operation, of_each: Sequence[OpenDims]) -> OpenDims | N
     """Return the result's open dims, if the operation treats each index of an open dim alike and
     independently: it would then turn shards along that dim into shards along a dim of the result.
     """
-    operands, choices = operation.operands, [[None, *sorted(dims)] for dims in of_each]
-    if math.prod(map(len, choices)) > _MAX_CHOICES:
-        return None
-    found: set[int] = set()
-    covered: set[tuple[int, int]] = set()
-    for choice in itertools.product(*choices):
-        if all(dim is None for dim in choice):
-            continue
-        placed = {
-            id(operand): REPLICATED if dim is None else Shard(dim)
-            for operand, dim in zip(operands, choice)
-        }
-        (made, *_) = rules.propagate(with_placements(operation, placed)) or [None]
+    operands, found, covered = operation.operands, set[int](), set[tuple[int, int]]()
+    for choice, reading in _readings(operation, operands, of_each):
+        split = {(i, one.dim) for i, one in enumerate(choice) if isinstance(one, Shard)}
+        (made, *_) = (rules.propagate(reading) if split else None) or [None]
         if isinstance(made, Shard) and made.parts == 1:
             found.add(made.dim)
-            covered |= {(i, dim) for i, dim in enumerate(choice) if dim is not None}
+            covered |= split
     expected = {
         (i, dim)
         for i, dims in enumerate(of_each)
@@ -110,6 +104,19 @@ def _parallel(operation: Operation, of_each: Sequence[OpenDims]) -> OpenDims | N
         is_kept = every and operation.name in _KEEP_ALL
         return frozenset(range(operation.outputs[0].ndim)) if is_kept else None
     return frozenset(found) or None
+
+
+def _readings(
+    operation: Operation, operands: Sequence[Operand], of_each: Sequence[OpenDims]
+) -> Iterator[tuple[tuple[Placement, ...], Operation]]:
+    """Yield the operation with these operands replicated or split along one of their open dims, in
+    all combinations, and their placements; nothing where these are too many.
+    """
+    choices: list[list[Placement]] = [[REPLICATED, *map(Shard, sorted(dims))] for dims in of_each]
+    if math.prod(map(len, choices)) <= _MAX_CHOICES:
+        for choice in itertools.product(*choices):
+            placed = {id(operand): one for operand, one in zip(operands, choice)}
+            yield choice, with_placements(operation, placed)
 
 
 def _expanded(operation: Operation, dims: OpenDims, split_sizes: set[int]) -> OpenDims | None:
@@ -187,17 +194,8 @@ def _as_rules_allow(
     shards = [operand for operand in others if operand.shard is not None]
     if not shards:
         return operation
-    choices: list[list[Placement]]
-    choices = [[REPLICATED, *map(Shard, sorted(dims))] for _, dims in unknown]
-    if math.prod(map(len, choices)) > _MAX_CHOICES:
-        return operation
-    allowed = []
-    for choice in itertools.product(*choices):
-        placed: dict[int, Placement | None]
-        placed = {id(operand): one for (operand, _), one in zip(unknown, choice)}
-        made = with_placements(operation, placed)
-        if None not in rules.propagate(made):
-            allowed.append(made)
+    readings = _readings(operation, *zip(*unknown))
+    allowed = [made for _, made in readings if None not in rules.propagate(made)]
     return allowed[0] if len(allowed) == 1 else operation
 
 
@@ -230,14 +228,14 @@ def with_single_rows(operation: Operation) -> Operation:
     return _as_rules_allow(operation, unknown, others) if unknown else operation
 
 
-def with_zeros_as_sums(operation: Operation, zeros: Container[Any]) -> Operation:
+def with_zeros_as_sums(operation: Operation, proofs: AxisProofs) -> Operation:
     """Return the operation, with replicated operands of zeros placed as partial sums, which they
     are, too: an expert layer adds its partial sums to such a tensor.
     """
-    placed: dict[int, Placement | None] = {
+    placed = {
         id(operand): Partial()
         for operand in operation.operands
-        if operand.value in zeros and operand.placement == REPLICATED
+        if operand.placement == REPLICATED and proofs.is_made_by(operand.value, *factories.ZEROS)
     }
     return with_placements(operation, placed) if placed else operation
 

@@ -8,7 +8,7 @@ expected_shape=(8, None, 4096), and dp ranks hold (4, 7, 4096): rows of the batc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flex_model.distributed.mesh import Mesh
@@ -104,22 +104,14 @@ def check_expected_shape(expected_shape: Any) -> ExpectedShape:
     """
     if expected_shape is None:
         return None
-    try:
-        sizes: tuple[Any, ...] = tuple(expected_shape)
-    except TypeError:
+    sizes = tuple(expected_shape) if isinstance(expected_shape, Iterable) else None
+    if sizes is None or any(type(n) is bool or not isinstance(n, int | None) for n in sizes):
         raise TypeError(
             f"expected_shape must be a tuple of ints and None, got {expected_shape!r}; example: "
             "(None, None, 4096)"
-        ) from None
-    for size in sizes:
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise TypeError(
-                f"expected_shape must hold ints and None, got {size!r} in {sizes}; example: "
-                "(None, None, 4096)"
-            )
-        if size is not None and size < 0:
-            raise ValueError(
-                f"expected_shape {sizes} has a negative size; write None for a size that is not "
-                "known"
-            )
+        )
+    if any(size is not None and size < 0 for size in sizes):
+        raise ValueError(
+            f"expected_shape {sizes} has a negative size; write None for a size that is not known"
+        )
     return sizes

@@ -16,6 +16,8 @@ from flex_model.layouts.propagation.operation import REPLICATED, Operation, diff
 _FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor"}
 #: Factories that also take a tensor, for its dtype.
 BY_SIZES = {"new_zeros", "new_ones", "new_full"}
+#: All elements of their results are 0.
+ZEROS = ("zeros", "new_zeros", "zeros_like")
 _BLANKS = {"empty", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 _OVERWRITES = {
     "bernoulli", "uniform", "normal", "random", "exponential", "cauchy", "log_normal", "geometric",
@@ -33,11 +35,6 @@ def is_factory(operation: Operation) -> bool:
 def is_fill(name: str) -> bool:
     """Whether all elements of the result are one number."""
     return name in _FILLS
-
-
-def makes_zeros(operation: Operation) -> bool:
-    """Whether all elements of the result are 0."""
-    return operation.name in ("zeros", "new_zeros", "zeros_like")
 
 
 def is_draw(operation: Operation) -> bool:

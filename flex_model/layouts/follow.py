@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from flex_model import _C
+from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate
 from flex_model.integrations import layers
 from flex_model.integrations.torch_private import find_group
 from flex_model.layouts import active, logged
 from flex_model.layouts.contracts import experts
-from flex_model.layouts.graph_nodes import is_framework_hook
+from flex_model.layouts.graph_nodes import has_backward_hooks
 from flex_model.layouts.logged import Value
 from flex_model.layouts.mesh_proofs import MeshProofs
 from flex_model.layouts.operation_log import Chunk, Log
@@ -32,8 +34,7 @@ from flex_model.names import clean
 
 def recording() -> list[Follower]:
     """Return the followers of all FlexModels that record now."""
-    found = (one.owner() for one in active.active_recorders())
-    return [follower for follower in found if follower is not None]
+    return [one.owner for one in active.active_recorders()]
 
 
 _NOT_RECORDING = nullcontext()
@@ -61,8 +62,11 @@ def place_edited(mesh: Mesh, tensor: Tensor, original: Tensor, placements: Pair)
 class Follower:
     """Follows one forward: records it, and infers placements. Local, except for ``sync``.
 
-    Args:
-        kept: See `Recorder`.
+    Attributes:
+        weights: Finds the placements of weights and buffers.
+        kept: Returns the name and placements of a tensor that was kept from an earlier forward;
+            else None.
+        stated_sizes: Of last dims, which the running module states.
     """
 
     def __init__(
@@ -73,23 +77,16 @@ class Follower:
         weights: Weights,
         kept: Callable[[Tensor], tuple[str, Any] | None] = lambda tensor: None,
     ) -> None:
-        self._root, self._mesh, self._statements = root, mesh, statements
-        self._weights = weights
+        self.root, self._mesh, self._statements = root, mesh, statements
+        self.weights, self.kept = weights, kept
+        self.stated_sizes: frozenset[int] = frozenset()
         self.log = Log()
         self.proofs = MeshProofs(mesh)
         self._axes_of_groups = {
             tuple(mesh.stage_ranks[place] for place in mesh.ranks_along(axes)): axes
             for axes in (("dp", "tp"), ("dp",), ("tp",))  # the last, where an axis has one rank
         }
-        self.recorder = Recorder(
-            self,
-            self.log,
-            weights.source,
-            kept,
-            self._axes_of,
-            lambda tensor: stated_by_dtensor(tensor, mesh),
-            any(map(_has_backward_hooks, root.modules())),
-        )
+        self.recorder = Recorder(self)
         self._modules: dict[int, str] = {}
         self._words: dict[int, tuple[str, ...]] = {}  # by module: those of its last call
         # Running modules, with their paths in the log and the sizes stated by the modules around
@@ -104,15 +101,15 @@ class Follower:
     def __enter__(self) -> Follower:
         """Begin to record."""
         self._modules = {
-            id(module): clean(self._root, name) for name, module in self._root.named_modules()
+            id(module): clean(self.root, name) for name, module in self.root.named_modules()
         }
         # The forward of the root has begun already, so no hook reports it.
-        self.recorder.set_stated_sizes(layers.stated_last_sizes(self._root))
+        self.stated_sizes = layers.stated_last_sizes(self.root)
         self._handles = list(self._statement_hooks())
         # The root gets no hooks: removing them would change the hooks that torch iterates over
         # after an error.
-        for module in self._root.modules():
-            if module is self._root:
+        for module in self.root.modules():
+            if module is self.root:
                 continue
             self._handles += [
                 module.register_forward_pre_hook(
@@ -158,22 +155,20 @@ class Follower:
             given = (one for one in (*args, *kwargs.values()) if isinstance(one, str))
             around = self._words[self._open[-1][0]] if self._open else ()
             self._words[id(module)] = (*around, *filter(str.isidentifier, given))
-            outside = self.recorder.stated_sizes
-            self._open.append((id(module), self.log.enter(name), outside))
-            self.recorder.set_stated_sizes(layers.stated_last_sizes(module) or outside)
-            self._weights.enter(module, name)
+            self._open.append((id(module), self.log.enter(name), self.stated_sizes))
+            self.stated_sizes = layers.stated_last_sizes(module) or self.stated_sizes
+            self.weights.enter(module, name)
 
     def _exit_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if not self.recorder.is_paused and any(key == id(module) for key, _, _ in self._open):
             while True:  # also modules inside that an exception ended
-                key, path, outside = self._open.pop()
-                self.recorder.set_stated_sizes(outside)
+                key, path, self.stated_sizes = self._open.pop()
                 self.log.exit(path)
                 if key == id(module):
                     return
 
     def _statement_hooks(self) -> Iterator[Any]:
-        for module in self._root.modules():
+        for module in self.root.modules():
             if layers.gives_the_same_to_all(module):
                 yield module.register_forward_hook(self._state_shared, prepend=True)
             if experts.is_opaque(module):
@@ -236,12 +231,6 @@ class Follower:
         if isinstance(value, int):
             self.recorder.values.note(tensor, value)
 
-    def value(self, tensor: Tensor) -> Any:
-        """Return this rank's value of the tensor as it is now, for ``placements`` after the next
-        ``sync``.
-        """
-        return self.recorder.value(tensor)
-
     def joint_value(self, tensor: Tensor | None) -> Any:
         """Return a value for a tensor that every rank has here. It has the tensor's placements if
         all ranks have the same tensor of the program, or each its piece of one; else none, as for
@@ -282,14 +271,11 @@ class Follower:
         """
         for tensor in _tensors(output):
             value = self.recorder.value(tensor)
-            if isinstance(value, int):
+            # Where gradients are recorded, no loss depends on what has none, such as a norm's mean.
+            if isinstance(value, int) and (tensor.requires_grad or not torch.is_grad_enabled()):
                 self.log.add(logged.Output(value, part))
-                if _has_backward_hooks(self._root):  # torch adds the root's hooks later
+                if has_backward_hooks(self.root):  # torch adds the root's hooks later
                     self.recorder.nodes.note_module_hook(value)
-
-    def gradient_placements(self, value: Any) -> Pair:
-        """Return the placements of a value's gradient, as far as ``sync`` has followed the logs."""
-        return self.proofs.gradient_placements(value)
 
     def obstacles(self, value: Any) -> dict[str, str]:
         """Return, for each axis whose placement is not known, where it was lost."""
@@ -301,23 +287,45 @@ class Follower:
 
     # Among ranks.
 
-    def sync(self, exchange: Callable[[Chunk, int], Sequence[Chunk]]) -> None:
+    def sync(self, communicator: Communicator) -> None:
         """Compare tensor-parallel ranks' logs since the last comparison, and infer placements.
+        Collective where there are tensor-parallel ranks.
 
-        Args:
-            exchange: Returns the chunks of all ranks of the grid, from this rank's chunk and the
-                digest of its whole log. Collective where there are tensor-parallel ranks.
+        Those with the same log, such as with even shards, exchange a hash; others exchange the
+        entries. Data-parallel ranks exchange nothing: each infers alone.
         """
-        self.recorder.nodes.flush()
-        digest = self.log.digest
-        self.proofs.follow(exchange(self.log.take(), digest))
+        digest, chunk = self.log.digest, self.log.take()
+        chunks = [chunk] * len(communicator.mesh.stage_ranks)
+        if communicator.mesh.tp_size > 1:
+            with communicator.uncounted():
+                chunks = self._exchanged(communicator, chunk, digest)
+        self.proofs.follow(chunks)
+
+    def _exchanged(self, communicator: Communicator, chunk: Chunk, digest: int) -> list[Chunk]:
+        communicator.check_consistency(
+            Header("inputs", site=self.log.num_syncs), "what a forward has run so far"
+        )
+        mesh = communicator.mesh
+        digests = communicator.exchange(torch.tensor([digest])).flatten().tolist()
+        lines = (mesh.ranks_along(("tp",), place) for place in range(len(digests)))
+        if all(digests[place] == digests[line[0]] for line in lines for place in line):
+            return [chunk] * len(digests)
+        packed = chunk.pack()
+        lengths = communicator.exchange(torch.tensor([len(packed)])).flatten().tolist()
+        texts = communicator.exchange_padded(packed, max(lengths))
+        chunks = {text: Chunk.unpack(text) for text in set(texts)}  # some ranks' are equal
+        return [chunks[text] for text in texts]
 
     def infer_from(self, proofs: MeshProofs, chunks: Sequence[Chunk]) -> None:
         """Infer placements by these proofs, from the whole logs of all ranks of the grid. Local."""
         self.proofs = proofs
         proofs.follow(chunks)
 
-    def _axes_of(self, args: Any, kwargs: Any) -> tuple[str, ...] | None:
+    def stated(self, tensor: Tensor | None) -> Any:
+        """Return the encoded placements that a DTensor states; None for all else."""
+        return stated_by_dtensor(tensor, self._mesh)
+
+    def axes_of(self, args: Any, kwargs: Any) -> tuple[str, ...] | None:
         """Return the axes along which a collective's group runs; None for a group that is
         no axis.
         """
@@ -328,12 +336,6 @@ class Follower:
                     ranks = tuple(dist.get_process_group_ranks(group))
                     return self._axes_of_groups.get(ranks)
         return None
-
-
-def _has_backward_hooks(module: nn.Module) -> bool:
-    """Whether the module has backward hooks other than those of a framework."""
-    hooks = (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
-    return not all(map(is_framework_hook, hooks))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

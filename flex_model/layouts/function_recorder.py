@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from flex_model.integrations import dtensor
-from flex_model.layouts import composites
+from flex_model.integrations.torch_private import is_functorch_tensor
 from flex_model.layouts.sizes import CallSizes, Expression, Size, expressions_of
 
 if TYPE_CHECKING:
@@ -27,6 +31,54 @@ _LIKE_OTHER = {
     "view_as": (torch.Tensor.view, "view"),
     "reshape_as": (torch.Tensor.reshape, "reshape"),
     "expand_as": (torch.Tensor.expand, "expand"),
+}
+
+# Followed as one operation: the operations inside lose what the call shows. A product of
+# four-dimensional tensors flattens batch and heads into one dim and divides it again, ``reshape``
+# replaces -1 by a number, ``repeat_interleave`` joins the copies with the dim that they repeat.
+_MATMUL = torch.ops.aten.matmul.default
+_RESHAPE = torch.ops.aten.reshape.default
+_UNFLATTEN = torch.ops.aten.unflatten.int
+_EINSUM = torch.ops.aten.einsum.default
+_NARROW = torch.ops.aten.narrow.default
+_REPEAT_INTERLEAVE = torch.ops.aten.repeat_interleave.self_int
+_INSTANCE_NORM = torch.ops.aten.instance_norm.default
+_TENSOR_SPLIT = torch.ops.aten.tensor_split
+
+_OF_BOTH = {  # functions of torch, and methods of tensors
+    "matmul": _MATMUL,
+    "reshape": _RESHAPE,
+    "flatten": torch.ops.aten.flatten.using_ints,
+    "unflatten": _UNFLATTEN,
+    "repeat_interleave": _REPEAT_INTERLEAVE,
+    "tensor_split": _TENSOR_SPLIT.sections,
+    "narrow": _NARROW,
+    "chunk": torch.ops.aten.chunk.default,
+}
+_RECURRENT = {getattr(torch, name): name for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+_FOLLOWED = {
+    **{getattr(of, name): op for name, op in _OF_BOTH.items() for of in (torch, Tensor)},
+    **{function: getattr(torch.ops.aten, name).input for function, name in _RECURRENT.items()},
+    Tensor.__matmul__: _MATMUL,
+    F.linear: torch.ops.aten.linear.default,
+    F.one_hot: torch.ops.aten.one_hot.default,
+    torch.einsum: _EINSUM,
+    torch.instance_norm: _INSTANCE_NORM,
+    torch._C._nn.pad_sequence: torch.ops.aten.pad_sequence.default,
+    torch._VF._pad_packed_sequence: torch.ops.aten._pad_packed_sequence.default,
+    F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,
+}
+
+_REDUCTIONS = {dist.all_reduce, dist.reduce_scatter_tensor} if dist.is_available() else set()
+
+# The methods of Tensor and Parameter, which are not overrides.
+_OF_TENSORS = (vars(Tensor)["__torch_function__"].__func__, torch.nn.Parameter.__torch_function__)
+_WRITTEN_IN_PYTHON = {"torch.nn.functional", "torch.functional"}
+# They run the nodes of the model's graph, and may call themselves there.
+_BACKWARD_CALLS = {torch.autograd.backward, torch.autograd.grad, Tensor.backward}
+_NOT_OVERRIDDEN = {
+    name: lambda *_: False
+    for name in ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 }
 
 
@@ -61,14 +113,16 @@ class FunctionRecorder(TorchFunctionMode):
         if name in _LIKE_OTHER and len(args) == 2 and isinstance(args[1], Tensor):
             func, name = _LIKE_OTHER[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})
-        reduction = composites.reduction_of(func, kwargs)
-        with recorder.in_call(CallSizes(recorder.key, name, args, kwargs), reduction):
-            bound = composites.bind(func, types, args, kwargs)
+        reduction = _reduction_of(func, kwargs)
+        sizes = CallSizes(recorder.key, name, args, kwargs)
+        with recorder.during(sizes=sizes, reduction=reduction):
+            bound = _bind(func, types, args, kwargs)
             if bound is not None:
-                encoded = recorder.encode(bound.schema, bound.args, bound.kwargs)
+                schema, given = bound
+                encoded = recorder.encode(schema, given, kwargs)
                 with recorder.paused():
                     result = func(*args, **kwargs)
-                recorder.add_operation(bound.schema.name, encoded, result, bound.schema)
+                recorder.add_operation(schema.name, encoded, result, schema)
                 recorder.record_results(result)
                 return result
             result = self._run(func, types, args, kwargs)
@@ -80,8 +134,8 @@ class FunctionRecorder(TorchFunctionMode):
 
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run the function; by its steps, where those show what the call alone does not."""
-        is_part = func in self._running and func not in composites.BACKWARD_CALLS
-        steps = None if is_part else composites.steps_of(func, types)
+        is_part = func in self._running and func not in _BACKWARD_CALLS
+        steps = None if is_part else _steps_of(func, types)
         if steps is None:
             return func(*args, **kwargs)
         self._running.append(func)
@@ -97,7 +151,7 @@ class FunctionRecorder(TorchFunctionMode):
         """
         recorder = self._recorder
         name = getattr(func, "__name__", "")
-        with recorder.in_call(CallSizes(recorder.key, name), recorder.reduction):
+        with recorder.during(sizes=CallSizes(recorder.key, name)):
             result = func(*args, **kwargs)
         tensor = args[0] if args else None
         if func == _DATA:
@@ -107,7 +161,8 @@ class FunctionRecorder(TorchFunctionMode):
         if not isinstance(tensor, Tensor) or not (is_size or isinstance(result, torch.Size)):
             return result
         dims = dtensor.unsplit_dims(tensor)
-        of = recorder.one_value(tensor)
+        value = recorder.value(tensor)
+        of = value if isinstance(value, int) else 0  # no counterpart in the unsharded program
 
         def size(number: int, expression: Expression) -> Size:
             return Size(number, expressions_of(number) | {recorder.key: expression})
@@ -125,3 +180,78 @@ class FunctionRecorder(TorchFunctionMode):
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         is_whole = isinstance(dim, int) and dim % tensor.dim() in dims
         return size(result, ("dim", of, dim % tensor.dim())) if is_whole else result
+
+
+def _reduction_of(func: Any, kwargs: Mapping[str, Any]) -> str:
+    """Return the reduction of a call of torch.distributed, such as "sum"; "" for all other
+    calls.
+    """
+    if func not in _REDUCTIONS or "op" not in kwargs:
+        return ""
+    op = kwargs["op"]
+    return getattr(getattr(op, "op", op), "name", "other").lower()
+
+
+def _steps_of(func: Any, types: Iterable[Any]) -> Callable[..., Any] | None:
+    """Return a function of torch that is written in Python, such as
+    ``F.multi_head_attention_forward``, without its dispatch to ``__torch_function__``, so that the
+    mode sees the functions it calls. None for all other functions, and if a type of the arguments
+    has its own ``__torch_function__``.
+    """
+    if not isinstance(func, FunctionType):
+        return None  # F.max_pool1d is built elsewhere, of two functions that dispatch
+    if func.__globals__["__name__"] not in _WRITTEN_IN_PYTHON and func not in _BACKWARD_CALLS:
+        return None
+    if _is_overridden(types):
+        return None
+    names = {**func.__globals__, **_NOT_OVERRIDDEN}
+    steps = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    steps.__kwdefaults__ = func.__kwdefaults__
+    return steps
+
+
+def _is_overridden(types: Iterable[Any]) -> bool:
+    """Whether a type of the arguments has its own ``__torch_function__``."""
+    overrides = (getattr(t.__torch_function__, "__func__", t.__torch_function__) for t in types)
+    return any(override not in _OF_TENSORS for override in overrides)
+
+
+def _bind(
+    func: Any, types: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any] | None:
+    """Return the schema of the ATen operation that is called, and the positional arguments in its
+    form; None if the call is followed through its steps.
+    """
+    operation = _FOLLOWED.get(func)
+    if operation is None or _is_overridden(types):
+        return None
+    if not args or "out" in kwargs:  # torch.matmul(input=..., other=...)
+        return None
+    if operation is _RESHAPE and len(args) > 1 and isinstance(args[1], int):
+        args = (args[0], tuple(args[1:]))  # reshape(2, 3)
+    elif operation is _NARROW and any(isinstance(argument, Tensor) for argument in args[1:]):
+        return None
+    elif operation is _EINSUM:
+        operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
+        if not isinstance(args[0], str):
+            return None
+        args = (args[0], tuple(operands))
+    elif operation is _UNFLATTEN and (len(args) > 3 or isinstance(args[1], str)):
+        return None
+    elif operation is _REPEAT_INTERLEAVE:
+        repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
+        if not isinstance(repeats, int):
+            return None
+    elif operation is _TENSOR_SPLIT.sections:
+        if len(args) < 2 or isinstance(args[1], Tensor):
+            return None
+        if not isinstance(args[1], int):
+            operation = _TENSOR_SPLIT.indices
+    elif operation is _INSTANCE_NORM and (len(args) < 4 or args[3] is not None):
+        return None  # running statistics
+    elif func in _RECURRENT and (len(args) != 9 or isinstance(args[2], Tensor)):
+        return None  # packed sequences
+    tensors = [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor)]
+    if any(tensor.layout != torch.strided or is_functorch_tensor(tensor) for tensor in tensors):
+        return None
+    return operation._schema, args

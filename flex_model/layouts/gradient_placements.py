@@ -57,10 +57,7 @@ class Gradients:
         self._nodes_of: dict[Value, list[_Node]] = {}  # that return gradients to it
         self._unknown: dict[Value, str] = {}  # by value: what may pass gradients to it
         self._outputs: set[Value] = set()
-        self._detached: set[Value] = set()  # values without gradients
         self._hooked: set[Value] = set()  # with a hook of the model's own
-        self._aliases: list[Value] = []  # values after a write through another view
-        self._unread: set[Value] | None = None  # aliases that nothing has read
         # By value: the value that a statement or a hook replaced it by, or of the tensor once all
         # of it is written.
         self._in_place_of: dict[Value, Value] = {}
@@ -70,7 +67,6 @@ class Gradients:
 
     def forget(self) -> None:
         """Drop what was inferred so far: more is known now."""
-        self._unread = None
         self._found.clear()
 
     def placement(self, value: Any) -> Placement | None:
@@ -124,14 +120,6 @@ class Gradients:
         is.
         """
         self._in_place_of[before] = value
-
-    def note_alias(self, value: Value) -> None:
-        """Note the value of a tensor after a write through another view of its memory."""
-        self._aliases.append(value)
-
-    def note_detached(self, values: Sequence[Value]) -> None:
-        """Note values that an operation made for its backward alone: no loss depends on them."""
-        self._detached.update(values)
 
     def note_named(self, sources: Sequence[Any], value: Value) -> None:
         """Note that a value has the gradient of ``sources[0]``, if that is the same on all
@@ -202,12 +190,10 @@ class Gradients:
 
     def _read_by(self, value: Value) -> list[Value]:
         """Return the values that pass gradients to it."""
-        if self._unread is None:
-            self._unread = self._find_unread()
         found = self._made_of(value)
         for node in self._nodes_of.get(value, ()):
             found += node.outputs.values()
-        return [made for made in found if made not in self._detached and made not in self._unread]
+        return found
 
     def _made_of(self, value: Value) -> list[Value]:
         """Return the values that operations made of it; of a tensor that it was joined to, and that
@@ -221,15 +207,6 @@ class Gradients:
                 parts = chunks.taken_from(value, made, readers, self._proofs.makers)
             found += [made] if parts is None else parts
         return found
-
-    def _find_unread(self) -> set[Value]:
-        """Return the aliases that nothing reads, such as the former contents of a buffer."""
-        unread: set[Value] = set()
-        for value in reversed(self._aliases):  # values made of one come after it
-            is_read = value in self._outputs or value in self._nodes_of
-            if not is_read and unread.issuperset(self._made.get(value, ())):
-                unread.add(value)
-        return unread
 
     def _combined(self, value: Value) -> Kind:
         own = self._own(value)
@@ -258,8 +235,6 @@ class Gradients:
 
     def _local(self, made: Value) -> Kind:
         """Return the gradient that an operation of each rank alone passes on from its result."""
-        if made in self._detached or made in (self._unread or ()):
-            return None
         kind = self._found[made]
         return PART if isinstance(self._own(made), (Shard, Partial)) and kind is not None else kind
 

@@ -5,12 +5,11 @@ operations of other libraries. Such a node is found at the first use of its outp
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from flex_model.layouts import logged
@@ -36,39 +35,19 @@ class GraphNodes:
             or at which gradients end.
     """
 
-    def __init__(self, recorder: Recorder, has_module_hooks: bool) -> None:
-        self._recorder, self._has_module_hooks = recorder, has_module_hooks
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._has_module_hooks = any(map(has_backward_hooks, recorder.owner.root.modules()))
         self.linked: set[Value] = set()
         self._values: dict[tuple[int, int], Value] = {}  # by node and output
         self._unread: dict[tuple[int, int], Value] = {}  # of tensors whose use is not recorded
         self._numbers: dict[int, Value] = {}  # by node
-        self._pending: list[tuple[weakref.ref[Tensor], Value]] = []  # not linked by autograd yet
 
     def link(self, outputs: Sequence[logged.Made], writes: Sequence[logged.Write]) -> None:
         """Note that an ATen operation that carries gradients made these outputs."""
         self.linked.update(output.value for output in outputs)
         for write in writes:
             self.linked.update(value for _, value, _ in write.others)
-
-    def note_results(
-        self, schema: Any, tensors: Sequence[Tensor], outputs: Sequence[logged.Made]
-    ) -> None:
-        """Note the results of an ATen operation that returns several. Autograd links them after the
-        operation has returned.
-        """
-        is_view = any(made.alias_info is not None for made in schema.returns)
-        if len(tensors) > 1 and not is_view:
-            self._pending += [(weakref.ref(one), made.value) for one, made in zip(tensors, outputs)]
-
-    def flush(self) -> None:
-        """Log which results of the operation before carry no gradient, now that it has returned:
-        they exist for its backward alone, such as a norm's mean.
-        """
-        found = [(reference(), value) for reference, value in self._pending]
-        self._pending.clear()
-        detached = tuple(value for one, value in found if one is not None and not one.requires_grad)
-        if detached:
-            self._recorder.log.add(logged.Detached(detached))
 
     def note_use(self, tensor: Tensor, value: Value | tuple[Value, ...]) -> Any:
         """Note the use of a tensor that requires a gradient, as an output of its node; return its
@@ -96,7 +75,7 @@ class GraphNodes:
             return value
         self.linked.add(value)
         is_cpp = node.name().startswith(_OF_CPP)
-        if self._recorder.is_received(value) and not (_is_function(node) or is_cpp):
+        if value in self._recorder.received and not (_is_function(node) or is_cpp):
             return value  # a collective wrote to the node's output
         if tensor.numel() == 0:
             return value
@@ -218,6 +197,12 @@ def is_framework_hook(hook: Any) -> bool:
     """Whether a hook on a tensor's gradient is a framework's, or FlexModel's own."""
     modules = [getattr(function, "__module__", None) or "" for function in _functions_of(hook)]
     return bool(modules) and all(f"{name}.".startswith(_FRAMEWORKS) for name in modules)
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether the module has backward hooks other than those of a framework."""
+    hooks = (*module._backward_pre_hooks.values(), *module._backward_hooks.values())
+    return not all(map(is_framework_hook, hooks))
 
 
 def _functions_of(hook: Any) -> Iterator[Any]:

@@ -87,12 +87,11 @@ class KeptTensors:
             self._limit = max(_MIN_LIMIT, 2 * len(self._kept))
 
     def _add(self, tensor: Tensor, name: str, pair: Pair) -> None:
-        local = memory_map.plain(tensor)
-        storage = memory_map.storage_of(local)
+        storage, geometry = memory_map.place(tensor)
         if storage is not None:
             text = f"{name} of forward {self._num_forwards}"
             kept = _Kept(StorageWeakRef(storage), memory_map.version_of(tensor), text, pair)
-            self._kept[_key(storage, local)] = kept
+            self._kept[storage._cdata, geometry] = kept
 
     def source(self, tensor: Tensor) -> tuple[str, Any] | None:
         """Return the name and encoded placements of a tensor of an earlier forward; None for
@@ -107,11 +106,10 @@ class KeptTensors:
         return (None, None) if kept is None else kept.pair
 
     def _of(self, tensor: Tensor) -> _Kept | None:
-        local = memory_map.plain(tensor)
-        storage = memory_map.storage_of(local)
+        storage, geometry = memory_map.place(tensor)
         if storage is None:
             return None
-        kept = self._kept.get(_key(storage, local))
+        kept = self._kept.get((storage._cdata, geometry))
         if kept is None or kept.storage.expired() or kept.version != memory_map.version_of(tensor):
             return None
         return kept
@@ -123,10 +121,6 @@ def _is_placed_alike(shape: Sequence[int], before: Sequence[int], pair: Pair) ->
         return False
     _, tp = pair
     return not isinstance(tp, Shard) or shape[tp.dim] == before[tp.dim]
-
-
-def _key(storage: Any, local: Tensor) -> tuple[int, Any]:
-    return storage._cdata, memory_map.geometry(local)
 
 
 Name = tuple[int, int]

@@ -157,12 +157,6 @@ class Output(NamedTuple):
     part: str
 
 
-class Detached(NamedTuple):
-    """An operation made these values for its backward alone: they carry no gradients."""
-
-    values: tuple[Value, ...]
-
-
 class Hooked(NamedTuple):
     """A hook of the model's own may change the gradient of the value."""
 
@@ -195,7 +189,7 @@ class Node(NamedTuple):
 
 Entry = (
     Enter | Exit | Sync | Op | Collective | Call | Experts | Placed | Stated | Read | Invalidated
-    | Joint | Output | Detached | Hooked | Named | Node
+    | Joint | Output | Hooked | Named | Node
 )  # fmt: skip
 MARKERS = (Enter, Exit, Sync)
 #: By name.

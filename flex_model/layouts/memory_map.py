@@ -61,6 +61,13 @@ def geometry(tensor: Tensor) -> Geometry:
     return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
+def place(tensor: Tensor) -> tuple[Any, Geometry]:
+    """Return the storage, and the tensor's place in it; None for one that is not plain memory."""
+    local = plain(tensor)
+    storage = storage_of(local)
+    return (None, ()) if storage is None else (storage, geometry(local))
+
+
 def overlap(first: Geometry, second: Geometry) -> bool:
     """Whether they may share memory: their extents overlap, and they are not disjoint boxes of one
     tensor, such as ``x[:, :1]`` and ``x[:, 1:]``.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +55,12 @@ class Buffers:
         self._scan()
         for name, buffer, mark in self._named():
             self._note_own(name, buffer, mark)
-        handles = [
-            module.register_load_state_dict_post_hook(_Loaded(self))
-            for module in root.modules()
-            if module._buffers
-        ]
-        weakref.finalize(self, _remove, handles).atexit = False
+        handles = ExitStack()
+        for module in root.modules():
+            if module._buffers:
+                hook = module.register_load_state_dict_post_hook(_Loaded(self))
+                handles.callback(hook.remove)
+        weakref.finalize(self, handles.close).atexit = False
 
     def _scan(self) -> None:
         self._tables = [
@@ -134,11 +135,9 @@ class Buffers:
     @property
     def digest(self) -> int:
         """A hash of the placements of all of them."""
-        found = [(name, state.pair) for name, state in self._states.items() if state.pair]
-        if not found:
-            return 0
-        found.sort(key=lambda one: one[0])
-        return site_hash(*((name, *map(encode, pair)) for name, pair in found))
+        states = sorted(self._states.items(), key=lambda one: one[0])
+        found = [(name, *map(encode, state.pair)) for name, state in states if state.pair]
+        return site_hash(*found) if found else 0
 
 
 class _Loaded:
@@ -156,11 +155,6 @@ class _Loaded:
 
     def __reduce__(self) -> Any:
         return _Loaded, ()
-
-
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _mark(table: Mapping[str, Tensor | None], leaf: str, buffer: Tensor) -> Mark:

@@ -19,7 +19,6 @@ from flex_model.layouts import logged
 from flex_model.layouts.logged import Entry, Value
 
 _INDEX_BITS = 20
-_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class Source(NamedTuple):
@@ -139,4 +138,4 @@ def _as_tuples(values: list[Any]) -> tuple[Any, ...]:
 
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype that entries store under this name."""
-    return _DTYPES[name]
+    return getattr(torch, name.removeprefix("torch."))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -33,44 +33,28 @@ if TYPE_CHECKING:
 #: In the text of an operation.
 OF_OTHERS = " of tensors that differ from rank to rank"
 
+# Of which later operations read what they made.
+_MAKERS = {*factories.ZEROS, "empty_like", "sort", "argsort"}
+
 _Found = list[Placement | None]
-
-
-@dataclass
-class _Call:
-    """One call of an operation, read from the entries of all ranks.
-
-    Attributes:
-        read: Its arguments; none where torch has no operation of this name.
-        operation: As rules see it; None where torch has no operation of this name.
-    """
-
-    entries: tuple[logged.Op, ...]
-    read: ArgumentReader
-    operation: Operation | None = None
-
-    @property
-    def written(self) -> Any:
-        """The value of its first output before an in-place operation."""
-        writes = self.entries[0].writes
-        return writes[0].before if writes else None
 
 
 def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None:
     """Note the placements of the results of an operation that all ranks ran."""
     name, outputs = entries[0].name, entries[0].outputs
-    call = _read(proofs, name, entries)
-    operation, values = call.operation, [one.value for one in call.read.operands]
+    read, operation = _read(proofs, name, entries)
+    values = [one.value for one in read.operands]
     found: _Found = [None] * len(outputs)
-    if name == "aten::copy_" and call.written in proofs.received and values[1] is None:
+    written = entries[0].writes[0].before if entries[0].writes else None
+    if name == "aten::copy_" and written in proofs.received and values[1] is None:
         # Gloo's own copy into the result of a collective, when it is waited for.
-        found = [proofs.placements.get(call.written)]
+        found = [proofs.placements.get(written)]
         proofs.received.add(outputs[0].value)
     elif operation is not None:
         with suppress(ArgumentsDifferError):
-            found = _infer(proofs, call, operation)
-    text = name.removeprefix("aten::") + OF_OTHERS * call.read.are_others
-    inputs = tuple(v for v in values if isinstance(v, int)) or tuple(call.read.sized_by)
+            found = _infer(proofs, entries[0], read, operation)
+    text = name.removeprefix("aten::") + OF_OTHERS * read.are_others
+    inputs = tuple(v for v in values if isinstance(v, int)) or tuple(read.sized_by)
     for i, output in enumerate(outputs):
         value, placements = output.value, output.placements
         stated = decode(placements and placements[proofs.index])  # by a DTensor
@@ -78,7 +62,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
         proofs.note_step(value, text, inputs)
         proofs.set_placement(value, found[i] if stated is None else stated)
         if operation is not None:
-            _note_facts(proofs, call, operation, value, i)
+            _note_facts(proofs, read, operation, value, i)
     rule = "" if operation is None else operation.name
     if name.startswith(("aten::", opaque_calls.PREFIX)) and _passes_gradients(rule):
         made = [output.value for output in outputs if _has_gradient(output.dtype)]
@@ -89,18 +73,20 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
 # ---- How results are placed ----------------------------------------------------------------------
 
 
-def _infer(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
+def _infer(
+    proofs: AxisProofs, entry: logged.Op, read: ArgumentReader, operation: Operation
+) -> _Found:
     """Infer the placements of an operation's outputs.
 
     Raises:
         ArgumentsDifferError: an argument that the result depends on is not the same on all ranks.
     """
-    if call.read.differs:
+    if read.differs:
         return [None] * len(operation.outputs)
     found: _Found = []
     for reading in _readings(proofs, operation):
         if not found or reading is not operation:
-            found = _propagate(proofs, call, reading)
+            found = _propagate(proofs, read, reading)
         if None not in found:
             break
     is_split = bool(operation.operands) and operation.operands[0].shard is not None
@@ -108,47 +94,50 @@ def _infer(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     if is_split and collectives.joins_elsewhere(operation, elsewhere, proofs.other_size):
         found = [None]
     if proofs.axis == "dp" and None in found:
-        found = _of_own_rows(proofs, call, operation, found)
+        found = _of_own_rows(proofs, entry, operation, found)
     is_known = found != [None]
     of_ranks = ranges.infer(operation, proofs.ranges)
     # All of a dim is no range: `torch.arange(x.shape[1])`.
-    if of_ranks is not None and not (is_known and call.read.sized_by):
-        proofs.ranges[call.entries[0].outputs[0].value] = of_ranks
+    if of_ranks is not None and not (is_known and read.sized_by):
+        proofs.ranges[entry.outputs[0].value] = of_ranks
         if not is_known and ranges.follow_each_other(of_ranks):
             found = [Shard(0)]
-    if call.written in proofs.templates and factories.is_draw(operation):
-        found = [proofs.templates[call.written]]
+    if entry.writes and factories.is_draw(operation):
+        maker, _ = proofs.makers.get(operation.values[0], (operation, 0))
+        found = [maker.operands[0].placement] if maker.name == "empty_like" else found
     return [p if rules.fits(p, one) else None for p, one in zip(found, operation.outputs)]
 
 
 def _readings(proofs: AxisProofs, operation: Operation) -> Iterator[Operation]:
     """Yield the operation, then with placements that tensors among its operands have, too."""
     yield _with_all_written(proofs, operation)
-    yield constants.with_zeros_as_sums(operation, proofs.zeros)
+    yield constants.with_zeros_as_sums(operation, proofs)
     if proofs.axis == "tp":
         yield constants.with_shares(operation, proofs.open)
     yield constants.with_single_rows(operation)
 
 
-def _of_own_rows(proofs: AxisProofs, call: _Call, operation: Operation, found: _Found) -> _Found:
+def _of_own_rows(
+    proofs: AxisProofs, entry: logged.Op, operation: Operation, found: _Found
+) -> _Found:
     """Note which of the rank's own rows results belong to; those of all rows are rows of the batch,
     as they are in a norm by the rank's own statistics.
     """
-    for i, made in enumerate(call.entries[0].outputs):
+    for i, output in enumerate(entry.outputs):
         if found[i] is None:
             own = own_rows.infer(operation, i, proofs)
             if own is not None and own.place == own_rows.ALL and not own.counts:
                 found[i] = own.split
             elif own is not None:
-                proofs.own_rows[made.value] = own
+                proofs.own_rows[output.value] = own
     if operation.name in BATCH_NORMS and operation.operands[0].placement == Shard(0):
         return [Shard(0), *found[1:]]
     return found
 
 
-def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
+def _propagate(proofs: AxisProofs, read: ArgumentReader, operation: Operation) -> _Found:
     outputs: _Found = [None] * len(operation.outputs)
-    if not call.entries[0].name.startswith("aten::") and not rules.has_rule(operation.name):
+    if "::" in operation.name and not rules.has_rule(operation.name):
         return outputs
     if factories.makes_blank(operation.name):
         return outputs  # unknown until all of it is written
@@ -156,8 +145,8 @@ def _propagate(proofs: AxisProofs, call: _Call, operation: Operation) -> _Found:
     if is_literal and proofs.reads_parts and proofs.axis == "tp":
         return outputs  # equal elements may be those of each rank's own part
     if factories.is_factory(operation):
-        return factories.infer(operation, proofs.axis, proofs.split_sizes, call.read.shards_passed)
-    made, passed = rules.propagate(operation), call.read.shards_passed
+        return factories.infer(operation, proofs.axis, proofs.split_sizes, read.shards_passed)
+    made, passed = rules.propagate(operation), read.shards_passed
     if operation.name not in constants.EXPANDS or operation.operands[0].placement != REPLICATED:
         return made
     # All copies are equal, so the ranks have those of the rows whose number was passed.
@@ -171,9 +160,12 @@ def _with_all_written(proofs: AxisProofs, operation: Operation) -> Operation:
     if operation.name != "index_put" or operation.values[0] not in proofs.blank:
         return operation
     (blank, *indices), first = operation.operands[:-1], operation.arguments[0]
+    maker, output = proofs.makers.get(operation.values[1], (operation, 0))
     is_whole = (
         len(indices) == len(first["indices"]) == 1
-        and indices[0].value in proofs.permutations
+        and maker.name in ("sort", "argsort")  # each place once
+        and output == len(maker.outputs) - 1
+        and blank.ndim == 1
         and indices[0].shapes == blank.shapes
         and not first["accumulate"]
     )
@@ -186,34 +178,26 @@ def _with_all_written(proofs: AxisProofs, operation: Operation) -> Operation:
 
 
 def _note_facts(
-    proofs: AxisProofs, call: _Call, operation: Operation, value: Value, output: int
+    proofs: AxisProofs, read: ArgumentReader, operation: Operation, value: Value, output: int
 ) -> None:
     """Note other facts about a result, in addition to its placement or instead of it."""
     values, name = operation.values, operation.name
     if factories.is_factory(operation):
-        proofs.sizes_passed[value] = call.read.sizes_passed
-    if (
-        name in ("sort", "argsort")
-        and operation["self"].ndim == 1
-        and output == len(operation.outputs) - 1
-    ):
-        proofs.permutations.add(value)
-    if factories.makes_zeros(operation):
-        proofs.zeros.add(value)
+        proofs.sizes_passed[value] = read.sizes_passed
     if name in collectives.SAME_ELEMENTS and not proofs.gathered_elsewhere.isdisjoint(values):
         proofs.gathered_elsewhere.add(value)
-    if chunks.splits_or_joins(operation):
+    if chunks.splits_or_joins(operation) or name in _MAKERS:
         proofs.makers[value] = (operation, output)
-    if not call.read.differs:
-        _note_open(proofs, call, operation, value)
-    if name == "empty_like":
-        proofs.templates[value] = operation.operands[0].placement
+    if not read.differs:
+        _note_open(proofs, read, operation, value)
     is_copy = name in ("_to_copy", "clone", "to") and bool(values)
     if factories.makes_blank(name) or (is_copy and proofs.blank.get(values[0], "") is None):
         proofs.blank[value] = None  # whatever its size, all of it may be written
 
 
-def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Value) -> None:
+def _note_open(
+    proofs: AxisProofs, read: ArgumentReader, operation: Operation, value: Value
+) -> None:
     """Note a result of which only the extent is not known, or was inferred wrongly."""
     values = operation.values
     placement, is_tp = proofs.placements.get(value), proofs.axis == "tp"
@@ -227,7 +211,7 @@ def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Val
             proofs.set_placement(value, REPLICATED if is_same and operation.operands else None)
             proofs.open[value] = dims
             others = [one for one in values if one in proofs.open]
-            are_plain = proofs.axis == "dp" and call.read.are_plain
+            are_plain = proofs.axis == "dp" and read.are_plain
             if are_plain and all(one in proofs.plain for one in others):
                 proofs.plain.add(value)
 
@@ -235,15 +219,19 @@ def _note_open(proofs: AxisProofs, call: _Call, operation: Operation, value: Val
 # ---- The operation that was called ---------------------------------------------------------------
 
 
-def _read(proofs: AxisProofs, full_name: str, entries: tuple[logged.Op, ...]) -> _Call:
-    """Read the call from the entries of all ranks."""
+def _read(
+    proofs: AxisProofs, full_name: str, entries: tuple[logged.Op, ...]
+) -> tuple[ArgumentReader, Operation | None]:
+    """Read the call from the entries of all ranks: its arguments, and the operation as rules see
+    it; neither where torch has no operation of this name.
+    """
     overload = overload_of(full_name)
     if full_name.startswith(opaque_calls.PREFIX):
         schema = opaque_calls.schema_of(full_name, entries)
     elif overload is not None:
         schema = overload._schema
     else:
-        return _Call(entries, ArgumentReader(proofs))
+        return ArgumentReader(proofs), None
     reader = ArgumentReader(proofs, schema.name)
     arguments = reader.arguments(schema, entries)
     name = rule_name(schema)
@@ -268,7 +256,7 @@ def _read(proofs: AxisProofs, full_name: str, entries: tuple[logged.Op, ...]) ->
     )
     with suppress(ArgumentsDifferError):
         operation = constants.with_extents(operation, proofs.open, proofs.plain)
-    return _Call(entries, reader, operation)
+    return reader, operation
 
 
 def _has_gradient(dtype: str) -> bool:

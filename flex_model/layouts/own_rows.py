@@ -19,6 +19,7 @@ import torch
 from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts.constants import with_placements
 from flex_model.layouts.contracts.collectives import SAME_ELEMENTS
+from flex_model.layouts.factories import ZEROS
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
 from flex_model.layouts.propagation.slicing import SPLITS, follow_to_end, range_taken
@@ -77,7 +78,7 @@ def infer(operation: Operation, output: int, proofs: AxisProofs) -> OwnRows | No
         _taken(operation, output)
         or _counted(operation, proofs.split_sizes)
         or _sorted(operation, output, known)
-        or _packed(operation, output, known, proofs.zeros)
+        or _packed(operation, output, known, proofs)
         or _without_ones(operation, known)
         or _read(operation, known)
         or _joined(operation, known)
@@ -143,7 +144,7 @@ def _sorted(operation: Operation, output: int, known: Known) -> OwnRows | None:
     return own._replace(place=("inverse", own.place)) if is_order and is_inverted else None
 
 
-def _packed(operation: Operation, output: int, known: Known, zeros: Set[Any]) -> OwnRows | None:
+def _packed(operation: Operation, output: int, known: Known, proofs: AxisProofs) -> OwnRows | None:
     """Return the sequences of a batch that ``pack_padded_sequence`` joins, step by step, what a
     recurrent layer makes of them, and these sequences again.
     """
@@ -164,8 +165,8 @@ def _packed(operation: Operation, output: int, known: Known, zeros: Set[Any]) ->
         return rows
     of_state = rows._replace(dim=1)
     for one in operation.operands[2:]:  # states and weights
-        is_state = one.value in zeros or _own(one, known) == of_state
-        if one.placement != REPLICATED and not is_state:
+        is_zeros = proofs.is_made_by(one.value, *ZEROS)
+        if one.placement != REPLICATED and not is_zeros and _own(one, known) != of_state:
             return None
     return own if output == 0 else of_state
 
@@ -226,7 +227,6 @@ def _read(operation: Operation, known: Known) -> OwnRows | None:
             return None
     if of_self.place != ALL and own.place != ("inverse", of_self.place):
         return None
-    placed: dict[int, Placement | None]
     placed = {id(one): known[one.value].split for one in given if one.value in known}
     placed[id(self)] = REPLICATED
     (made,) = rules.propagate(with_placements(operation, placed))

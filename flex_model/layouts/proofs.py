@@ -5,13 +5,13 @@ A result that no rule and no contract covers is not known, nor is anything made 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.layouts import chunks, logged, ranges
-from flex_model.layouts.alignment import align
 from flex_model.layouts.contracts.collectives import follow_collective
 from flex_model.layouts.contracts.experts import follow_experts
 from flex_model.layouts.contracts.logged_calls import follow_call
@@ -70,11 +70,8 @@ class AxisProofs:
         sizes_passed: For values of ``torch.zeros`` and the like: the sizes that were passed.
         ranges: For values that are consecutive integers on each rank: the first one and the count.
         own_rows: For values that belong to some of a rank's own rows: which.
-        permutations: Values that are the indices of a sort: each place once.
-        zeros: Values of which all elements are 0.
-        templates: For values of ``torch.empty_like``: the placement of the tensor that they are
-            like.
-        makers: For values that an operation split off or joined: that operation.
+        makers: For values that an operation split off, joined or sorted, or made as zeros or as
+            blank as another tensor: that operation.
         received: Values that a collective returned.
         reads_parts: Whether Python has read elements of a tensor that is not the same on all ranks:
             what is made of numbers from then on may be made of those, ``torch.tensor(x.tolist())``.
@@ -95,13 +92,10 @@ class AxisProofs:
         self.plain: set[Value] = set()
         self.blank: dict[Value, Placement | str | None] = {}
         self.joint: dict[Value, Any] = {}
-        self.templates: dict[Value, Placement | None] = {}
         self.makers: dict[Value, chunks.Maker] = {}
         self.gathered_elsewhere: set[Value] = set()  # along the other axis
         self.sizes_passed: dict[Value, dict[int, int]] = {}
         self.own_rows: dict[Value, OwnRows] = {}
-        self.permutations: set[Value] = set()
-        self.zeros: set[Value] = set()
         self.ranges: dict[Value, ranges.Ranges] = {}
         self.reads_parts = False
         self.difference = ""
@@ -254,8 +248,6 @@ class AxisProofs:
             self._follow_joint(entries)
         elif isinstance(first, logged.Named):
             self._follow_named(entries)
-        elif isinstance(first, logged.Detached):
-            gradients.note_detached(first.values)
         elif isinstance(first, logged.Hooked):
             gradients.note_hooked([one.value for one in entries])
         elif isinstance(first, logged.Output):
@@ -330,6 +322,10 @@ class AxisProofs:
         placement = self.placements.get(value)
         return placement if isinstance(placement, Shard) and placement.dim == dim else None
 
+    def is_made_by(self, value: Any, *names: str) -> bool:
+        """Whether one of these operations made the value; only of those that `makers` holds."""
+        return value in self.makers and self.makers[value][0].name in names
+
     def note_read(self, *values: Any) -> None:
         """Note that Python reads the elements of a tensor, of which the ranks have these values."""
         self.reads_parts |= any(self.placement(value) != Replicate() for value in values)
@@ -337,3 +333,67 @@ class AxisProofs:
     def note_step(self, value: Value, text: str, inputs: tuple[Value, ...]) -> None:
         """Note the operation that made the value, and its inputs."""
         self.steps[value] = Step(text, inputs, self._modules[-1] if self._modules else "")
+
+
+# ---- Which entries of the ranks' logs are one operation of the model -----------------------------
+
+
+def align(
+    logs: Sequence[Sequence[Entry]], skipped: Callable[[Entry], None] = lambda entry: None
+) -> Iterator[tuple[Entry, ...]]:
+    """Yield the entries of all ranks, one tuple for each that all of them have.
+
+    Where ranks ran different operations, those are left out, up to the next begin or end of a
+    module that all of them reach. The results of the operations left out have no entry, so they are
+    not known.
+
+    Args:
+        skipped: Called with every entry, of any rank, that is left out.
+    """
+    marks = ({_form(entry) for entry in log if isinstance(entry, logged.MARKERS)} for log in logs)
+    common = set.intersection(*marks)
+    for segments in itertools.zip_longest(*(_cut(log, common) for log in logs), fillvalue=[]):
+        alike = list(itertools.takewhile(_are_alike, zip(*segments)))
+        yield from alike
+        for segment in segments:
+            for entry in segment[len(alike) :]:
+                skipped(entry)
+
+
+def _cut(log: Sequence[Entry], markers: set[Any]) -> list[list[Entry]]:
+    """Return the log in segments, of which all but the first begin with one of these markers."""
+    segments: list[list[Entry]] = [[]]
+    for entry in log:
+        if isinstance(entry, logged.MARKERS) and _form(entry) in markers:
+            segments.append([])
+        segments[-1].append(entry)
+    return segments
+
+
+def _are_alike(entries: Sequence[Entry]) -> bool:
+    first = entries[0]
+    return all(entry is first or _form(entry) == _form(first) for entry in entries[1:])
+
+
+def _form(entry: Entry) -> Any:
+    """Return what must be equal on all ranks for two entries to be one operation: all but sizes and
+    other numbers, and which tensors are read.
+    """
+    if not isinstance(entry, (logged.Op, logged.Collective)):
+        return type(entry), entry[0]  # a marker's name, the value or values of others
+    read = entry.name, _tensors_of(entry.args), _tensors_of(entry.kwargs)
+    made = tuple((one.value, len(one.shape), one.dtype) for one in entry.outputs)
+    if isinstance(entry, logged.Op):
+        return logged.Op, *read, made, len(entry.carriers)
+    return logged.Collective, *read, made, entry.reduction, entry.axes
+
+
+def _tensors_of(arguments: Any) -> Any:
+    """Return the positions, numbers of dims and dtypes of the tensors among arguments."""
+    if not isinstance(arguments, tuple):
+        return None
+    if arguments and arguments[0] == "t":
+        return "t", len(arguments[2]), arguments[3]
+    if arguments and arguments[0] in ("n", "c"):
+        return None
+    return tuple(found for item in arguments if (found := _tensors_of(item)) is not None)

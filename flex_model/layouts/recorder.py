@@ -7,10 +7,9 @@ Nothing is inferred here; `proofs` does that from the logs.
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,16 +31,18 @@ from flex_model.layouts.contracts import logged_calls, opaque_calls
 from flex_model.layouts.function_recorder import FunctionRecorder
 from flex_model.layouts.graph_nodes import GraphNodes, is_framework_hook
 from flex_model.layouts.logged import Value
-from flex_model.layouts.operation_log import Log, Source
+from flex_model.layouts.operation_log import Source
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.sizes import CallSizes, expression_of, on_comparison, plain
 from flex_model.layouts.tensor_values import TensorValues, without_function_mode
+
+if TYPE_CHECKING:
+    from flex_model.layouts.follow import Follower
 
 Placements = tuple[Any, Any] | None  # encoded, along dp and tp
 Sizes = tuple[int | None, ...] | None
 
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
-_UNKNOWN = 0  # stands for no value: such a size has no known counterpart in the unsharded program
 _COPIES = {"aten::_to_copy", "aten::clone", "aten::to"}
 _SAME_MEMORY = {"aten::detach", "aten::alias", "aten::detach_"}
 
@@ -52,45 +53,25 @@ _keys = itertools.count(1)
 class Recorder(DispatchMode):
     """A dispatch mode that records operations while it is entered, except inside ``paused``. Local.
 
-    Args:
-        log: The log to which entries are added.
-        source: Returns, for a tensor that no recorded operation made, its name, its placements and
-            the full sizes that its layer states, if it is a weight or buffer of the model; else
-            None.
-        kept: Returns the name and placements of a tensor that was kept from an earlier forward;
-            else None.
-        owner: The `Follower` that records with it.
-        axes_of: Returns the mesh axes along which a collective's group runs; None for a group that
-            runs along none of them.
-        stated: Returns the encoded placements that a DTensor states; None for other tensors.
-        has_module_hooks: Whether modules have backward hooks that belong to the model itself.
+    Attributes:
+        owner: The `Follower` that records with it: whose log gets the entries, and who has what is
+            known of tensors that no recorded operation made.
+        received: Values that collectives returned.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self,
-        owner: Any,
-        log: Log,
-        source: Callable[[Tensor], tuple[str, Placements, Sizes] | None],
-        kept: Callable[[Tensor], tuple[str, Placements] | None],
-        axes_of: Callable[[Any, Any], tuple[str, ...] | None],
-        stated: Callable[[Tensor], Placements],
-        has_module_hooks: bool,
-    ) -> None:
+    def __init__(self, owner: Follower) -> None:
         super().__init__()
-        self.owner, self.log, self.key = weakref.ref(owner), log, next(_keys)
-        self._source, self._kept = source, kept
-        self._axes_of, self.stated = axes_of, stated
+        self.owner, self.log, self.key = owner, owner.log, next(_keys)
         self._functions = FunctionRecorder(self)
         self.values = TensorValues()
         self.pauses = 0
-        self._received: set[Value] = set()  # results of collectives
-        self.nodes = GraphNodes(self, has_module_hooks)
+        self.received: set[Value] = set()
+        self.nodes = GraphNodes(self)
         self.comparisons: list[tuple[str, Any, Any]] = []  # of sizes, with this rank's numbers
-        self.sizes = CallSizes(self.key)
+        self.sizes = CallSizes(self.key)  # of the running call of torch
         self.reduction = ""  # of the running call of torch.distributed
-        self.stated_sizes: frozenset[int] = frozenset()  # stated by the running module
         #: Whether what runs passes gradients although torch records no graph: it is recomputed.
         self.is_recomputed = False
 
@@ -145,27 +126,14 @@ class Recorder(DispatchMode):
         self.pauses -= 1
 
     @contextmanager
-    def recomputing(self, is_recomputed: bool) -> Iterator[None]:
-        """Set whether what runs inside passes gradients although torch records no graph."""
-        before, self.is_recomputed = self.is_recomputed, is_recomputed
+    def during(self, **state: Any) -> Iterator[None]:
+        """Set ``sizes`` and ``reduction``, or ``is_recomputed``, while what is inside runs."""
+        before = {name: getattr(self, name) for name in state}
+        vars(self).update(state)
         try:
             yield
         finally:
-            self.is_recomputed = before
-
-    @contextmanager
-    def in_call(self, sizes: CallSizes, reduction: str) -> Iterator[None]:
-        """Attribute the operations inside to a call with these sizes and this reduction."""
-        before = self.sizes, self.reduction
-        self.sizes, self.reduction = sizes, reduction
-        try:
-            yield
-        finally:
-            self.sizes, self.reduction = before
-
-    def set_stated_sizes(self, stated_sizes: frozenset[int]) -> None:
-        """Set the sizes of last dims that the running module states."""
-        self.stated_sizes = stated_sizes
+            vars(self).update(before)
 
     def _note_comparison(self, by: str, own: Any, other: Any) -> None:
         if self.pauses == 0 and any(expression_of(one, self.key) for one in (own, other)):
@@ -193,7 +161,7 @@ class Recorder(DispatchMode):
         value = self.values.of_weight(tensor)
         if value is not None:
             return value
-        found = self._source(tensor)
+        found = self.owner.weights.source(tensor)
         if found is not None:
             name, placements, sizes = found
             value = self.add_source(tensor, name, placements, sizes, is_weight=True)
@@ -202,10 +170,10 @@ class Recorder(DispatchMode):
         values = self.values.of(tensor)
         if values is not None:
             return values
-        stated = self.stated(tensor)
+        stated = self.owner.stated(tensor)
         if stated is not None:
             return self.place(tensor, stated)
-        kept = self._kept(tensor)
+        kept = self.owner.kept(tensor)
         if kept is not None:
             return self.add_source(tensor, *kept)
         base, schema = tensor._base, torch.ops.aten.t.default._schema
@@ -214,15 +182,6 @@ class Recorder(DispatchMode):
         # The view of a weight that a layer, which is followed as one operation, keeps for backward.
         self.add_operation(schema.name, self.encode(schema, (base,), {}), tensor)
         return self.values.of(tensor)
-
-    def one_value(self, tensor: Tensor) -> Value:
-        """Return the tensor's value; 0 if it has none or may have several."""
-        value = self.value(tensor)
-        return value if isinstance(value, int) else _UNKNOWN
-
-    def is_received(self, value: Any) -> bool:
-        """Whether a collective made the value."""
-        return value in self._received
 
     @without_function_mode
     def add_source(
@@ -341,7 +300,6 @@ class Recorder(DispatchMode):
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        self.nodes.flush()
         if not isinstance(func, OpOverload):  # such as flex_attention
             result = func(*args, **kwargs)
             encoded = self.encode(None, args, kwargs)
@@ -423,8 +381,6 @@ class Recorder(DispatchMode):
         if carriers and name.startswith(("aten::", opaque_calls.PREFIX)):
             self.nodes.link(outputs, writes)
         self.log.add(logged.Op(full_name, arguments, named, outputs, writes, carriers))
-        if carriers and schema is not None and not self.is_recomputed:
-            self.nodes.note_results(schema, tensors, outputs)
 
     @without_function_mode
     def add_call(
@@ -456,7 +412,7 @@ class Recorder(DispatchMode):
         for tensor in tensors:
             value = self.log.new_value()
             with self.paused():
-                stated = self.stated(tensor)
+                stated = self.owner.stated(tensor)
             outputs.append(self._made(value, tensor, stated))
             if in_place:
                 writes.append(self._write(tensor, value))
@@ -482,7 +438,7 @@ class Recorder(DispatchMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name
-        axes = self._axes_of(args, kwargs)
+        axes = self.owner.axes_of(args, kwargs)
         encoded = self.encode(func._schema, args, kwargs)
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         result = func(*args, **kwargs)
@@ -495,7 +451,7 @@ class Recorder(DispatchMode):
                     self.values.note(tensor, value)
             return result
         outputs, writes = self._outputs(made, bool(written))
-        self._received.update(output.value for output in outputs)
+        self.received.update(output.value for output in outputs)
         reduction = self._reduction(func._schema, args)
         self.log.add(logged.Collective(name, reduction, axes, *encoded[:2], outputs, writes))
         if self.is_recomputed and "autograd" in func.namespace:

@@ -17,8 +17,7 @@ from flex_model.distributed.values import Fingerprints
 from flex_model.layouts.expected_shape import unique
 from flex_model.layouts.operations import OF_OTHERS
 from flex_model.layouts.proofs import DIFFERS
-from flex_model.layouts.statements import KINDS, Statements, text_of
-from flex_model.layouts.tensor_site import Site
+from flex_model.layouts.statements import KINDS, Site, Statements, text_of
 
 PAD = (
     "pad the inputs of the data-parallel ranks to one length, or choose how hooks see different "

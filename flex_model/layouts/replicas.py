@@ -19,7 +19,7 @@ from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.host_copies import Ready, ready_now
 from flex_model.errors import ReplicasDifferError, agreed
 from flex_model.layouts.refusal import AXIS_NAMES
-from flex_model.layouts.tensor_site import Site
+from flex_model.layouts.statements import Site
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,7 @@ from flex_model.errors import LayoutMismatchError
 from flex_model.layouts.expected_shape import ExpectedShape, check_dims, fits, stated_by, unique
 from flex_model.layouts.follow import AXES, Pair
 from flex_model.layouts.refusal import PAD, refusal
-from flex_model.layouts.statements import Statements, describe
-from flex_model.layouts.tensor_site import Site
+from flex_model.layouts.statements import Site, Statements, describe
 
 PROVEN = "the operations that made it"
 STATED = "its statement"
@@ -61,7 +60,7 @@ def resolve(
             placed[axis] = placement
         if placed["tp"] is None and site.parameter.share is not None:
             placed["tp"] = _of_share(*site.parameter.share, placed["dp"], shapes, mesh)
-        axes = [axis for axis in AXES if placed[axis] is None and _size(mesh, axis) > 1]
+        axes = [axis for axis in AXES if placed[axis] is None and mesh.size(axis) > 1]
         sized: dict[str, Placement] = {}
         if axes and expected_shape is not None:
             pair = stated_by(
@@ -168,10 +167,6 @@ def _of_share(
         return None
 
 
-def _size(mesh: Mesh, axis: str) -> int:
-    return mesh.dp_size if axis == "dp" else mesh.tp_size
-
-
 def _check_statement(site: Site, axis: str, stated: Placement, proven: Placement | None) -> None:
     if proven is not None and proven != stated:
         raise ValueError(
@@ -208,5 +203,4 @@ def differing_axes(layout: ShardLayout, prints: Fingerprints) -> list[str]:
 
 def axes_of_replicas(layout: ShardLayout, mesh: Mesh) -> list[str]:
     """Return the axes along which several ranks hold replicas."""
-    sizes = {"dp": mesh.dp_size, "tp": mesh.tp_size}
-    return [axis for axis in AXES if sizes[axis] > 1 and getattr(layout, axis) == Replicate()]
+    return [axis for axis in AXES if mesh.size(axis) > 1 and getattr(layout, axis) == Replicate()]

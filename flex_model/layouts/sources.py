@@ -91,7 +91,6 @@ class Weights:
         self._is_stated = layers.states_tensor_parallelism(root, mesh)
         self._has_fsdp1 = any(fsdp.is_fsdp1(module) for module in root.modules())
         self._found: dict[int, _Weight] = {}
-        self._known: dict[tuple[str, int], tuple[Reference, Placements, Sizes]] = {}
         self._dtensors: dict[str, Reference] = {}
         self._scan()
 
@@ -170,11 +169,7 @@ class Weights:
                 return None  # its placement follows from what made it
             if state.pair is not None:
                 return self._written_buffer(name, module, weight, state.pair)
-        known = self._known.get((name, id(weight)))
-        if known is None or known[0]() is not weight:
-            found_here = self._placements(name, module, leaf, weight)
-            self._known[name, id(weight)] = known = reference_to(weight), *found_here
-        return name, *known[1:]
+        return name, *self._placements(name, module, leaf, weight)
 
     def _written_buffer(
         self, name: str, module: nn.Module, buffer: Tensor, pair: Any

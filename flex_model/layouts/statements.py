@@ -1,5 +1,5 @@
-"""Holds the user's statements of layouts: ``annotate_layout`` and
-``HookFunction(placements=...)``.
+"""Holds the user's statements of layouts, ``annotate_layout`` and ``HookFunction(placements=...)``,
+and the sites of tensors that they are about.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from flex_model.distributed import placement as placements
-from flex_model.distributed.placement import Placement
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shape, Shard
 from flex_model.distributed.values import Fingerprints
-from flex_model.layouts.tensor_site import Site
+from flex_model.layouts.expected_shape import ExpectedShape
+from flex_model.layouts.placement_encoding import UNKNOWN, Pair
 from flex_model.names import clean
 
 Kind = Literal["forward", "forward_pre", "parameter"]
@@ -99,7 +99,7 @@ def statement_of(
         )
     full = None if sizes is None else tuple(sizes)
     if part_sizes is not None:
-        axis = "tp" if isinstance(placed["tp"], placements.Shard) else "dp"
+        axis = "tp" if isinstance(placed["tp"], Shard) else "dp"
         placed[axis] = shard = _with_parts(placed[axis], part_sizes)
         full = _with_sum(full, shard.dim, sum(part_sizes))
     return Statement(pattern, kind, index, placed["dp"], placed["tp"], full)
@@ -119,9 +119,9 @@ def _with_sum(sizes: Sizes, dim: int, total: int) -> Sizes:
     return (*sizes[:dim], total, *sizes[dim + 1 :])
 
 
-def _with_parts(placement: Placement | None, part_sizes: Sequence[int]) -> placements.Shard:
+def _with_parts(placement: Placement | None, part_sizes: Sequence[int]) -> Shard:
     sizes = tuple(part_sizes)
-    if not isinstance(placement, placements.Shard):
+    if not isinstance(placement, Shard):
         raise ValueError(
             "annotate_layout: part_sizes are the full sizes of the fused parts of a split dim; "
             "give tp=Shard(dim) with them"
@@ -147,13 +147,13 @@ def placement_of(value: Any, axis: str) -> Placement | None:
             raise ValueError(
                 f"{axis}=Shard({value.dim}): count the dim from the front, a number of at least 0"
             )
-        return placements.Shard(value.dim)
+        return Shard(value.dim)
     if kind == "_StridedShard":
-        return placements.Shard(value.dim, value.split_factor)
+        return Shard(value.dim, value.split_factor)
     if kind == "Replicate":
-        return placements.Replicate()
+        return Replicate()
     if kind == "Partial" and getattr(value, "reduce_op", "sum") == "sum":
-        return placements.Partial()
+        return Partial()
     raise TypeError(
         f"{axis}= must be Shard(dim), Replicate() or Partial() of torch.distributed.tensor, got "
         f"{value!r}"
@@ -175,17 +175,54 @@ def placements_of(given: Any) -> dict[str, Placement]:
 
 def text_of(placement: Placement) -> str:
     """Return the placement as users write it."""
-    if isinstance(placement, placements.Shard):
+    if isinstance(placement, Shard):
         return f"Shard({placement.dim})"
-    return "Replicate()" if isinstance(placement, placements.Replicate) else "Partial()"
+    return "Replicate()" if isinstance(placement, Replicate) else "Partial()"
 
 
 def describe(placement: Placement) -> str:
     """Describe the placement for messages."""
-    if isinstance(placement, placements.Shard):
+    if isinstance(placement, Shard):
         parts = f" in {placement.parts} interleaved parts" if placement.parts > 1 else ""
         return f"split along dim {placement.dim}{parts}"
-    return "replicated" if isinstance(placement, placements.Replicate) else "a partial sum"
+    return "replicated" if isinstance(placement, Replicate) else "a partial sum"
+
+
+@dataclass(frozen=True)
+class ParameterSources:
+    """The layout that is stated for a parameter, and so for its gradient.
+
+    Attributes:
+        placements: Along dp and tp.
+        share: The shard along tp that its layer's sizes imply, and these sizes; used if the ranks'
+            shares make up the sizes.
+        sizes: Of the full parameter, as the user states them.
+    """
+
+    placements: Pair = UNKNOWN
+    share: tuple[Shard, Shape] | None = None
+    sizes: ExpectedShape = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """The place of a tensor in the model, for messages.
+
+    Attributes:
+        name: Such as ``forward hook on 'layers.0'``.
+        module: The clean name of the module or parameter, for the call that states its layout.
+        kind: The ``kind`` for ``annotate_layout``; empty if that can't be used.
+        index: The number of the tensor among the module's, or its name.
+        parameter: For a parameter or its gradient: what is stated about it.
+        is_gradient: Whether the tensor is the gradient of an activation.
+    """
+
+    name: str
+    module: str = ""
+    kind: str = ""
+    index: int | str = 0
+    parameter: ParameterSources = ParameterSources()
+    is_gradient: bool = False
 
 
 def _is_one_number(tensor: Tensor) -> bool:
@@ -193,23 +230,13 @@ def _is_one_number(tensor: Tensor) -> bool:
     return bool((flat == flat[:1]).all())
 
 
-class Statements:
+class Statements(list[Statement]):
     """All statements that the user of one FlexModel made with ``annotate_layout``."""
 
     def __init__(self, root: nn.Module) -> None:
+        super().__init__()
         self._root = root
-        self._statements: list[Statement] = []
         self._warned: set[str] = set()  # the sites
-
-    def __iter__(self) -> Iterator[Statement]:
-        return iter(self._statements)
-
-    def __len__(self) -> int:
-        return len(self._statements)
-
-    def add(self, statement: Statement) -> None:
-        """Add a statement."""
-        self._statements.append(statement)
 
     def targets(self, statement: Statement) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield the clean name of each module or parameter to which the statement applies, the
@@ -248,7 +275,7 @@ class Statements:
         axes = [
             axis
             for axis, placement in placed.items()
-            if isinstance(placement, placements.Shard)
+            if isinstance(placement, Shard)
             and len(prints.mesh.ranks_along((axis,))) > 1
             and prints.equal_along(axis)
         ]
@@ -265,7 +292,7 @@ class Statements:
     def of_site(self, site: Site) -> dict[str, Placement]:
         """Return the placements that ``annotate_layout`` states of a site's own tensor."""
         found: dict[str, Placement] = {}
-        for statement in self._statements:
+        for statement in self:
             if site.is_gradient or (statement.kind, statement.index) != (site.kind, site.index):
                 continue
             is_type = isinstance(statement.pattern, type)  # of which the name says nothing
@@ -276,23 +303,19 @@ class Statements:
 
     def of_parameter(self, name: str, module: nn.Module) -> Statement | None:
         """Return the last statement that applies to the parameter of this clean name."""
-        found = [s for s in self._statements if s.kind == "parameter" and s.matches(name, module)]
+        found = [s for s in self if s.kind == "parameter" and s.matches(name, module)]
         return found[-1] if found else None
 
     def of_modules(self) -> list[tuple[nn.Module, Statement]]:
         """Return every module with a statement about its tensors, with the statement."""
-        of_tensors = (one for one in self._statements if one.kind != "parameter")
+        of_tensors = (one for one in self if one.kind != "parameter")
         return [(module, one) for one in of_tensors for _, module, _ in self.targets(one)]
 
     def of_inputs(self, name: str, module: nn.Module) -> dict[int, Statement]:
         """Return the statements about inputs of a module, by index."""
-        return {
-            s.index: s
-            for s in self._statements
-            if s.kind == "forward_pre" and s.matches(name, module)
-        }
+        return {s.index: s for s in self if s.kind == "forward_pre" and s.matches(name, module)}
 
     @property
     def digest(self) -> str:
         """A text of all statements, which ranks must have in common."""
-        return "; ".join(map(str, self._statements))
+        return "; ".join(map(str, self))

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from flex_model.integrations.torch_private import DisableTorchFunction
 from flex_model.layouts import logged, memory_map
 from flex_model.layouts.logged import Value
-from flex_model.layouts.memory_map import Geometry, Reference, reference_to
+from flex_model.layouts.memory_map import Geometry, Reference, place, reference_to
 from flex_model.layouts.operation_log import hash_of
 
 # A tensor object, its storage, its place there, and its value at that time.
@@ -41,6 +41,7 @@ class _Storage:
     """One storage: its values by their place, and the parts of it without writes.
 
     Attributes:
+        reference: Holds no data, but keeps the storage's number from being used again.
         blank: For ``torch.empty``: the elements to which nothing was written.
     """
 
@@ -99,16 +100,16 @@ class TensorValues:
 
     def _known_storage(self, tensor: Tensor) -> tuple[_Storage | None, Geometry]:
         """Return what is known of the tensor's storage, and the tensor's place in it."""
-        storage, geometry = _place(tensor)
+        storage, geometry = place(tensor)
         return None if storage is None else self._storages.get(storage._cdata), geometry
 
     def _of_object(self, table: dict[int, _Known], *objects: Tensor) -> Value | None:
         """Return the value of the first of these objects, which have one place, that is known."""
-        storage, geometry = _place(objects[0])
-        place = storage._cdata, geometry
+        storage, geometry = place(objects[0])
+        at = storage._cdata, geometry
         for one in objects:
             known = table.get(id(one))
-            if known is not None and known[0]() is one and known[1:3] == place:
+            if known is not None and known[0]() is one and known[1:3] == at:
                 return self.latest(known[3])
         return None
 
@@ -123,14 +124,14 @@ class TensorValues:
 
     def note_weight(self, tensor: Tensor, name: str, value: Value) -> None:
         """Note the value of a weight of this clean name at its first use."""
-        storage, geometry = _place(tensor)
+        storage, geometry = place(tensor)
         self._by_name[name] = value
         self._weights[id(tensor)] = (reference_to(tensor), storage._cdata, geometry, value)
 
     @without_function_mode
     def note(self, tensor: Tensor, value: Value) -> None:
         """Set the value of the tensor's place and of its object."""
-        storage, geometry = _place(tensor)
+        storage, geometry = place(tensor)
         if storage is None:
             return
         values = self._entry(storage).values.setdefault(geometry, [])
@@ -140,7 +141,7 @@ class TensorValues:
 
     def bind(self, tensor: Tensor, value: Value) -> None:
         """Set the value of the tensor's object, which its place already has."""
-        storage, geometry = _place(tensor)
+        storage, geometry = place(tensor)
         self._objects[id(tensor)] = (reference_to(tensor), storage._cdata, geometry, value)
 
     @without_function_mode
@@ -153,7 +154,7 @@ class TensorValues:
 
     def replace(self, tensor: Tensor, before: Value, value: Value) -> None:
         """Replace a value of the tensor's memory."""
-        storage, geometry = _place(tensor)
+        storage, geometry = place(tensor)
         if storage is not None:
             self._replaced[before] = value
             values = self._entry(storage).values.setdefault(geometry, [])
@@ -170,7 +171,7 @@ class TensorValues:
     @staticmethod
     def are_same(first: Tensor, second: Tensor) -> bool:
         """Whether they have the same memory, shape and strides."""
-        (storage, geometry), (other, other_geometry) = _place(first), _place(second)
+        (storage, geometry), (other, other_geometry) = place(first), place(second)
         if storage is None or other is None:
             return False
         return geometry == other_geometry and bool(storage._cdata == other._cdata)
@@ -205,7 +206,7 @@ class TensorValues:
 
     def write(self, tensor: Tensor, before: Value, value: Value) -> logged.Write:
         """Note that the value ``before`` in the tensor's memory was overwritten by another."""
-        storage, geometry = _place(tensor)
+        storage, geometry = place(tensor)
         entry = self._entry(storage)
         others = []
         for other, values in entry.values.items():
@@ -227,19 +228,4 @@ class TensorValues:
         entry = self._storages.get(storage._cdata)
         if entry is None:
             entry = self._storages[storage._cdata] = _Storage(StorageWeakRef(storage))
-            if len(self._storages) % 4096 == 0:
-                self._sweep()
         return entry
-
-    def _sweep(self) -> None:
-        gone = [key for key, entry in self._storages.items() if entry.reference.expired()]
-        for key in gone:
-            del self._storages[key]
-        self._objects = {k: known for k, known in self._objects.items() if known[0]() is not None}
-
-
-def _place(tensor: Tensor) -> tuple[Any, Geometry]:
-    """Return the storage, and the tensor's place in it; None for one that is not plain memory."""
-    plain = memory_map.plain(tensor)
-    storage = memory_map.storage_of(plain)
-    return (None, ()) if storage is None else (storage, memory_map.geometry(plain))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
-from flex_model.layouts import chunks, constants, logged
+from flex_model.layouts import chunks, constants, factories, logged
 from flex_model.layouts.logged import Value
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED
@@ -28,9 +28,7 @@ def follow_writes(
         writes: By rank, for each written output.
         text: The name of the operation.
     """
-    for i, output in enumerate(outputs):
-        if i >= len(writes[0]):
-            return
+    for i, output in enumerate(outputs[: len(writes[0])]):
         _follow_write(proofs, output.value, [of_rank[i] for of_rank in writes], text)
 
 
@@ -48,7 +46,6 @@ def _follow_write(
         proofs.shapes[value] = proofs.shapes.get(old, ())
         proofs.note_step(value, f"{text} (written through a view)", (old, written))
         gradients.note_made([old, written], [value])
-        gradients.note_alias(value)
         of_old = proofs.placements.get(old)
         is_own_slice = isinstance(new, Shard) and new == Shard(new.dim)  # and no other rank's
         if same and is_own_slice and new == _own_slice_of_zeros(proofs, before, old):
@@ -74,7 +71,7 @@ def _follow_write(
 def _own_slice_of_zeros(proofs: AxisProofs, piece: Value, whole: Value) -> Placement | None:
     """Return how the ranks' pieces split a tensor of zeros, if each has sliced its own from it."""
     maker = proofs.makers.get(piece)
-    if maker is None or maker[0].name != "slice" or whole not in proofs.zeros:
+    if maker is None or maker[0].name != "slice" or not proofs.is_made_by(whole, *factories.ZEROS):
         return None
     operation, _ = maker
     as_whole = constants.with_placements(operation, {id(operation.operands[0]): REPLICATED})

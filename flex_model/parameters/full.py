@@ -22,8 +22,7 @@ from flex_model.integrations import dtensor, fsdp, layers, offload, quantized
 from flex_model.layouts import resolve
 from flex_model.layouts.expected_shape import check_expected_shape
 from flex_model.layouts.replicas import PendingReplica
-from flex_model.layouts.statements import Statements
-from flex_model.layouts.tensor_site import ParameterSources, Site
+from flex_model.layouts.statements import ParameterSources, Site, Statements
 from flex_model.names import clean, find_parameter, first_name
 from flex_model.records.records import owned_copy
 from flex_model.selection import Select

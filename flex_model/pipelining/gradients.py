@@ -90,11 +90,8 @@ class Gradients:
         for handle in self._handles:
             handle.remove()
         for parameter, before in self._before:
-            if before is None:
-                if is_failed:
-                    parameter.grad = None
-            elif is_failed or parameter.grad is None:
+            if is_failed or parameter.grad is None:
                 parameter.grad = before
-            else:
+            elif before is not None:
                 with torch.no_grad():
                     parameter.grad = before.add_(parameter.grad)

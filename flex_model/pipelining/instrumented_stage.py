@@ -21,7 +21,6 @@ from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
 from flex_model.integrations import cut, torch_pipelining
 from flex_model.integrations.torch_pipelining import to_meta
@@ -247,8 +246,6 @@ class InstrumentedStage:
     def _fail(self, microbatch: int, error: BaseException) -> None:
         self._failed.add(microbatch)
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        if is_agreed(cause):
-            self._state.silence()
         self._state.fail_in_model(cause)
 
     def _make_zero_output(self, microbatch: int, save_forward_output: bool) -> Any:
@@ -273,15 +270,12 @@ class InstrumentedStage:
         """A context in which trainable modules count as the stage's own: zero-bubble schedules
         compute the gradients of the parameters that the stage's module has, and no others.
         """
-        submod, trainable = self.stage.submod, list(self._core.modules.parameters())
-        if not trainable:
-            yield
-            return
-        parameters = type(submod).parameters
+        submod, trainable = self.stage.submod, self._core.modules.parameters()
+        parameters, added = type(submod).parameters, [p for p in trainable if p.requires_grad]
 
         def all_parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
             yield from parameters(submod, recurse)
-            yield from (parameter for parameter in trainable if parameter.requires_grad)
+            yield from added
 
         vars(submod)["parameters"] = all_parameters
         try:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.placement import Placement, Replicate, Shard
-from flex_model.distributed.tensor_dicts import Description, describe, from_rank, gather_to_first
+from flex_model.distributed.tensor_dicts import Description, describe, gather_tensors
+from flex_model.distributed.transports.buffer_layout import as_bytes
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.pipelining.row_proofs import BatchRows
 
@@ -247,21 +247,14 @@ def part_of_shape(
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are alike, in dtype, shape and bits."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if one.numel() == 0:
-        return True
-    return torch.equal(
-        one.contiguous().reshape(-1).view(torch.uint8),
-        other.contiguous().reshape(-1).view(torch.uint8),
-    )
+    is_alike = one.shape == other.shape and one.dtype == other.dtype
+    return is_alike and torch.equal(as_bytes(one), as_bytes(other))
 
 
 _BACKWARD = ("full_backward", "full_backward_pre")
 
 
-@dataclass(eq=False)
-class StageRecords:
+class StageRecords(NamedTuple):
     """The records of one stage under one name, of the whole batch, in the order of its calls."""
 
     name: str
@@ -339,9 +332,7 @@ def _check_shape(whole: Tensor, expected: ExpectedShape) -> None:
 
 def describe_records(records: Sequence[StageRecords]) -> list[Any]:
     """Describe them for the other ranks, as JSON."""
-    return [
-        [record.name, record.kind, record.stage, describe(record.tensors)] for record in records
-    ]
+    return [[*record[:3], describe(record.tensors)] for record in records]
 
 
 def deliver(
@@ -358,18 +349,9 @@ def deliver(
     """
     tensors = [tensor for record in records for tensor in record.tensors]
     tensors_of = [[one for entry in entries for one in entry[3]] for entries in described]
-    if on_all_ranks:
-        received = [
-            from_rank(
-                communicator, rank, tensors if rank == communicator.mesh.group_rank else (), of_rank
-            )
-            for rank, of_rank in enumerate(tensors_of)
-        ]
-    else:
-        gathered = gather_to_first(communicator, tensors, tensors_of)
-        if gathered is None:
-            return
-        received = gathered
+    received = gather_tensors(communicator, tensors, tensors_of, on_all_ranks)
+    if received is None:
+        return
     found = []
     for entries, of_rank in zip(described, received, strict=True):
         tensors_left = iter(of_rank)

@@ -116,7 +116,6 @@ class StageRecording:
                 found.sent = [follower.joint_value(one) for one in _tensors(output)]
                 return output
         finally:  # a forward that ``run_until`` ends, too
-            follower.recorder.nodes.flush()
             found.chunk = follower.log.take()
             self._microbatches[microbatch] = found
 
@@ -136,7 +135,7 @@ class StageRecording:
             return
         for i, tensor in enumerate(tensors):
             follower.note_input(tensor, f"what the stage before sends, tensor {i}", (None, None))
-            found.received.append(follower.value(tensor))
+            found.received.append(follower.recorder.value(tensor))
 
     @contextlib.contextmanager
     def _noting(self, follower: Follower, found: _Microbatch) -> Iterator[None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.registration import Registration
@@ -292,7 +292,8 @@ def modules_of(core: HookCore, index: StageIndex, schedule: str) -> Modules:
     nodes = {"": Node("", schedule, has_forward=False, was_run=False)}
     stages: dict[str, str] = {}
     for name in index.module_names:
-        for above in _above(name):  # a stage may hold the module without those above it
+        # A stage may hold the module without those above it.
+        for above in itertools.accumulate(name.split(".")[:-1], "{}.{}".format):
             nodes.setdefault(above, Node(above, "(of several stages)", False, was_run=False))
         nodes[name] = Node(name, classes[name], name in called, was_run=False)
         numbers = index.stages_of(name)
@@ -309,16 +310,7 @@ def modules_of(core: HookCore, index: StageIndex, schedule: str) -> Modules:
             return ""
         return f"rank {core.mesh.ranks[pp_rank * num_ranks]} has its cost"
 
-    def owner_of(registration: Registration) -> str:
-        is_parameter = registration.kind == "tensor"
-        return registration.name.rpartition(".")[0] if is_parameter else registration.name
-
-    return Modules(nodes, owner_of, stages, where_of)
-
-
-def _above(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
+    return Modules(nodes, stages, where_of)
 
 
 _REPLACED = ("communicate", "broadcast_from_last")
@@ -353,24 +345,39 @@ class ForwardSchedule:
 
 
 class LocalForward:
-    """This rank's part of the forwards, as ``LocalSchedule`` is of a schedule's steps."""
+    """This rank's part of the forwards, as ``LocalSchedule`` is of a schedule's steps, and its one
+    instrumented stage: the methods are replaced by which it reaches the other stages.
+    """
 
     needs_shapes = False
     calls_roots = False  # the model's own forward runs the stages
 
     def __init__(self, schedule: ForwardSchedule, state: MicrobatchState, core: HookCore) -> None:
-        self.stages, self.has_last = [schedule._stage], schedule._stage.is_last
-        self.instrumented = [InstrumentedForward(schedule._stage, state, core)]
-        self._state = state
+        self.stage = stage = schedule._stage
+        self.stages, self.instrumented = [stage], [self]
+        self.index, self.has_last = stage.stage_index, stage.is_last
+        self._state, self._core = state, core
+        self._forward = stage.submod.forward
+        self._is_skipped = False  # these two: see `begin`
+        self._until: Until | None = None
+        self._left: list[str] = []  # what this forward has yet to send or receive
+        self._kwargs: dict[str, Any] = {}
+        self._is_tracked = False
+        vars(stage.place).update({name: getattr(self, name) for name in _REPLACED})
 
     def close(self) -> None:
         """Leave the stage as it was."""
-        self.instrumented[0].restore()
+        for name in _REPLACED:
+            vars(self.stage.place).pop(name, None)
 
     def check_inputs(self, kwargs: dict[str, Any]) -> None:
         """ValueError for inputs whose numbers would be others than the unsplit model's. Local."""
-        if self.stages[0].is_first:  # only its cache has the keys of layer 0
+        if self.stage.is_first:  # only its cache has the keys of layer 0
             _check_cache(kwargs)
+
+    def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
+        """Begin a step: see ``InstrumentedStage.begin``."""
+        self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
 
     def run(
         self,
@@ -381,37 +388,11 @@ class LocalForward:
         return_outputs: bool,
         has_backward: bool,
     ) -> Any:
-        """Run a forward; return the model's output, which every rank has."""
-        output = self.instrumented[0].run(kwarg_chunks[0])
-        return output if return_outputs and not self._state.failure.has_error else None
-
-
-class InstrumentedForward:
-    """A stage with the methods replaced by which it reaches the other stages."""
-
-    def __init__(self, stage: ForwardStage, state: MicrobatchState, core: HookCore) -> None:
-        self.stage, self.index = stage, stage.stage_index
-        self._state, self._core = state, core
-        self._forward = stage.submod.forward
-        self._is_skipped = False  # these two: see `begin`
-        self._until: Until | None = None
-        self._left: list[str] = []  # what this forward has yet to send or receive
-        self._kwargs: dict[str, Any] = {}
-        self._is_tracked = False
-        vars(stage.place).update({name: getattr(self, name) for name in _REPLACED})
-
-    def restore(self) -> None:
-        """Leave the stage as it was."""
-        for name in _REPLACED:
-            vars(self.stage.place).pop(name, None)
-
-    def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
-        """Begin a step: see ``InstrumentedStage.begin``."""
-        self._is_skipped, self._until = is_skipped, None if sites is None else Until(sites)
-
-    def run(self, kwargs: dict[str, Any]) -> Any:
-        """Run the model's own forward, without autograd: transformers sends no gradients."""
-        stage, self._kwargs = self.stage, kwargs
+        """Run the model's own forward, without autograd: transformers sends no gradients. Return
+        its output, which every rank has.
+        """
+        stage, kwargs = self.stage, kwarg_chunks[0]
+        self._kwargs = kwargs
         self._left = [
             *(["recv_forward"] if not stage.is_first else []),
             *(["send_forward"] if not stage.is_last else []),
@@ -426,20 +407,15 @@ class InstrumentedForward:
                             self._begin_tracking(kwargs)
                         output = self._forward(**kwargs)
             except BaseException as error:
-                self._fail(error)
+                self._state.fail_in_model(error)
             finally:
                 self._end_tracking(None)
                 self._kwargs = {}
             try:
                 self._send_zeros(kwargs)
             except BaseException as error:
-                self._fail(error)
-        return output
-
-    def _fail(self, error: BaseException) -> None:
-        if is_agreed(error):
-            self._state.silence()
-        self._state.fail_in_model(error)
+                self._state.fail_in_model(error)
+        return output if return_outputs and not self._state.failure.has_error else None
 
     def _begin_tracking(self, kwargs: dict[str, Any]) -> None:
         core = self._core

@@ -22,9 +22,9 @@ from flex_model.distributed.tensor_dicts import (
     exchange_json,
 )
 from flex_model.integrations.torch_pipelining import is_traced, to_meta
+from flex_model.integrations.torch_private import unchanged
 from flex_model.pipelining.instrumented_stage import InstrumentedStage, sendable
 from flex_model.pipelining.local_pipeline import LocalPipeline
-from flex_model.pipelining.splitting.recording import unchanged
 
 
 def infer_shapes(
@@ -53,21 +53,13 @@ def infer_shapes(
             _check_floats(shapes)
         return shapes
 
-    problem = run_in_order(
-        pipeline,
-        "the shapes of stage",
-        run,
-        lambda stage: _advise_split(stage.accepted(dict(unsplit))),
-    )
+    problem = run_in_order(pipeline, "the shapes of stage", run)
     if problem:
-        raise ValueError(f"the pipeline can't run these inputs: {problem}")
+        raise ValueError(f"the pipeline can't run these inputs: {problem}{_advise_split(unsplit)}")
 
 
 def run_in_order(
-    pipeline: LocalPipeline,
-    what: str,
-    run: Callable[[InstrumentedStage, Any], Any],
-    advise: Callable[[InstrumentedStage], str] = lambda stage: "",
+    pipeline: LocalPipeline, what: str, run: Callable[[InstrumentedStage, Any], Any]
 ) -> str | None:
     """Run the stages one after the other, each on its rank; return the error of the first that
     fails, on every rank. Collective over the stages of one pipeline.
@@ -75,7 +67,6 @@ def run_in_order(
     Args:
         what: For the exchanges: ends with the number of a stage.
         run: Gets a stage and what the one before returned, as JSON; None for the first.
-        advise: Returns what follows the error of a stage.
     """
     index, local = pipeline.index, {stage.index: stage for stage in pipeline.local.instrumented}
     sent: Any = None
@@ -85,9 +76,7 @@ def run_in_order(
             try:
                 own["sent"] = run(local[number], sent)
             except Exception as error:
-                own["error"] = (
-                    f"stage {number}: {type(error).__name__}: {error}{advise(local[number])}"
-                )
+                own["error"] = f"stage {number}: {type(error).__name__}: {error}"
         of_stage = exchange_json(pipeline.line, own, f"{what} {number}")[index.pp_ranks[number]]
         if "error" in of_stage:
             return of_stage["error"]

@@ -5,6 +5,7 @@ names.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import itertools
 import re
@@ -20,8 +21,7 @@ from flex_model.distributed.tensor_dicts import describe, from_rank
 from flex_model.errors import nearest
 from flex_model.hooks.groups import matches
 from flex_model.integrations.torch_pipelining import is_traced
-from flex_model.layouts.statements import Statement, Statements
-from flex_model.layouts.tensor_site import ParameterSources
+from flex_model.layouts.statements import ParameterSources, Statement, Statements
 from flex_model.names import check_name, clean, find_module, find_parameter
 from flex_model.parameters.full import ExpectedShape, Parameters
 from flex_model.pipelining.stand_ins import is_stand_in
@@ -46,18 +46,8 @@ class LocalStages(nn.Module):
             self.add_module(f"stage{index}", module)
         self.register_load_state_dict_pre_hook(_add_stage_prefix)
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        return self._named("named_parameters", prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Any]]:
-        return self._named("named_buffers", prefix, recurse, remove_duplicate)
-
     def _named(
-        self, method: str, prefix: str, recurse: bool, remove_duplicate: bool
+        self, method: str, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Any]]:
         seen: set[int] = set()
         for stage in self.children() if recurse else ():
@@ -65,6 +55,9 @@ class LocalStages(nn.Module):
                 if not (remove_duplicate and id(value) in seen):
                     seen.add(id(value))
                     yield name, value
+
+    named_parameters = functools.partialmethod(_named, "named_parameters")
+    named_buffers = functools.partialmethod(_named, "named_buffers")
 
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         found: dict[str, Any] = {}

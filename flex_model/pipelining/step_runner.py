@@ -23,7 +23,7 @@ from flex_model.distributed.tensor_dicts import (
     describe,
     exchange_json,
     from_rank,
-    gather_to_first,
+    gather_tensors,
 )
 from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed
 from flex_model.hooks import save_ctx
@@ -351,30 +351,22 @@ class StepEnd:
         """
         if self._world.is_local or not any(attributes for attributes, _, _ in written):
             return
-        received: dict[int, list[Tensor]] = {}
-        if self._context_on_all:
-            for rank, (attributes, described, _) in enumerate(written):
-                if attributes:
-                    received[rank] = from_rank(self._world, rank, sent, described)
-        else:
-            of_ranks = gather_to_first(self._world, sent, [d for _, d, _ in written])
-            received = dict(enumerate(of_ranks or []))
+        described = [of_rank[1] for of_rank in written]
+        received = gather_tensors(self._world, sent, described, self._context_on_all)
         context, mesh = self._core.save_ctx, self._core.mesh
         device = self._local.stages[0].device if self._context_on_all else None
         for rank, of_rank in enumerate(written):
             is_own = rank == mesh.rank
             if self._core.executor.edits_on_all:  # every rank of a stage writes the same
-                is_own = self._is_same_stage(rank, mesh.rank)
+                pp_rank_of = self._pipeline.pp_rank_of
+                is_own = pp_rank_of(rank) == pp_rank_of(mesh.rank)
             if is_own:
                 continue
-            if rank in received:
+            if received is not None:
                 save_ctx.set_received(context, of_rank, received[rank], device)
             else:
                 for name in of_rank[0]:
                     vars(context).pop(name, None)
-
-    def _is_same_stage(self, one: int, other: int) -> bool:
-        return self._pipeline.pp_rank_of(one) == self._pipeline.pp_rank_of(other)
 
     def _describe_writer(self, rank: int) -> str:
         pp_rank = self._pipeline.pp_rank_of(rank)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flex_model.distributed.failure import ERROR, FAILED, Failure, RankState
-from flex_model.errors import HookError, see
+from flex_model.errors import HookError, is_agreed, see
 
 _under_way: list[MicrobatchState] = []  # the innermost last
 
@@ -77,7 +77,8 @@ class MicrobatchState:
         self.failure.set_error(f"{first} ({self.where}){newline}{rest}", cause, state)
 
     def fail_in_model(self, cause: BaseException, what: str = "stage") -> None:
-        """Keep an error that no hook raised."""
+        """Keep an error that no hook raised. No hook is called after one that all ranks raise."""
+        self.is_silent |= is_agreed(cause)
         if isinstance(cause, HookError):
             self.fail(str(cause), cause)
         elif not self.failure.has_error:

@@ -227,9 +227,7 @@ class Selection:
         heads, units = arguments.get("heads"), arguments.get("units")
         if self.num_heads is not None and (not is_int(self.num_heads) or self.num_heads < 1):
             raise ValueError(f"num_heads: expected a positive int, got {self.num_heads}")
-        if heads is None:
-            return
-        if "heads" in self._given:
+        if heads is None or "heads" in self._given:
             return
         if self.num_heads is None:
             raise ValueError(

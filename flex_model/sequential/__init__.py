@@ -1,7 +1,7 @@
 """Sequential runs: a model over a data set, target by target, with hooks and edits."""
 
+from flex_model.records.store import ActivationStore
 from flex_model.sequential.runner import RunResult, run
-from flex_model.sequential.store import ActivationStore
 from flex_model.sequential.targets import (
     get_sequential_ancestors,
     get_sequential_targets,

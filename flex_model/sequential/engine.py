@@ -403,9 +403,6 @@ class Engine:
         return output
 
 
-_OWN = 2  # references to the storage of a single tensor: its own, and that of the reader
-
-
 class ActivationOffloader:
     """Moves the activations of one run's waiting batches away, and back.
 
@@ -459,7 +456,7 @@ class ActivationOffloader:
                 continue
             if self._folder is None and tensor.device.type == "cpu":
                 continue
-            if torch_private.num_references(tensor.untyped_storage()) == _OWN:
+            if torch_private.is_held_once(tensor):
                 theirs.add(id(tensor))
                 yield tensor
 

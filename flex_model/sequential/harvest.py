@@ -22,8 +22,8 @@ from flex_model.distributed import values
 from flex_model.errors import nearest
 from flex_model.hooks.function import HookFunction
 from flex_model.model import FlexModel
+from flex_model.records.store import ActivationStore
 from flex_model.sequential.runner import RunResult, run
-from flex_model.sequential.store import ActivationStore
 from flex_model.sequential.targets import match_modules
 
 _CHUNK_BYTES = 16 << 20  # of a file of weights, at once

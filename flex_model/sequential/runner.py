@@ -5,8 +5,8 @@ batch.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,8 @@ def run(
                 offloader = ActivationOffloader(module, offload_activations, offload_dir)
             is_shown = progress and (core is None or core.communicator.mesh.rank == 0)
             shown: Any = batches if is_shown else None
-            bar = stack.enter_context(Progress(shown, window, found, loader, result))
+            bar = progress_bar(shown, window, found, loader, result)
+            count_steps = stack.enter_context(bar)
         if loader is not None:
             loader.load_resident()
 
@@ -187,7 +188,7 @@ def run(
                     records.take(batch)
                 hooks.delivered(batch.hooks)
             result.append(output if on_output is None else on_output(batch.index, output))
-            bar.count_steps(0)
+            count_steps(0)
 
         def forward(batch: Any) -> Any:
             if loader is not None:
@@ -202,7 +203,7 @@ def run(
             offloader,
             cuda_device=place.index if place.type == "cuda" else None,
             deliver=deliver,
-            on_step=bar.count_steps,
+            on_step=count_steps,
             on_target_end=on_target_end,
             on_window_end=(lambda: None) if records is None else records.end_window,
         )
@@ -212,7 +213,7 @@ def run(
             hooks.skip(num_stored)
             result.extend([None] * num_stored)
             result.save_ctxs.extend(Namespace() for _ in range(num_stored))
-            bar.count_steps(0)
+            count_steps(0)
         engine.run(batches, window, first=num_stored)
         if records is not None:
             records.flush()
@@ -231,9 +232,17 @@ def _call(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-class Progress(AbstractContextManager["Progress"]):
-    """A bar on stderr that counts steps in all windows, with the batches that are done, the loads
-    and the bytes read; nothing where ``batches`` is None.
+@contextmanager
+def progress_bar(
+    batches: Iterable[Any] | None,
+    window: int | None,
+    targets: list[Target],
+    loader: WeightLoader | None,
+    result: RunResult,
+) -> Iterator[Callable[..., None]]:
+    """A context with a bar on stderr that counts steps in all windows, with the batches that are
+    done, the loads and the bytes read; nothing where ``batches`` is None. Yields the function that
+    counts more steps.
 
     The total, and so the remaining time, is known if ``batches`` has a length, for models that call
     each target once.
@@ -241,47 +250,32 @@ class Progress(AbstractContextManager["Progress"]):
     Raises:
         ImportError: a bar is asked for, and tqdm isn't there.
     """
+    if batches is None:
+        yield lambda number=1: None
+        return
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise ImportError(
+            "sequential.run: progress=True shows a bar of tqdm, which is not installed; "
+            "pip install tqdm, or use on_target_end"
+        ) from error
+    num_steps, total = None, ""
+    if isinstance(batches, Sized):
+        total = f"/{len(batches)}"
+        num_windows = -(-len(batches) // (window or max(1, len(batches))))
+        num_steps = (targets[-1].step + 1) * num_windows
 
-    def __init__(
-        self,
-        batches: Iterable[Any] | None,
-        window: int | None,
-        targets: list[Target],
-        loader: WeightLoader | None,
-        result: RunResult,
-    ) -> None:
-        self._bar: Any = None
-        self._loader, self._result, self._total = loader, result, ""
-        if batches is None:
-            return
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise ImportError(
-                "sequential.run: progress=True shows a bar of tqdm, which is not installed; "
-                "pip install tqdm, or use on_target_end"
-            ) from error
-        num_steps = None
-        if isinstance(batches, Sized):
-            self._total = f"/{len(batches)}"
-            num_windows = -(-len(batches) // (window or max(1, len(batches))))
-            num_steps = (targets[-1].step + 1) * num_windows
-        self._bar = tqdm(total=num_steps, desc="sequential run", unit=" steps", dynamic_ncols=True)
+    def count_steps(number: int = 1) -> None:
+        facts = {"batches": f"{len(result)}{total}"}
+        if loader is not None:
+            facts["loads"] = str(sum(loader.loads.values()))
+            facts["read"] = f"{loader.bytes_read / 2**20:.0f} MiB"
+        bar.set_postfix(facts, refresh=False)
+        bar.update(number)
 
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def count_steps(self, number: int = 1) -> None:
-        """Count more steps, and show the batches that are done."""
-        if self._bar is None:
-            return
-        facts = {"batches": f"{len(self._result)}{self._total}"}
-        if self._loader is not None:
-            facts["loads"] = str(sum(self._loader.loads.values()))
-            facts["read"] = f"{self._loader.bytes_read / 2**20:.0f} MiB"
-        self._bar.set_postfix(facts, refresh=False)
-        self._bar.update(number)
+    with tqdm(total=num_steps, desc="sequential run", unit=" steps", dynamic_ncols=True) as bar:
+        yield count_steps
 
 
 def check_types(model: object, batches: object, device: object, **functions: object) -> None:

@@ -23,8 +23,6 @@ from flex_model.sequential.engine import Batch
 
 _NOTES = {"input_ids": "token_ids", "attention_mask": "attention_mask"}
 
-__all__ = ["ActivationStore", "StoredRecords", "hash_of"]
-
 
 class StoredRecords(AbstractContextManager["StoredRecords"]):
     """What one run puts into a store, as a context: what was delivered is on disk at its end,

@@ -149,7 +149,7 @@ class ThreadState(NamedTuple):
         transforms: The number of transforms of ``torch.func`` in progress.
         saved_hooks: The innermost hooks for saved tensors, the only ones that run.
         autocast: Whether it is on for any device, and its dtypes.
-        cuda: Device and stream; None if CUDA is not used.
+        cuda: The stream; None if CUDA is not used.
         dual_level: That of forward-mode differentiation: one for the process, not exchanged.
         included, excluded: Keys of torch's dispatcher.
     """
@@ -159,7 +159,7 @@ class ThreadState(NamedTuple):
     transforms: int
     saved_hooks: tuple[Any, Any] | None
     autocast: tuple[bool, torch.dtype, torch.dtype]
-    cuda: tuple[int, dict[str, int]] | None
+    cuda: Any
     has_inference: bool
     dual_level: int
     included: torch._C.DispatchKeySet
@@ -178,7 +178,7 @@ class ThreadState(NamedTuple):
                 torch.get_autocast_dtype("cpu"),
                 torch.get_autocast_dtype("cuda"),
             ),
-            torch_private.cuda_stream() if torch.cuda.is_initialized() else None,
+            torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
             torch.is_inference_mode_enabled(),
             torch_private.forward_mode_level(),
             torch_private.included_dispatch_keys(),
@@ -254,8 +254,7 @@ class ThreadState(NamedTuple):
         return popped
 
     def _set_values(self) -> None:
-        if self.cuda is not None:
-            torch_private.set_cuda_stream(*self.cuda)
+        torch.cuda.set_stream(self.cuda)  # with its device; nothing without one
         for (_, write), value in zip(THREAD_SETTINGS, self.settings):
             write(value)
 

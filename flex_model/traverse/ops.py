@@ -1,3 +1,3 @@
 """Release 0.1.0's import path of ``flatten`` and ``unflatten``."""
 
-from flex_model.compat.traverse import flatten, unflatten  # noqa: F401
+from flex_model.traverse import flatten, unflatten  # noqa: F401

@@ -17,7 +17,6 @@ from flex_model.diagnostics.timeline import Timeline
 from flex_model.inspection import hook_tables, text
 from flex_model.inspection.hook_tables import NOT_RUN, HookCost, SiteLayout
 from flex_model.inspection.tree import ModelTree, Node, is_called, named
-from flex_model.names import clean
 
 if TYPE_CHECKING:
     from flex_model.hooks.core import HookCore
@@ -128,17 +127,15 @@ class ModelMap:
 
 @dataclass(frozen=True)
 class Modules:
-    """The modules of a wrapped model, and functions that place hooks at them.
+    """The modules of a wrapped model, and the places of their hooks.
 
     Attributes:
         nodes: The modules by name, parents before their children, without observed tensors.
-        owner_of: Returns the name of a hook's module; for a parameter's hook, of its owner.
         stages: The pipeline stages that have a module, in words, by module.
         where_of: Returns the stage of a hook, in words, if it isn't on this rank.
     """
 
     nodes: dict[str, Node]
-    owner_of: Callable[[Registration], str]
     stages: dict[str, str] = field(default_factory=dict)
     where_of: Callable[[Registration], str] = lambda registration: ""
 
@@ -149,15 +146,7 @@ def modules_of(core: HookCore) -> Modules:
         name: Node(name, type(module).__name__, is_called(module), was_run=False)
         for name, module in named(core.module).items()
     }
-    # By id, so that both a wrapper and the module inside it are found.
-    names = {id(module): clean(core.module, name) for name, module in core.module.named_modules()}
-
-    def owner_of(registration: Registration) -> str:
-        if registration.module is None:
-            return clean(core.module, registration.name).rpartition(".")[0]
-        return names.get(id(registration.module()), registration.name)
-
-    return Modules(nodes, owner_of)
+    return Modules(nodes)
 
 
 def model_map(
@@ -200,8 +189,8 @@ def _mark(
     cost: HookCost,
 ) -> HookMark:
     function = registration.hook_function
-    module = modules.owner_of(registration)
-    while module not in modules.nodes:  # a module with two names is listed under one
+    module = registration.clean_name
+    while module not in modules.nodes:  # a parameter, or another name of a module
         module = module.rpartition(".")[0]
     return HookMark(
         module,

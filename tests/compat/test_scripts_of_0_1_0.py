@@ -3,7 +3,6 @@ say so. Values, edits, gradients and parameters equal the unsharded model's.
 """
 
 import argparse
-import re
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch.testing import assert_close
 import models
 from flex_model.core import FlexModel, HookFunction
 from oracle import register, watch
-from tiers import grid_but
+from tiers import on_ranks
 
 BATCH, LENGTH, WIDTH = 3, 4, 6
 WIDE = {"even": 8, "uneven": 11}
@@ -219,41 +218,6 @@ def oracle(wide, site, edit, kind="forward"):
     return records[0], output.detach(), model, modules["probe"]
 
 
-def check_parameters(flex, model):
-    """In full, by the sizes that are given: weights of rows and of columns."""
-    for name, parameter in model.named_parameters():
-        full = flex.get_module_parameter(name, tuple(parameter.shape))
-        assert torch.equal(full, parameter.detach()), name
-        assert full.device.type == "cpu" and not full.requires_grad
-
-
-def check_values(wide, style):
-    """Every site, with a hint."""
-    for site in SPLIT + FRONT + LAST:
-        expected, output, _, _ = oracle(wide, site, None)
-        flex = wrap(split(wide, style), records := {})
-        flex.register_forward_hook(HookFunction(site, expected_shape=full_shape(site, wide)))
-        with torch.no_grad():
-            assert_close(flex(ids()), output)
-        if dist.get_rank() == 0:
-            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
-        flex.restore()
-
-
-def check_edits(wide, edit):
-    """Without gradients at every site."""
-    for site in SPLIT + FRONT + LAST:
-        expected, output, _, trained = oracle(wide, site, edit)
-        flex = wrap(split(wide, "functions"), records := {})
-        flex.register_trainable_module("probe", probe(trained.in_features))
-        flex.register_forward_hook(HookFunction(site, full_shape(site, wide), edit))
-        with torch.no_grad():
-            assert_close(flex(ids()), output, msg=lambda text, s=site: f"{s}: {text}")
-        if dist.get_rank() == 0:
-            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
-        flex.restore()
-
-
 def check_training(wide, edit, sites):
     for site in sites:
         expected, output, model, trained = oracle(wide, site, edit)
@@ -284,52 +248,49 @@ def check_local_gradients(flex, model):
 # ---- On two and four ranks -----------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("wide", grid_but(WIDE, "uneven"))
-def test_values_on_two_ranks(wide, style):
-    check_values(WIDE[wide], style)
+WIDES = on_ranks(2, "uneven", grid=["even"]) + on_ranks(4, grid=WIDE)
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("wide", WIDE)
-def test_values_on_four_ranks(wide, style):
-    check_values(WIDE[wide], style)
+@pytest.mark.parametrize("wide", WIDES)
+def test_values(wide, style):
+    """Every site, with a hint."""
+    wide = WIDE[wide]
+    for site in SPLIT + FRONT + LAST:
+        expected, output, _, _ = oracle(wide, site, None)
+        flex = wrap(split(wide, style), records := {})
+        flex.register_forward_hook(HookFunction(site, expected_shape=full_shape(site, wide)))
+        with torch.no_grad():
+            assert_close(flex(ids()), output)
+        if dist.get_rank() == 0:
+            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
+        flex.restore()
 
 
 EDITS = {"a probe": editing_function, "by its values": by_svd, "in place": in_place}
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("wide", grid_but(WIDE, "uneven"))
-def test_edits_on_two_ranks(wide, name):
-    check_edits(WIDE[wide], EDITS[name])
+@pytest.mark.parametrize("wide", WIDES)
+def test_edits(wide, name):
+    """Without gradients at every site."""
+    wide, edit = WIDE[wide], EDITS[name]
+    for site in SPLIT + FRONT + LAST:
+        expected, output, _, trained = oracle(wide, site, edit)
+        flex = wrap(split(wide, "functions"), records := {})
+        flex.register_trainable_module("probe", probe(trained.in_features))
+        flex.register_forward_hook(HookFunction(site, full_shape(site, wide), edit))
+        with torch.no_grad():
+            assert_close(flex(ids()), output, msg=lambda text, s=site: f"{s}: {text}")
+        if dist.get_rank() == 0:
+            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
+        flex.restore()
 
 
-@pytest.mark.grid
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("wide", WIDE)
-def test_edits_on_four_ranks(wide, name):
-    check_edits(WIDE[wide], EDITS[name])
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("wide", grid_but(WIDE, "uneven"))
-def test_gradients_through_edits_on_two_ranks(wide, name):
+@pytest.mark.parametrize("wide", WIDES)
+def test_gradients_through_edits(wide, name):
     """A split tensor's gradient is split as it is; behind all Functions the loss's is whole."""
-    check_training(WIDE[wide], EDITS[name], SPLIT + LAST)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("wide", WIDE)
-def test_gradients_through_edits_on_four_ranks(wide, name):
     check_training(WIDE[wide], EDITS[name], SPLIT + LAST)
 
 
@@ -344,19 +305,14 @@ def test_gradients_in_front_of_functions_that_are_not_declared(site):
             raise
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("wide", WIDE)
-def test_parameters_on_two_ranks(wide):
-    wide = WIDE[wide]
-    check_parameters(wrap(split(wide, "plain"), {}), whole(wide))
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("wide", WIDE)
-def test_parameters_on_four_ranks(wide):
-    wide = WIDE[wide]
-    check_parameters(wrap(split(wide, "plain"), {}), whole(wide))
+@pytest.mark.parametrize("wide", on_ranks(2, *WIDE) + on_ranks(4, grid=WIDE))
+def test_parameters(wide):
+    """In full, by the sizes that are given: weights of rows and of columns."""
+    model, flex = whole(WIDE[wide]), wrap(split(WIDE[wide], "plain"), {})
+    for name, parameter in model.named_parameters():
+        full = flex.get_module_parameter(name, tuple(parameter.shape))
+        assert torch.equal(full, parameter.detach()), name
+        assert full.device.type == "cpu" and not full.requires_grad
 
 
 # ---- Gradients -----------------------------------------------------------------------------------
@@ -440,52 +396,6 @@ def test_a_saved_activation_is_used_at_another_site():
     assert_close(gradient, share(alone.layers[0].feed_forward.w1.weight.grad, 0))
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("shape", [(None, None, 9), (None, None, 4), (None, 8)])
-def test_a_shape_that_does_not_add_up(shape):
-    """On every rank: four features each are no nine; not the ranks' own; another number of dims."""
-    flex = wrap(split(8, "plain"), {})
-    flex.register_forward_hook(HookFunction("layers.0.feed_forward.w1", shape))
-    with (
-        pytest.raises((ValueError, TypeError), match=r"layers\.0\.feed_forward\.w1"),
-        torch.no_grad(),
-    ):
-        flex(ids())
-
-
-@pytest.mark.ranks(2)
-def test_without_a_hint_it_is_refused():
-    """And the advice is a layout, since a shape does not tell in which order the parts are."""
-    flex = wrap(split(8, "plain"), {})
-    flex.register_forward_hook(HookFunction("layers.0.feed_forward.w1"))
-    with pytest.raises(ValueError, match=re.escape("annotate_layout")) as error, torch.no_grad():
-        flex(ids())
-    assert "expected_shape=" not in str(error.value)
-
-
-class Partial(nn.Module):
-    """A row layer whose sum comes after a site: replicas there have other values."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.weight, self.site = nn.Parameter(share(linear.weight, 1)), nn.Identity()
-
-    def forward(self, x):
-        x = self.site(F.linear(share(x, -1), self.weight))
-        dist.all_reduce(x)
-        return x
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("shape", [None, (None, None, WIDTH), (BATCH, LENGTH, WIDTH)])
-def test_a_partial_sum_is_no_replica(shape):
-    """Its full size equals the ranks' own, so a hint says nothing against it: an error."""
-    flex = wrap(Partial(models.seeded(nn.Linear, 8, WIDTH).double()), {})
-    flex.register_forward_hook(HookFunction("site", shape))
-    with pytest.raises(ValueError, match="'site'"), torch.no_grad():
-        flex(models.random(BATCH, LENGTH, 8))
-
-
 class Fused(nn.Module):
     """Gate and up in one weight, of each of which a rank has a half."""
 
@@ -514,42 +424,3 @@ def test_a_proof_that_parts_interleave_wins():
         assert_close(records["site"][0], F.linear(x, linear.weight).detach())
     full = flex.get_module_parameter("weight", (8, WIDTH))
     assert_close(full, linear.weight.detach())
-
-
-# ---- Rows over data-parallel ranks ---------------------------------------------------------------
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("rows", [2 * BATCH, None])
-def test_columns_and_rows_on_four_ranks(rows):
-    """tp 2 x dp 2: the batch dim is the global batch, or it is left out."""
-    wide, mesh = WIDE["even"], models.mesh(2, 2)
-    full = models.seeded(torch.randint, 0, 12, (2 * BATCH, LENGTH), seed=4)
-    mine = full.chunk(2)[mesh["dp"].get_local_rank()]
-    model, group, records = whole(wide), mesh["tp"].get_group(), {}
-    expected = []
-    model.layers[0].feed_forward.w1.register_forward_hook(
-        lambda module, args, output: expected.append(output.detach())
-    )
-    model(full)
-    sharded = whole(wide)
-    mlp = sharded.layers[0].feed_forward
-    for name, dim in (("w1", 0), ("w3", 0), ("w2", 1)):
-        linear = getattr(mlp, name)
-        weight = linear.weight.detach().chunk(2, dim)[group.rank()].clone()
-        linear.weight = nn.Parameter(weight)
-        if dim == 0:
-            linear.bias = nn.Parameter(linear.bias.detach().chunk(2)[group.rank()].clone())
-    mlp.w2.register_forward_hook(lambda module, args, output: summed(output, group, module.bias))
-    flex = FlexModel(sharded, records, tensor_parallel_size=2, data_parallel_size=2)
-    flex.register_forward_hook(HookFunction("layers.0.feed_forward.w1", (rows, None, wide)))
-    with torch.no_grad():
-        assert_close(flex(mine), model(full).chunk(2)[mesh["dp"].get_local_rank()])
-    if dist.get_rank() == 0:
-        assert_close(records["layers.0.feed_forward.w1"], expected[:1])
-
-
-def summed(output, group, bias):
-    output = output - bias / 2
-    dist.all_reduce(output, group=group)
-    return output

@@ -29,7 +29,7 @@ def own_logger():
 
 def test_the_log_names_the_rank_and_goes_to_a_file(own_logger, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    rank_log.set_up(f"info:{tmp_path}/flex.{{rank}}.log")
+    rank_log.setup_logger(f"info:{tmp_path}/flex.{{rank}}.log")
     logger.debug("too much")
     logger.info("hello from %s", "here")
     (line,) = (tmp_path / "flex.3.log").read_text().splitlines()
@@ -38,7 +38,7 @@ def test_the_log_names_the_rank_and_goes_to_a_file(own_logger, tmp_path, monkeyp
 
 def test_a_level_that_there_is_not(own_logger):
     with pytest.raises(ValueError, match=r"(?s)FLEX_MODEL_LOG.*debug.*'loud'"):
-        rank_log.set_up("loud")
+        rank_log.setup_logger("loud")
 
 
 def test_steps_are_counted_and_forgotten():

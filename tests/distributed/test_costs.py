@@ -215,9 +215,9 @@ class Loses(models.MLP):
 def test_layouts_are_known_on_a_grid():
     """DTensor's caches take the meshes of a grid's rows for one another; here is one process."""
     run = run_on_shapes(f"{__file__}:sharded", 2, 2, [((8, 6), "float64")])
-    pairs = {name: {one.pair for one in ranks} for name, kind, ranks in run.calls if kind[0] == "o"}
-    assert pairs["fc1"] == {(Shard(0), Shard(1))}
-    assert pairs["fc2"] == {(Shard(0), Replicate())}
+    pairs = {ranks[0].hook: {one.pair for one in ranks} for ranks in run.calls}
+    assert pairs["fc1", "output"] == {(Shard(0), Shard(1))}
+    assert pairs["fc2", "output"] == {(Shard(0), Replicate())}
 
 
 def test_hooks_without_a_layout_are_in_no_sum(tmp_path, capsys):

@@ -105,20 +105,16 @@ def test_nested_checkpoints(nested):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.parametrize(
+    "transport, edit_on", [("shared_memory", "all"), ("gloo", "all"), ("shared_memory", "rank0")]
+)
 @pytest.mark.parametrize("nested", NESTED, ids=str)
-def test_nested_checkpoints_on_two_ranks(nested, transport, monkeypatch):
-    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
-    check(models.TWO_RANKS["tp"], nested)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("nested", NESTED, ids=str)
-def test_nested_checkpoints_with_edits_on_rank_0(nested):
-    """What autograd saves of an edit is on rank 0 alone: it must not begin a recomputation there,
+def test_nested_checkpoints_on_two_ranks(nested, transport, edit_on, monkeypatch):
+    """What autograd saves of an edit on rank 0 is there alone: it must not begin a recomputation,
     nor count for its end.
     """
-    check(models.TWO_RANKS["tp"], nested, edit_on="rank0")
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    check(models.TWO_RANKS["tp"], nested, edit_on=edit_on)
 
 
 def sums_aside(module, full, save_ctx, modules):

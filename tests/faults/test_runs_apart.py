@@ -2,6 +2,7 @@
 every script here mixed the records of two forwards before.
 """
 
+import contextlib
 import time
 
 import pytest
@@ -34,11 +35,14 @@ def hooked(name, edit=None, **settings):
     return flex, records, parallelism
 
 
-def check_found(run_first, run_apart):
-    """``run_apart(is_early)``: one rank has no hooks in a forward, the other in the next."""
-    run_first()
-    with pytest.raises(HookMismatchError, match=r"(?s)rank 0 is at.*rank 1 is at") as caught:
-        run_apart(dist.get_rank() == 0)
+def check_found(run, groups="all", context=None):
+    """One rank has no hooks in a forward, the other in the next."""
+    is_early = dist.get_rank() == 0
+    differ = pytest.raises(HookMismatchError, match=r"(?s)rank 0 is at.*rank 1 is at")
+    with differ as caught, context or contextlib.nullcontext():
+        run(0, groups)
+        run(1, () if is_early else groups)
+        run(2, groups if is_early else ())
     text = str(caught.value)
     assert "before which it made 1 such runs without hooks" in text.split("rank 1 is at")[0]
     assert "before which it made 0 such runs without hooks" in text.split("rank 1 is at")[1]
@@ -55,12 +59,8 @@ def test_a_rank_that_leaves_the_hooks_out_of_another_forward(transport, grad, ed
     def run(number, groups="all"):
         flex(parallelism.my_rows(BATCHES[number]), groups=groups)
 
-    def apart(is_early):
-        run(1, () if is_early else "all")
-        run(2, "all" if is_early else ())
-
     with torch.set_grad_enabled(grad):
-        check_found(lambda: run(0), apart)
+        check_found(run)
         assert not any(records.values())
         run(3)  # works again
     if dist.get_rank() == 0:
@@ -72,16 +72,10 @@ def test_a_rank_that_leaves_the_hooks_out_of_another_forward(transport, grad, ed
 def test_inside_one_run():
     flex, _, parallelism = hooked("dp")
 
-    def run(number, groups="all"):
+    def run(number, groups):
         flex(parallelism.my_rows(BATCHES[number]), groups=groups)
 
-    def apart(is_early):
-        with flex.active():
-            run(0)
-            run(1, () if is_early else "all")
-            run(2, "all" if is_early else ())
-
-    check_found(lambda: None, apart)
+    check_found(run, context=flex.active())
 
 
 @pytest.mark.ranks(2)
@@ -90,14 +84,10 @@ def test_backward_hooks_only():
     handle = flex.register_full_backward_hook(HookFunction("fc2", output_name="grad"))
     flex.update_hook_groups(handle.hook_function, "gradients")
 
-    def run(number, groups="gradients"):
+    def run(number, groups):
         flex(parallelism.my_rows(BATCHES[number]), groups=groups).sum().backward()
 
-    def apart(is_early):
-        run(1, () if is_early else "gradients")
-        run(2, "gradients" if is_early else ())
-
-    check_found(lambda: run(0), apart)
+    check_found(run, "gradients")
 
 
 @pytest.mark.ranks(2)

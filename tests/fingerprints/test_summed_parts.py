@@ -11,7 +11,7 @@ from flex_model.distributed.placement import Replicate, Shard, ShardLayout
 from flex_model.errors import ReplicasDifferError
 from flex_model.fingerprints.summary import Summary, finished, summed
 from flex_model.fingerprints.summed_parts import Held, Part, joined
-from flex_model.layouts.tensor_site import Site
+from flex_model.layouts.statements import Site
 
 TP = models.TWO_RANKS["tp"]
 LAYOUTS = {

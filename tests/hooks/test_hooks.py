@@ -318,19 +318,12 @@ def test_a_later_change_in_place_does_not_touch_the_record():
     assert_close(records["0"], [model[0](BATCH).detach()])
 
 
-def test_each_forward_begins_the_lists_afresh():
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_each_forward_begins_the_lists_afresh(is_direct):
     flex, records = wrap("fc1", "act")
     flex(BATCH)
-    flex(2 * BATCH)
+    (flex.module if is_direct else flex)(2 * BATCH)
     assert lengths(records) == {"fc1": 1, "act": 1}
-    oracle = models.mlp()
-    assert_close(records["fc1"], [oracle.fc1(oracle.inp(2 * BATCH)).detach()])
-
-
-def test_a_direct_call_of_the_wrapped_module_records_afresh():
-    flex, records = wrap("fc1")
-    flex(BATCH)
-    flex.module(2 * BATCH)
     oracle = models.mlp()
     assert_close(records["fc1"], [oracle.fc1(oracle.inp(2 * BATCH)).detach()])
 

@@ -112,29 +112,30 @@ class Dropping(nn.Module):
         return self.drop(self.fc2(self.fc1(x)))
 
 
-@pytest.mark.parametrize("draws", [0, 1, 300, 623, 624, 700])
-def test_the_models_own_stream_is_that_of_the_bare_model(draws):
+def check_own_stream(parallelism, site, draws=0, **settings):
     """Failed before: an edit that drew moved torch's generator on, and the dropout of the next
     forward was another one.
     """
-    model = models.seeded(Dropping).double()
-    dropped = []
+    model, dropped, runs = parallelism.shard(models.seeded(Dropping).double()), [], []
     model.drop.register_forward_hook(lambda module, args, output: dropped.append(output == 0))
-    flex = FlexModel(model)
-    flex.register_forward_hook(
-        HookFunction("drop", editing_function=lambda m, full, s, ms: 0 * torch.randn_like(full))
-    )
-    runs = []
+    flex = FlexModel(model, **parallelism.sizes, **settings)
+    noise = lambda m, full, s, ms: full * torch.randn_like(full)  # noqa: E731
+    flex.register_forward_hook(HookFunction(site, editing_function=noise))
     for groups in ((), "all"):
         dropped.clear()
         torch.manual_seed(5)
         torch.rand(draws)
         for _ in range(3):
-            flex(BATCH, groups=groups)
+            flex(parallelism.my_rows(BATCH), groups=groups).sum().backward()
         after = (torch.rand(2000), torch.randn(2000), torch.randint(9, (999,)), torch.randperm(50))
         assert torch.initial_seed() == 5
         runs.append((list(dropped), after))
     assert_close(runs[1], runs[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("draws", [0, 1, 300, 623, 624, 700])
+def test_the_models_own_stream_is_that_of_the_bare_model(draws):
+    check_own_stream(models.ONE_RANK, "drop", draws)
 
 
 def test_a_random_state_that_is_set_again_gives_the_same_noise_again():
@@ -156,22 +157,7 @@ def test_a_random_state_that_is_set_again_gives_the_same_noise_again():
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 @pytest.mark.parametrize("name", ["tp", "dp"])
 def test_the_models_own_stream_is_that_of_the_bare_model_on_two_ranks(name, edit_on):
-    parallelism = models.TWO_RANKS[name]
-    model = parallelism.shard(models.seeded(Dropping).double())
-    flex = FlexModel(model, edit_on=edit_on, **parallelism.sizes)
-    shape = (None, 8) if parallelism.by_hand else None
-    noise = lambda m, full, s, ms: torch.randn_like(full)  # noqa: E731
-    flex.register_forward_hook(HookFunction("fc1", shape, noise))
-    dropped = []
-    model.drop.register_forward_hook(lambda module, args, output: dropped.append(output == 0))
-    runs = []
-    for groups in ((), "all"):
-        dropped.clear()
-        torch.manual_seed(5)
-        for _ in range(3):
-            flex(parallelism.my_rows(BATCH), groups=groups).sum().backward()
-        runs.append((list(dropped), torch.rand(700)))
-    assert_close(runs[1], runs[0], rtol=0, atol=0)
+    check_own_stream(models.TWO_RANKS[name], "fc1", edit_on=edit_on)
 
 
 # ---- Activation checkpointing -------------------------------------------------------------------

@@ -288,7 +288,7 @@ def refusals():
     return raises, of_another_shape, of_another_type, resized
 
 
-@pytest.mark.parametrize("wrong", refusals(), ids=lambda function: function.__name__)
+@pytest.mark.parametrize("wrong", refusals())
 @torch.no_grad()
 def test_errors_are_those_of_the_first_call(wrong):
     messages = []

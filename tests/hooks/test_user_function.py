@@ -1,5 +1,6 @@
 """What an editing function is given, and in which state it runs."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -85,9 +86,9 @@ def test_what_was_returned_is_not_changed_by_the_model():
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("needs_grad", [False, True])
-@pytest.mark.parametrize("select", [None, Select(units=[0, 2])])
-def test_a_pre_hook_on_an_input_made_before_inference_mode(in_place, needs_grad, select):
+@pytest.mark.parametrize("edit_on", ["all", "rank0"])
+@pytest.mark.parametrize("way", ways("one", "tp", "dp"))
+def test_a_pre_hook_on_an_input_made_before_inference_mode(way, edit_on, in_place):
     """Failed before (inference tensors track no version), and every later run with it: the model
     was taken to be inside an editing function.
     """
@@ -95,37 +96,19 @@ def test_a_pre_hook_on_an_input_made_before_inference_mode(in_place, needs_grad,
     def double(module, full, save_ctx, modules):
         return full.mul_(2) if in_place else full * 2
 
-    layer = models.seeded(nn.Linear, 6, 3).double()
-    x = models.random(4, 6).requires_grad_(needs_grad)
-    kept = x.detach().clone()
-    scale = torch.full((6,), 2.0).double()
-    if select is not None:
-        scale[[1, 3, 4, 5]] = 1
-    expected = layer(kept * scale)
-    with FlexModel(nn.Sequential(layer), {}) as flex:
-        flex.register_forward_pre_hook(HookFunction("0", editing_function=double, select=select))
-        with torch.inference_mode():
-            assert_close(flex(x), expected)
-        assert_close(flex(x), expected)
-    assert torch.equal(x, kept)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
-@pytest.mark.parametrize("name", ["tp", "dp"])
-def test_a_pre_hook_on_an_input_made_before_inference_mode_on_two_ranks(name, edit_on):
-    def double(module, full, save_ctx, modules):
-        full.mul_(2)
-
-    parallelism = models.TWO_RANKS[name]
-    oracle, x = models.mlp(), models.random(4, 6)
-    expected = oracle(2 * x)
-    with FlexModel(parallelism.shard(oracle), edit_on=edit_on, **parallelism.sizes) as flex:
-        flex.register_forward_pre_hook(HookFunction("inp", editing_function=double))
-        rows = parallelism.my_rows(x)
-        with torch.inference_mode():
-            assert_close(flex(rows), parallelism.my_rows(expected))
-        assert_close(flex(rows), parallelism.my_rows(expected))
+    model = models.mlp()
+    for needs_grad, units in itertools.product((False, True), (None, [0, 2])):
+        x = models.random(4, 6).requires_grad_(needs_grad)
+        kept, scale = x.detach().clone(), torch.ones(6, dtype=x.dtype)
+        scale[slice(None) if units is None else units] = 2
+        expected = way.my_rows(model(kept * scale))
+        hook = HookFunction("inp", editing_function=double, select=units and Select(units=units))
+        with FlexModel(way.shard(model), edit_on=edit_on, **way.sizes) as flex:
+            flex.register_forward_pre_hook(hook)
+            with torch.inference_mode():
+                assert_close(flex(way.my_rows(x)), expected)
+            assert_close(flex(way.my_rows(x)), expected)
+        assert torch.equal(x, kept)
 
 
 # ---- The frames between torch and the function ---------------------------------------------------

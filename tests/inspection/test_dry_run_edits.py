@@ -172,7 +172,7 @@ def found_in_bad():
     return {row.findings[0].function: row.findings for row in dry}
 
 
-@pytest.mark.parametrize("edit", BAD, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("edit", BAD)
 def test_each_kind_is_found_with_its_file_and_line(edit):
     (finding,) = found_in_bad()[edit.__name__]
     level, problem, words = BAD[edit]
@@ -186,7 +186,7 @@ def test_each_kind_is_found_with_its_file_and_line(edit):
 RAISE = [e for e, (level, *_) in BAD.items() if level == ERROR and e is not exits]
 
 
-@pytest.mark.parametrize("edit", RAISE, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("edit", RAISE)
 def test_what_is_an_error_is_one_in_a_run(edit):
     flex = make_flex()
     flex.register_forward_hook(HookFunction("fc1", editing_function=edit))

@@ -15,11 +15,11 @@ from torch.distributed.tensor import Shard
 import frameworks
 import models
 from flex_model import FlexModel, HookFunction
-from flex_model.errors import HookError
+from flex_model.errors import HookError, HookMismatchError
 from flex_model.hooks.registration import describe_hook
 from flex_model.inspection import verify
 from shared_edits import double
-from tiers import grid_but
+from tiers import on_ranks
 
 
 def hooks_everywhere(flex, pair):
@@ -47,7 +47,22 @@ def settled(flex):
     return {(row.name, row.kind): row for row in flex.layouts()}
 
 
-def check_dry_run(name, tmp_path):
+TWO = [
+    "hf-llama-2",
+    "native-tp-2",
+    "native-dtensor-2",
+    "fairscale-2",
+    "ddp-2",
+    "megatron-tp-2",
+    "megatron-sp-2",
+]
+FOUR = ["tp-fsdp2-4", "hsdp-4", "hf-tp-fsdp-4", "fairscale-ddp-4"]
+ROWS = on_ranks(2, "native-sp-2", "fsdp2-2", grid=TWO, timeout=200)
+ROWS += on_ranks(4, grid=FOUR, timeout=200)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_dry_run_tells_what_a_run_settles(name, tmp_path):
     """Layouts before are layouts after; costs are those that a run counts."""
     with frameworks.quiet(), frameworks.CASES[name].build(tmp_path) as pair:
         pair.oracle(*pair.inputs, **pair.keywords)
@@ -105,36 +120,6 @@ def check_dry_run(name, tmp_path):
         flex.restore()
 
 
-TWO = [
-    "hf-llama-2",
-    "native-tp-2",
-    "native-sp-2",
-    "native-dtensor-2",
-    "fairscale-2",
-    "ddp-2",
-    "megatron-tp-2",
-    "megatron-sp-2",
-]
-
-
-@pytest.mark.ranks(2, timeout=200)
-@pytest.mark.parametrize("name", grid_but(TWO, TWO[2]))
-def test_a_dry_run_tells_what_a_run_settles(name, tmp_path):
-    check_dry_run(name, tmp_path)
-
-
-@pytest.mark.ranks(2, timeout=200)
-def test_a_dry_run_leaves_fsdp2_sharded(tmp_path):
-    check_dry_run("fsdp2-2", tmp_path)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4, timeout=200)
-@pytest.mark.parametrize("name", ["tp-fsdp2-4", "hsdp-4", "hf-tp-fsdp-4", "fairscale-ddp-4"])
-def test_a_dry_run_of_two_axes(name, tmp_path):
-    check_dry_run(name, tmp_path)
-
-
 @pytest.mark.ranks(2)
 def test_a_dry_run_without_hooks_costs_nothing():
     flex = FlexModel(models.mlp(), {}, tensor_parallel_size=2)
@@ -169,7 +154,7 @@ def test_verify_finds_equal_what_is_equal_and_names_the_first_that_is_not(name, 
 
         report = flex.verify(reference, *inputs, **pair.keywords)
         assert report.is_equal, report
-        assert {row.result for row in report.rows} == {0}, report
+        assert {row.result for row in report.rows} == {verify.EQUAL}, report
         assert len(report.rows) > 6
 
         broken = pair.sites["row output"]
@@ -349,6 +334,27 @@ def test_control_flow_on_values_is_an_error_that_names_layouts():
     assert (model.kept, model.calls) == (None, 0)
     assert flex.dry_run(models.random(4, 6))[0].full_shape == (4, 6)
     assert (model.kept, model.calls) == (None, 0)
+
+
+class Branches(models.MLP):
+    """Calls another module on each rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.ReLU()
+
+    def forward(self, x):
+        act = self.other if dist.get_rank() else self.act
+        return self.out(self.fc2(act(self.fc1(self.inp(x)))))
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_call_other_hooks_differ():
+    flex = FlexModel(models.seeded(Branches).double(), {}, data_parallel_size=2)
+    for name in ("act", "other"):
+        flex.register_forward_hook(HookFunction(name))
+    with pytest.raises(HookMismatchError, match="which called 1 sites"):
+        flex.dry_run(models.random(4, 6))
 
 
 # ---- One process ---------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.integrations import dtensor
-from flex_model.layouts.exchange import exchange_chunks
 from flex_model.layouts.follow import Follower, paused
 from flex_model.layouts.sources import Constants, Weights
 from flex_model.layouts.statements import Statements
@@ -53,7 +52,7 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
     """
     stated = Statements(model)
     for statement in statements:
-        stated.add(statement)
+        stated.append(statement)
     follower = Follower(model, mesh, stated, Weights(model, mesh, stated, Constants(model)))
     for i, (tensor, pair) in enumerate(zip(inputs, placements)):
         follower.note_input(tensor, str(i), pair)
@@ -79,7 +78,7 @@ def follow(model, mesh: Mesh, inputs, placements, statements=(), keywords=None):
     communicator = Communicator(mesh, 30.0)
     try:
         if len(mesh.stage_ranks) > 1:
-            exchange_chunks(communicator, follower)
+            follower.sync(communicator)
         found = {}
         for one in hooked:
             found.setdefault(one.name, []).append(gathered(communicator, follower, one))

@@ -198,3 +198,18 @@ def test_rows_of_data_parallel_ranks():
         flex.register_forward_hook(HookFunction("mixed", (None, 6)))
         with pytest.raises(ValueError, match="data-parallel ranks is not known"):
             flex(rows)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("rows", [4, None])
+def test_columns_and_rows_on_four_ranks(rows):
+    """tp 2 x dp 2: the batch dim is the global batch, or it is left out."""
+    mesh, model = models.mesh(2, 2), models.mlp()
+    place = mesh["dp"].get_local_rank()
+    sharded = models.tensor_parallel(model, mesh["tp"].get_group(), states_sizes=False)
+    with FlexModel(sharded, {}, tensor_parallel_size=2, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("fc1", (rows, 8)))
+        output = flex(BATCH.chunk(2)[place])
+        records, expected = in_full(model, "fc1", None)
+        assert_close(output, expected.chunk(2)[place])
+        assert_close(flex.output_ptr.get("fc1", []), records if dist.get_rank() == 0 else [])

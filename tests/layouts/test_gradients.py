@@ -537,3 +537,31 @@ def test_gradients_of_a_loss_that_the_model_returns(site):
         found.append(records.get(site))
     if rank == 0:
         assert_close(found[1], found[0])
+
+
+class Statistics(Around):
+    def forward(self, x):
+        """Also return what no loss depends on."""
+        x = self.site(x)
+        normed, mean, _ = torch.native_layer_norm(x, [6], None, None, 1e-5)
+        y = self.second(self.made(self.first(normed)))
+        return (y if self.group is None else SumOverRanks.apply(y, self.group)), mean, x.detach()
+
+
+@pytest.mark.ranks(2)
+def test_returned_tensors_without_gradients_count_as_unread():
+    found = []
+    for size in (1, 2):
+        own, group = pipelines.alone_group(), models.mesh(1, 2)["tp"].get_group()
+        model = Statistics(torch.tanh, group if size == 2 else None)
+        with FlexModel(
+            model,
+            records := {},
+            tensor_parallel_size=size,
+            process_group=own if size == 1 else None,
+            output_ranks="all",
+        ) as flex:
+            flex.register_full_backward_hook(HookFunction("site"))
+            flex(BATCH.clone().requires_grad_())[0].square().mean().backward()
+        found.append(records["site"])
+    assert_close(found[1], found[0])

@@ -4,6 +4,7 @@ rows and features; forward and backward equal the unsharded twin's.
 """
 
 import contextlib
+import inspect
 import re
 import warnings
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import models
+import ordinary_lines
 from flex_model import FlexModel, HookError, HookFunction
 from ordinary import (
     LENGTH,
@@ -29,6 +31,7 @@ from ordinary import (
     on_ranks,
     twin,
 )
+from ordinary_lines import kinds
 
 ROWS = (1, 2, 3, LENGTH, WIDTH, 7)  # of a rank
 BOTH = dict.fromkeys(SITES, mixing_all)
@@ -38,359 +41,11 @@ def batch(rows, seed=2):
     return models.random(2 * rows, LENGTH, WIDTH, seed=seed)
 
 
-def kinds(h):
-    """A number for each token, which depends on its values."""
-    return (h.detach()[..., :3] > 0).sum(-1)
-
-
-def last_tokens(model, h):
-    last = kinds(h).sum(1) % LENGTH
-    return h[torch.arange(h.shape[0]), last]
-
-
-def one_hot(model, h):
-    return h + F.one_hot(kinds(h), 4).to(h.dtype) @ model.table
-
-
-def index_add(model, h):
-    return h.new_zeros(h.shape[0], 3, WIDTH).index_add(1, model.groups, h)
-
-
-def looked_up(model, h):
-    return h + model.table[kinds(h)]
-
-
-def loop(model, h):
-    return torch.stack([row.cumsum(0) * 2 for row in h])
-
-
-def split_and_joined(model, h):
-    return torch.cat([row - row.mean() for row in torch.split(h, 1, dim=0)])
-
-
-def vmapped_grad(model, h):
-    return torch.func.vmap(torch.func.grad(lambda row: row.logsumexp(0).sum()))(h)
-
-
-def inner_grad(model, h):
-    """As score networks and physics-informed losses do."""
-    inner = h.detach().requires_grad_()
-    (slope,) = torch.autograd.grad(inner.pow(3).sum(), inner)
-    return h * slope
-
-
-def forces(model, h):
-    """The slope of energies that layers compute."""
-    inner = h.detach().requires_grad_()
-    energies = model.head(model.fc(inner).tanh())[..., 1:]
-    (slope,) = torch.autograd.grad(energies, inner, torch.ones_like(energies))
-    return h * slope
-
-
-def ensemble(model, h):
-    """Layers of one shape, by their stacked weights."""
-    weights = torch.stack([model.fc.weight, model.fc.weight.T, model.table[:1] * model.fc.weight])
-    return torch.func.vmap(lambda own: (h @ own).tanh() + F.linear(h, own))(weights).mean(0)
-
-
-def rotary(model, h):
-    """Half a head is as wide as a rank has rows, where it has three."""
-    angles = torch.arange(LENGTH).double()[:, None] * model.table[0, : WIDTH // 2]
-    angles = torch.cat([angles, angles], -1)
-    turned = torch.cat([-h[..., h.shape[-1] // 2 :], h[..., : h.shape[-1] // 2]], -1)
-    return h * angles.cos() + turned * angles.sin()
-
-
-def slopes(model, h):
-    """A slope for each head, made of two ranges, one of which may be as long as the rows."""
-    heads = torch.cat([torch.arange(1, 4), torch.arange(1, 5, 2)])
-    bias = heads[:, None] * kinds(h).cumsum(-1)[:, None]
-    return h + bias.to(h.dtype).mean(1)[..., None]
-
-
-def frequencies(model, h):
-    """Every second number, where a rank has two rows."""
-    half = torch.arange(0, WIDTH, 2.0, dtype=h.dtype)
-    return h * torch.cat([half, half]).cos()
-
-
-def positions_of_several_kinds(model, h):
-    """As many kinds as rows of a rank, beside a size that is of the rows."""
-    ids = torch.arange(LENGTH).view(1, 1, -1).expand(3, h.shape[0], -1)
-    return h + ids[1:].sum(0)[..., None]
-
-
-def joined_heads(model, h):
-    """Rows, positions and heads in one dim, as many as is left."""
-    rows = h.shape[0]
-    heads = h[..., None].reshape(rows, -1, WIDTH, 1).reshape([-1, WIDTH // 3, 1])
-    return heads.softmax(1).reshape([-1, WIDTH]).reshape([rows, -1, WIDTH])
-
-
-def put_where_a_token_is(model, h):
-    """An embedding of its own for one kind of token."""
-    embedded = h * 2
-    embedded[kinds(h) == 1] = model.table[0]
-    return embedded
-
-
-def tokens_of_images(h):
-    """A mask of two tokens in each row."""
-    mask = torch.zeros_like(h[..., 0], dtype=torch.bool)
-    mask[:, 1:3] = True
-    return mask
-
-
-def filled_in(model, h):
-    """Features of images at the places of their tokens, as models of images and text have them."""
-    features = h[:, :2].reshape(-1, WIDTH).sin()
-    return (h * 2).masked_scatter(tokens_of_images(h)[..., None].expand_as(h), features)
-
-
-def put_at_tokens(model, h):
-    """The same by an index, of as many features as a rank's mask has places."""
-    filled = h * 2
-    filled[tokens_of_images(h)] = h[:, :2].reshape(-1, WIDTH).sin()
-    return filled
-
-
-def experts_by_masks(model, h):
-    """Tokens go to one of three layers, which write their results back."""
-    tokens = h.reshape(-1, WIDTH)
-    chosen, made = kinds(h).flatten() % 3, torch.zeros_like(tokens)
-    for expert in range(3):
-        mask = chosen == expert
-        if mask.any():
-            made[mask] = (
-                F.linear(tokens[mask], model.fc.weight * expert).tanh() * tokens[mask, 0, None]
-            )
-    made[chosen == 1] += made[chosen == 1] * 2
-    return made.view_as(h)
-
-
-def held_in_containers(model, h):
-    """Tables that a module holds in a dict or a list, which no one registered."""
-    return h * model.tables["scale"] + model.tables["steps"][0].unsqueeze(-1)
-
-
-def repeated_for_rows(model, h):
-    """Prompts of all rows, by a number that is as large as a rank's rows."""
-    prompts = model.table[:2].repeat(len(h), 1, 1)
-    return torch.cat([prompts * 2, h], 1)[:, 1:-1].sin()
-
-
-def literal_slices(model, h):
-    """By numbers in variables that are as large as some ranks' rows."""
-    one, two, three = 1, 2, 3
-    joined = torch.cat([h[..., three:], h[..., :three]], -1)
-    return joined[:, one:] * h[:, :-one].repeat_interleave(two, 1)[:, ::two]
-
-
-def shared_mask(model, h):
-    """A triangle as long as the rows, where a rank has as many as positions."""
-    size = h.shape[1]
-    mask = torch.full((size, size), -torch.inf, dtype=h.dtype).triu(1)
-    return (h @ h.mT + mask).softmax(-1) @ h
-
-
-def zeros_of_rows(model, h):
-    state = torch.zeros(h.shape[0], WIDTH, dtype=h.dtype)
-    for token in h.unbind(1):
-        state = (state + token).tanh()
-    return state
-
-
-def checked(model, h):
-    """Numbers that are read, compared and printed say nothing of rows."""
-    assert h.detach().mean().item() < 1e6
-    size = f"{len(h)} rows, {float(h.detach().max()):.3f} at most"
-    return h * (2 if size else 1)
-
-
-def view_of_all_sizes(model, h):
-    rows, length, width = h.shape
-    return h.reshape(rows * length, width).view(rows, length, 2, -1).transpose(1, 2).flatten(-2)
-
-
-def instance_norm(model, h):
-    return F.instance_norm(h, weight=model.tables["steps"][0], eps=1e-2)
-
-
-def padded(model, h):
-    """Some tokens of each row."""
-    rows = [row[: 2 + i] for row, i in zip(h, kinds(h)[:, 0].clamp(max=0).tolist())]
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=0.5)
-
-
-def bags(model, h):
-    return F.embedding_bag(kinds(h), model.table, mode="sum") * h[:, 0]
-
-
-def ranges(model, h):
-    """As long as the positions, of which there may be as many as rows."""
-    length = h.shape[1]
-    steps = torch.linspace(0, 1, length, dtype=h.dtype) + torch.arange(1, length + 1)
-    return h * steps.cumsum(0)[:, None] * torch.arange(0, 2 * length, 2).cumsum(0)[:, None]
-
-
-def pairs(model, h):
-    """Of tokens: their numbers are two rows, whatever a rank has."""
-    one, other = torch.tril_indices(LENGTH, LENGTH, -1)
-    return (h @ h.mT)[:, one, other][:, :WIDTH]
-
-
-def windows(model, h):
-    """Half as many as features, and two are the ranks."""
-    width = h.shape[-1]
-    mask = h.new_ones(width, width).triu().view(width // 2, 2, width // 2, 2).transpose(1, 2)
-    return h @ mask.reshape(width, width)
-
-
-def copies(model, h):
-    """More rows, told by the number of rows from the number of copies."""
-    rows = h.shape[0]
-    return (h.repeat(3, 1, 1) * 2).sin().view(3, rows, LENGTH, WIDTH).mean(0)
-
-
-def each_of_equal_rows(model, h):
-    rows = h.shape[0]
-    table = model.table[0].expand(rows, -1)
-    return h * torch.stack([table[row].sin() for row in range(rows)])[:, None]
-
-
-def chosen_and_rejected(model, h):
-    """Twice as many rows, with a mask for each."""
-    both = torch.cat([h, h.sin()])
-    mask = h.new_ones(LENGTH, LENGTH).tril()[None].expand(both.shape[0], -1, -1)
-    one, other = ((both @ both.mT * mask) @ both).chunk(2)
-    return one.sigmoid() * other
-
-
-def grouped(model, h):
-    """A kernel for each row: rows are groups of channels of one image."""
-    rows = h.shape[0]
-    kernels = (h.mean(1)[:, :, None] * model.table[0]).reshape(rows * WIDTH, WIDTH, 1)
-    made = F.conv1d(h.mT.reshape(1, rows * WIDTH, LENGTH), kernels, groups=rows)
-    return made.view(rows, WIDTH, LENGTH).mT
-
-
-def experts_by_indices(model, h):
-    """Each token goes to one of three layers, whose results are added at its place."""
-    tokens = h.reshape(-1, WIDTH)
-    chosen, made = kinds(h).flatten() % 3, torch.zeros_like(tokens)
-    for expert in range(3):
-        (rows,) = torch.where(chosen == expert)
-        results = F.linear(tokens[rows], model.fc.weight * (expert + 1)).tanh()
-        made.index_add_(0, rows, results * tokens[rows, :1])
-    return made.view_as(h)
-
-
-def two_experts_for_each(model, h):
-    """The two best of three, by a table of tokens and ranks, and the other way round."""
-    tokens = h.reshape(-1, WIDTH)
-    weights, chosen = tokens[:, :3].softmax(-1).topk(2)
-    made = torch.zeros_like(tokens)
-    for expert in range(3):
-        rows, places = torch.where(chosen == expert)
-        results = F.linear(tokens[rows], model.fc.weight * (expert + 1)).tanh()
-        made.index_add_(0, rows, results * weights[rows, places, None])
-        places, rows = (expert == chosen.T).nonzero(as_tuple=True)
-        made[rows] += (tokens[rows] * 2).sin() * weights[rows, places, None]
-    return made.view_as(h)
-
-
-def sorted_and_back(model, h):
-    """By their first number; each row gets its own again."""
-    order = h.detach()[:, 0, 0].argsort()
-    made = torch.zeros_like(h)
-    made[order] = h[order].sin()
-    return made + h[order].cos()[order.argsort()]
-
-
-def packed(model, h):
-    """Sequences of different lengths in any order, through a recurrent layer."""
-    lengths = 1 + kinds(h)[:, 0]
-    rows = nn.utils.rnn.pack_padded_sequence(h, lengths, batch_first=True, enforce_sorted=False)
-    made, (last, _) = model.lstm(rows)
-    made, lengths = nn.utils.rnn.pad_packed_sequence(made, True, total_length=LENGTH)
-    return (made + last[-1][:, None]) * lengths[:, None, None]
-
-
-def batch_indices(model, h):
-    """The nearest points of each cloud, as PointNet++ has them."""
-    rows, chosen = h.shape[0], h.detach()[..., 0].argsort(-1)
-    of_rows = torch.arange(rows).view(rows, 1).repeat(1, chosen.shape[1])
-    return h[of_rows, chosen].cumsum(1)
-
-
-def solved(model, h):
-    matrices = h[:, :3, :3] @ h[:, :3, :3].mT + 2 * torch.eye(3, dtype=h.dtype)
-    factors = torch.linalg.cholesky(matrices) @ torch.linalg.inv(matrices)
-    vectors = torch.linalg.solve(matrices, h[:, :3, 0])[..., None]
-    return torch.linalg.solve(matrices, h[:, :3]) + factors @ h[:, :3] * vectors
-
-
-def cached(model, h):
-    """Keys at two positions of a cache, also of one row."""
-    cache = h.new_zeros(h.shape[0], LENGTH, WIDTH)
-    cache[:, torch.tensor([1, 3])] = h[:, :2].sin()
-    return cache + h
-
-
-def chunked(model, h):
-    """A few rows at once, and halves of them."""
-    parts = torch.cat([part.sin().cumsum(1) for part in h.split(2)])
-    rows = torch.cat([row - row.mean() for row in h.chunk(h.shape[0])])
-    half = (h.shape[0] + 1) // 2
-    return parts + rows + torch.cat([h[:half] * 2, h[half:] * 2])
-
-
-LINES = [
-    last_tokens,
-    one_hot,
-    index_add,
-    looked_up,
-    loop,
-    split_and_joined,
-    vmapped_grad,
-    inner_grad,
-    forces,
-    ensemble,
-    rotary,
-    slopes,
-    frequencies,
-    positions_of_several_kinds,
-    joined_heads,
-    put_where_a_token_is,
-    filled_in,
-    put_at_tokens,
-    experts_by_masks,
-    held_in_containers,
-    repeated_for_rows,
-    literal_slices,
-    shared_mask,
-    zeros_of_rows,
-    checked,
-    instance_norm,
-    padded,
-    bags,
-    ranges,
-    pairs,
-    windows,
-    copies,
-    grouped,
-    each_of_equal_rows,
-    chosen_and_rejected,
-    experts_by_indices,
-    two_experts_for_each,
-    sorted_and_back,
-    packed,
-    batch_indices,
-    solved,
-    cached,
-    chunked,
+NAMES = [
+    name
+    for name, lines in inspect.getmembers(ordinary_lines, inspect.isfunction)
+    if "model" in inspect.signature(lines).parameters
 ]
-NAMES = [lines.__name__ for lines in LINES]
 
 
 @pytest.mark.ranks(2)
@@ -399,20 +54,25 @@ def test_ordinary_lines(name):
     """With every number of rows that some other size equals."""
     # Inside vmap and in a backward a single row does not show which dim it is, nor does a number
     # of copies.
-    lines = globals()[name]
+    lines = getattr(ordinary_lines, name)
 
     def make():
         model = around(lines)
-        if lines is packed:
+        if name == "packed":
             model.lstm = models.seeded(nn.LSTM, WIDTH, WIDTH, batch_first=True).double()
         return model
 
-    for rows in ROWS[lines in (vmapped_grad, forces, ensemble, batch_indices) :]:
+    for rows in ROWS[name in ("vmapped_grad", "forces", "ensemble", "batch_indices") :]:
         try:
             check(make, batch(rows), BOTH)
         except Exception as error:
             error.add_note(f"with {rows} rows a rank") if hasattr(error, "add_note") else None
             raise
+
+
+def view_of_all_sizes(model, h):
+    rows, length, width = h.shape
+    return h.reshape(rows * length, width).view(rows, length, 2, -1).transpose(1, 2).flatten(-2)
 
 
 @pytest.mark.ranks(2)

@@ -39,6 +39,13 @@ def compare(found, expected, unknown=()):
                 assert_close(full, whole, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def check_lines(whole, full, model, mine, placements, unknown=(), **sizes):
+    """``model``, given ``mine`` on this rank, against ``whole``, given the ``full`` tensors."""
+    expected = unsharded(whole, full)
+    found, _, _ = follow(model, mesh_of(**sizes), mine, placements)
+    compare(found, expected, unknown)
+
+
 def sharded_and_not(parallelism, model, batch):
     sharded = parallelism.shard(model)
     mesh = mesh_of(tp_size=parallelism.tp, dp_size=parallelism.dp)
@@ -53,12 +60,12 @@ def clean(name):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("make", ["mlp", "block"])
-@pytest.mark.parametrize("name", ["tp", "dp", "ddp", "fsdp2", "dtensor"])
+@pytest.mark.parametrize(
+    "name, inference",  # torch's own views of the parameters of the last two need gradients
+    [(name, False) for name in models.TWO_RANKS] + [(name, True) for name in ("tp", "dp", "ddp")],
+)
 def test_every_tensor_of_a_model_is_proven(name, make, inference):
-    if inference and name in ("fsdp2", "dtensor"):
-        return  # torch's own views of parameters need gradients
     model = getattr(models, make)()
     batch = models.random(4, 6) if make == "mlp" else models.random(4, 3, 8)
     with torch.inference_mode(inference):
@@ -131,9 +138,8 @@ def test_composites_are_followed_by_their_steps(inference):
             Sites(composites, OF_COMPOSITES, column=column, slope=nn.PReLU().double())
             for column in (linear, columns_of(linear))
         )
-        expected = unsharded(whole, [x])
-        found, _, _ = follow(mine, mesh_of(tp_size=2), [x], [WHOLE])
-    compare(found, expected, unknown=["subtracted"])  # a partial sum less 1 on each rank
+        unknown = ["subtracted"]  # a partial sum less 1 on each rank
+        check_lines(whole, [x], mine, [x], [WHOLE], unknown, tp_size=2)
 
 
 @pytest.mark.ranks(2)
@@ -146,10 +152,9 @@ def test_an_index_of_each_ranks_own_along_a_split_dim_is_not_known():
         return h
 
     x, linear = models.random(4, 6), models.seeded(nn.Linear, 6, 8).double()
-    expected = unsharded(Sites(own_unit, "unit", column=linear), [x])
+    whole = Sites(own_unit, "unit", column=linear)
     model = Sites(own_unit, "unit", column=columns_of(linear))
-    found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
-    compare(found, expected, unknown=["unit"])
+    check_lines(whole, [x], model, [x], [WHOLE], ["unit"], tp_size=2)
 
 
 class Heads(nn.Module):
@@ -451,10 +456,8 @@ def chosen(m, x, mask, table):
 def test_positions_of_rows_choose_them(rows):
     """Was refused: of a batch with padding in data parallelism, so every hook behind its mask."""
     batch, table = models.random(rows, 3), models.random(8, 3, seed=4)
-    mask, model = (
-        models.random(rows, 3, seed=3) > 0,
-        Sites(chosen, "mask rows behind beside shared"),
-    )
+    mask = models.random(rows, 3, seed=3) > 0
+    model = Sites(chosen, "mask rows behind beside shared")
     expected = unsharded(model, [batch, mask, table])
     mine = [full.chunk(2)[dist.get_rank()] for full in (batch, mask)]
     found, _, _ = follow(model, mesh_of(dp_size=2), [*mine, table], [ROWS, ROWS, WHOLE])
@@ -469,7 +472,7 @@ def test_dropout_is_placed_as_what_it_drops_from():
     for mesh, placement in ((mesh_of(dp_size=2), ROWS), (mesh_of(tp_size=2), WHOLE)):
         torch.manual_seed(0)
         _, follower, output = follow(model, mesh, [models.random(4, 3)], [placement])
-        assert follower.placements(follower.value(output)) == placement
+        assert follower.placements(follower.recorder.value(output)) == placement
 
 
 @pytest.mark.ranks(2)
@@ -485,9 +488,7 @@ def test_plain_numbers_of_rows_are_not_those_of_the_unsharded_program():
         return x
 
     x, model = models.random(4, 5, 6), Sites(counted, "joined kept")
-    mine = x.chunk(2)[dist.get_rank()]
-    found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [ROWS])
-    compare(found, unsharded(model, [x]))
+    check_lines(model, [x], model, [x.chunk(2)[dist.get_rank()]], [ROWS], dp_size=2)
 
 
 def share(m, x):
@@ -516,10 +517,9 @@ def narrowed(m, x):
 )
 def test_sizes_that_are_divided_by_the_number_of_ranks(lines, length, unknown):
     x = models.random(1, length, 4)
-    expected = unsharded(Sites(lines, "before after", rank=0, parts=1), [x])
+    whole = Sites(lines, "before after", rank=0, parts=1)
     model = Sites(lines, "before after", rank=dist.get_rank(), parts=2)
-    found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
-    compare(found, expected, unknown)
+    check_lines(whole, [x], model, [x], [WHOLE], unknown, tp_size=2)
 
 
 def padded(m, x):
@@ -591,9 +591,7 @@ def test_views_in_place_copies_of_blank_tensors_and_recurrent_layers(rows, infer
     with torch.inference_mode(inference):
         x, rnn = models.random(rows, 5, 6), models.seeded(nn.RNN, 6, 4, batch_first=True).double()
         model = Sites(in_place, "quantile copied turned", rnn=rnn)
-        expected = unsharded(model, [x])
-        found, _, _ = follow(model, mesh_of(dp_size=2), [x.chunk(2)[dist.get_rank()]], [ROWS])
-    compare(found, expected)
+        check_lines(model, [x], model, [x.chunk(2)[dist.get_rank()]], [ROWS], dp_size=2)
 
 
 @pytest.mark.ranks(2)
@@ -673,11 +671,9 @@ def test_a_number_of_groups_may_be_that_of_the_rank_s_heads():
 
     x, scores, bias = models.random(5, 3), models.random(5, 4, 6, seed=2), models.random(5, 1, 6)
     whole, sharded = (Sites(expanded, "groups own biased", heads=n) for n in (4, 2))
-    expected = unsharded(whole, [x, scores, bias])
-    mine = scores.chunk(2, 1)[dist.get_rank()]
+    mine = [x, scores.chunk(2, 1)[dist.get_rank()], bias]
     placements = [WHOLE, (R, Shard(1)), WHOLE]
-    found, _, _ = follow(sharded, mesh_of(tp_size=2), [x, mine, bias], placements)
-    compare(found, expected, unknown=["own"])
+    check_lines(whole, [x, scores, bias], sharded, mine, placements, ["own"], tp_size=2)
 
 
 def sizes_of_shares(m, x, whole, uneven):
@@ -699,11 +695,8 @@ def sizes_of_shares(m, x, whole, uneven):
 @pytest.mark.parametrize("inference", [False, True])
 def test_sizes_of_shares_are_settled_by_what_a_tensor_meets(inference):
     """Were refused: where one head is joined with the rows, a cache of zeros gets one position."""
-    x, whole, uneven = (
-        models.random(2, 4, 8),
-        models.random(2, 4, 4, seed=2),
-        models.random(2, 3, 6),
-    )
+    x, uneven = models.random(2, 4, 8), models.random(2, 3, 6)
+    whole = models.random(2, 4, 4, seed=2)
     rank, widths = dist.get_rank(), (4, 2)
     all_of, sharded = (
         Sites(sizes_of_shares, "joined kept keys places encoded divided", head_dim=4, **own)
@@ -712,9 +705,7 @@ def test_sizes_of_shares_are_settled_by_what_a_tensor_meets(inference):
             {"heads": 1, "features": widths[rank], "rank": rank},
         )
     )
-    expected = unsharded(all_of, [x, whole, uneven])
     mine = [x.chunk(2, -1)[rank].contiguous(), whole, uneven.split(widths, -1)[rank].contiguous()]
     placements = [(R, Shard(2)), WHOLE, (R, Shard(2))]
     with torch.inference_mode(inference):
-        found, _, _ = follow(sharded, mesh_of(tp_size=2), mine, placements)
-    compare(found, expected)
+        check_lines(all_of, [x, whole, uneven], sharded, mine, placements, tp_size=2)

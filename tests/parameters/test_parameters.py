@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
-from tiers import grid_but
+from tiers import ways
 
 BATCH = models.random(4, 6)
 
@@ -68,25 +68,15 @@ def check_gradients(parallelism):
 CHECKS = {"read": check_reading, "write": check_writing, "gradients": check_gradients}
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_parameters_in_one_process(check):
-    CHECKS[check](models.ONE_RANK)
+FOUR = ("tp of 4", "tp x ddp", "dtensor x fsdp2")
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", models.TWO_RANKS)
-def test_parameters_on_two_ranks(name, check):
-    if (name, check) == ("dp", "gradients"):
+@pytest.mark.parametrize("way", ways("one", *models.TWO_RANKS, "tp x dp", grid=FOUR))
+def test_parameters(way, check):
+    if check == "gradients" and way.name in ("dp", "tp x dp"):
         pytest.skip("plain replicas average their gradients themselves")
-    CHECKS[check](models.TWO_RANKS[name])
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("check", ["read", "write"])
-@pytest.mark.parametrize("name", grid_but(models.FOUR_RANKS, "tp x dp"))
-def test_parameters_on_four_ranks(name, check):
-    CHECKS[check](models.FOUR_RANKS[name])
+    CHECKS[check](way)
 
 
 @pytest.mark.ranks(2)

@@ -170,3 +170,19 @@ def compare(parallelism, expected, got, cell):
             edit = cell.edit and cell.edit.__name__
             text = " ".join(str(error).split())
             yield f"{cell.kind} hook on {cell.site!r}, edit {edit}: {name}: {text}"
+
+
+def check_cells(parallelism, kind, num_sites=None, edits=EDITS, hidden=8, rows=4, **settings):
+    """All cells of the MLP's table of this kind, at its first sites."""
+    wrong = []
+    for site in SITES[kind][:num_sites]:
+        for edit in edits:
+            model, batch = models.mlp(hidden=hidden), models.random(rows, 6)
+            cell = table_cell(model, batch, kind, site, edit)
+            try:
+                wrong += differences(parallelism, model, batch, cell, **settings)
+            except (NotImplementedError, ValueError) as error:
+                # A parameter's averaged gradient, or an error that names it; never a local one.
+                if not (kind == "parameter" and parallelism.dp > 1 and site in str(error)):
+                    raise
+    assert not wrong, "\n".join(wrong)

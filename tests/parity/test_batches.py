@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import pipelines
-from cells import EDITS, SITES, differences, mean_loss, table_cell
+from cells import check_cells, mean_loss
 from flex_model import FlexModel, HookFunction
 from oracle import KINDS
 from shared_edits import mixing_rows
@@ -35,14 +35,7 @@ def weighted_loss(output):
 @pytest.mark.parametrize("kind", KINDS[:-1])
 @pytest.mark.parametrize("name", grid_but(["dp", "ddp", "fsdp2"], "ddp"))
 def test_batches_of_three_and_one_equal_a_batch_of_four(name, kind):
-    parallelism = ThreeAndOne(name, dp=2)
-    wrong = []
-    for site in SITES[kind][:2]:
-        for edit in EDITS:
-            model, batch = models.mlp(), models.random(sum(ROWS), 6)
-            cell = table_cell(model, batch, kind, site, edit)
-            wrong += differences(parallelism, model, batch, cell, weighted_loss)
-    assert not wrong, "\n".join(wrong)
+    check_cells(ThreeAndOne(name, dp=2), kind, num_sites=2, loss=weighted_loss)
 
 
 class Masked(nn.Module):

@@ -9,7 +9,7 @@ import models
 import pipelines
 from cells import mean_loss
 from flex_model import FlexModel, HookFunction
-from tiers import grid_but
+from tiers import grid_but, ways
 
 SIZES = [(4, 4), (2, 2), (8, 2), (2, 6), (1, 1), (4, 4)]  # rows of each dp rank
 KINDS = ["forward_pre", "forward", "full_backward_pre", "full_backward"]
@@ -43,7 +43,10 @@ def run(flex, kinds, site, shape, function, rows_of, order):
     return flex.trainable_modules["probe"].weight.grad
 
 
-def check(parallelism, edit_on, order):
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("edit_on", grid_but(["all", "rank0"], "all"))
+@pytest.mark.parametrize("parallelism", ways("dp", grid=["tp", "fsdp2", "tp x dp"], timeout=120))
+def test_batches_that_change_between_forwards(parallelism, edit_on, order):
     def whole(full, sizes):
         return full, 1
 
@@ -77,20 +80,3 @@ def check(parallelism, edit_on, order):
             )
         if dist.get_rank() == 0 or edit_on == "all":
             assert_close(got, probe, msg=lambda m, where=where: where + m)
-
-
-@pytest.mark.ranks(2, timeout=120)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("edit_on", grid_but(["all", "rank0"], "all"))
-@pytest.mark.parametrize("name", grid_but(["tp", "dp", "fsdp2"], "dp"))
-def test_batches_that_change_between_forwards(name, edit_on, order):
-    check(models.TWO_RANKS[name], edit_on, order)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4, timeout=120)
-@pytest.mark.parametrize("order", ["one late", "last first"])
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
-@pytest.mark.parametrize("name", ["tp x dp"])
-def test_batches_that_change_on_some_ranks_only(name, edit_on, order):
-    check(models.FOUR_RANKS[name], edit_on, order)

@@ -19,36 +19,23 @@ from torch.testing import assert_close
 import frameworks
 import models
 from flex_model import FlexModel, HookFunction
-from tiers import grid_but
+from tiers import grid_but, on_ranks
 
-OF_THE_TABLE = (
+ROWS_IN_TEST = ("fsdp1-2", "fsdp1-orig-2", "fairscale-2")  # others: parameters/test_parameters
+TWO = (
     "native-tp-2",
     "ddp-2",
     "fsdp2-2",
-    "fsdp1-2",
-    "fsdp1-orig-2",
-    "fairscale-2",
     "megatron-tp-2",  # a gated ``linear_fc1`` interleaves two halves
     "hf-llama-2",
     "mixture-tp-2-mixtral",  # a lone ``_StridedShard``, which torch itself can't gather
 )
-IN_TEST = ("fsdp1-2", "fsdp1-orig-2", "fairscale-2")  # others: parameters/test_parameters
+ROWS = on_ranks(2, *ROWS_IN_TEST, grid=TWO, timeout=180)
+ROWS += on_ranks(4, grid=["hsdp-4", "tp-fsdp2-4"])
 
 
-@pytest.mark.ranks(2, timeout=180)
-@pytest.mark.parametrize("name", grid_but(OF_THE_TABLE, *IN_TEST))
+@pytest.mark.parametrize("name", ROWS)
 def test_parameters_of_frameworks(name, tmp_path):
-    check_row(name, tmp_path)
-
-
-@pytest.mark.grid
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["hsdp-4", "tp-fsdp2-4"])
-def test_parameters_of_frameworks_on_four_ranks(name, tmp_path):
-    check_row(name, tmp_path)
-
-
-def check_row(name, tmp_path):
     """A row of the parity table: its parameters, and its gradients but for those that FSDP1 keeps
     in one flat parameter.
     """

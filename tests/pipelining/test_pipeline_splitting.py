@@ -71,8 +71,6 @@ class Tower(nn.Module):
                 hidden = layer(hidden, shift).relu()
             elif self.kind == "twice":
                 hidden = layer(layer(hidden, shift), shift)
-            elif self.kind == "reversed":
-                hidden = layer(hidden, shift)
             elif self.kind == "pair":
                 hidden = layer(hidden, hidden + 1)
             else:
@@ -814,12 +812,13 @@ def train_both(model, split, args, kwargs, target, schedule_class, chunks=4, met
     return pipe, stages, schedule
 
 
-SCHEDULES = [
-    ScheduleGPipe,
-    Schedule1F1B,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-]
+# At which layers each begins a stage.
+SCHEDULES = {
+    ScheduleGPipe: (2,),
+    Schedule1F1B: (2,),
+    ScheduleInterleaved1F1B: (1, 2, 3),
+    ScheduleInterleavedZeroBubble: (1, 2, 3),
+}
 
 
 @pytest.mark.ranks(2, timeout=120)
@@ -829,8 +828,7 @@ SCHEDULES = [
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_scheduled_step_equals_the_model(name, schedule_class):
     model, blocks = family(name)
-    points = (2,) if schedule_class in (ScheduleGPipe, Schedule1F1B) else (1, 2, 3)
-    split = {f"{blocks}.{point}": BEGINNING for point in points}
+    split = {f"{blocks}.{point}": BEGINNING for point in SCHEDULES[schedule_class]}
     args, kwargs = (tokens(8),), {"attention_mask": padded(8)}
     train_both(model, split, args, kwargs, tokens(8, seed=2), schedule_class)
 
@@ -842,8 +840,7 @@ def test_a_scheduled_step_equals_the_model(name, schedule_class):
 )
 def test_a_scheduled_step_of_a_plain_model(schedule_class, method):
     model = seeded(Tower).double()
-    points = (2,) if schedule_class in (ScheduleGPipe, Schedule1F1B) else (1, 2, 3)
-    split = {f"layers.{point}": BEGINNING for point in points}
+    split = {f"layers.{point}": BEGINNING for point in SCHEDULES[schedule_class]}
     target = torch.arange(8) % 3
     train_both(model, split, (random(8, 5),), {}, target, schedule_class, method=method)
 

@@ -36,9 +36,7 @@ from test_pipelining import (
 )
 from tiers import grid_but
 
-every = pytest.mark.parametrize(
-    "kind", grid_but(ALL, ALL[1], ALL[4]), ids=lambda kind: kind.__name__
-)
+every = pytest.mark.parametrize("kind", grid_but(ALL, ALL[1], ALL[4]))
 
 
 def compare(flex, records, script, model, x, y):
@@ -219,7 +217,7 @@ def test_what_cannot_be_sent_to_rank_0():
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", [ALL[1], ALL[2]], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [ALL[1], ALL[2]])
 def test_a_schedule_is_left_as_it_was(kind):
     model, (x, y) = make_mlp(), data()
 

@@ -220,7 +220,7 @@ def test_a_selection_along_the_dim_of_the_rows(num_microbatches, is_recorded, al
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("mode", ["micro", "full"])
 def test_inputs_get_gradients_of_the_mean_loss(kind, mode):
     """Inputs that are split and those that are not; in the first stage and in the last."""

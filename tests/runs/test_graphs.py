@@ -75,7 +75,8 @@ def run_many_more(flex, handles, run):
     result = run()
     for _ in range(70):
         flex(BATCH)
-    handles[0].remove()
+    for handle in handles[:1]:
+        handle.remove()
     return result
 
 
@@ -198,7 +199,7 @@ def choose_no_group(flex, handles, run):
 
 
 @pytest.mark.parametrize("keeps_output", [True, False])
-@pytest.mark.parametrize("after", [restore, choose_no_group])
+@pytest.mark.parametrize("after", [restore, choose_no_group, run_many_more])
 @pytest.mark.parametrize("recompute", HOW)
 def test_backward_that_begins_inside_has_the_edits_of_its_forward(recompute, after, keeps_output):
     """The part was recomputed without its edit: only the model's outputs were watched."""

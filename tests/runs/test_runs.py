@@ -97,18 +97,6 @@ def test_a_recomputed_edit_leaves_save_ctx_as_it_is():
         assert flex.save_ctx.seen == {"calls": [1]}
 
 
-def test_random_numbers_of_ambiguous_calls_are_an_error():
-    """Two calls with one input, each with its own noise: a recomputation can't know which."""
-    flex = FlexModel(Checkpointed(False))
-    noise = HookFunction("block.0", editing_function=lambda m, x, s, ms: x * torch.rand_like(x))
-    flex.register_forward_hook(noise)
-    x = BATCH.clone().requires_grad_()
-    with flex.active():
-        y = flex(x) + flex(x)
-    with pytest.raises(HookError, match=r"'block.0'.*draws random"):
-        y.sum().backward()
-
-
 def test_a_run_without_gradients_leaves_parameter_hooks_to_the_graph_before_it():
     records = {}
     model = models.mlp()

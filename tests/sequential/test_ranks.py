@@ -54,18 +54,19 @@ def hooked(model, **settings):
     return flex
 
 
-def expected_of_loop():
-    """Outputs and records of plain forwards of the unsharded model, on this rank alone."""
+def check_loop(flex, outputs):
+    """Outputs, and records on rank 0, are those of plain forwards of the unsharded model."""
     group = models.mesh(2, 1)["tp"].get_group()  # of one rank
-    flex = hooked(unsharded(), process_group=group, output_ranks="all")
+    alone = hooked(unsharded(), process_group=group, output_ranks="all")
     torch.manual_seed(7)
-    outputs, records = [], {}
+    expected, records = [], {}
     for batch in BATCHES:
-        outputs.append(flex(batch).detach())
-        for name, found in flex.output_ptr.items():
+        expected.append(alone(batch).detach())
+        for name, found in alone.output_ptr.items():
             records.setdefault(name, []).extend(found)
-    flex.restore()
-    return outputs, records
+    alone.restore()
+    assert_close([output.detach() for output in outputs], expected)
+    assert_close(flex.output_ptr, records if dist.get_rank() == 0 else {})
 
 
 @pytest.mark.ranks(2)
@@ -73,21 +74,11 @@ def expected_of_loop():
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
 def test_ranks_equal_the_unsharded_loop(name, window, edit_on):
-    expected, expected_records = expected_of_loop()
     way = SHARDED[name]
     flex = hooked(way.shard(unsharded()), **way.sizes, edit_on=edit_on)
     torch.manual_seed(7)
     outputs = sequential.run(flex, BATCHES, window=window)
-    for output, other in zip(outputs, expected):
-        assert_close(output.detach(), other)
-    if dist.get_rank() == 0:
-        assert set(flex.output_ptr) == set(expected_records)
-        for site, records in expected_records.items():
-            assert len(flex.output_ptr[site]) == len(records)
-            for one, other in zip(flex.output_ptr[site], records):
-                assert_close(one, other)
-    else:
-        assert flex.output_ptr == {}
+    check_loop(flex, outputs)
     flex.restore()
 
 
@@ -109,19 +100,13 @@ def test_each_rank_has_its_own_rows():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_weights_of_dtensors_are_read_in_parts(prefetch):
-    expected, expected_records = expected_of_loop()
     model, way = unsharded(), SHARDED["dtensor"]
     state = model.state_dict()
     empty = way.shard(model.to("meta"))
     flex = hooked(empty, **way.sizes)
     torch.manual_seed(7)
     outputs = sequential.run(flex, BATCHES, weights=state, window=2, prefetch=prefetch)
-    for output, other in zip(outputs, expected):
-        assert_close(output, other.detach())
-    if dist.get_rank() == 0:
-        for site, records in expected_records.items():
-            for one, other in zip(flex.output_ptr[site], records):
-                assert_close(one, other)
+    check_loop(flex, outputs)
     assert outputs.loads == {f"blocks.{i}": 2 for i in range(3)}
     assert all(parameter.is_meta for parameter in empty.parameters())
     flex.restore()

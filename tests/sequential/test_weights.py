@@ -233,22 +233,6 @@ def test_a_model_that_accelerate_dispatched_is_run_as_it_is():
     assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
 
 
-def test_hooks_have_the_parameters_that_they_name():
-    model = Stack(4)
-
-    def edit(module, x, save_ctx, modules):
-        return x @ hook.parameters["blocks.3.weight"] + module.weight.sum()
-
-    hook = HookFunction("blocks.1", editing_function=edit, parameters=["blocks.3.weight"])
-    flex = FlexModel(on_meta(model))
-    flex.register_forward_hook(hook)
-    found = sequential.run(flex, BATCHES, weights=model.state_dict())
-    flex.restore()
-    flex = FlexModel(model)
-    flex.register_forward_hook(hook)
-    assert all(torch.equal(output, flex(batch)) for output, batch in zip(found, BATCHES))
-
-
 # ---- what goes wrong ---------------------------------------------------------------------------
 
 

@@ -94,7 +94,7 @@ def _recording() -> list[Recorder]:
 def _recomputing(recorders: Sequence[Recorder], is_recomputed: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for recorder in recorders:
-            stack.enter_context(recorder.recomputing(is_recomputed))
+            stack.enter_context(recorder.during(is_recomputed=is_recomputed))
         if is_recomputed:
             stack.enter_context(_watched())
         yield
@@ -172,9 +172,9 @@ def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
         with all_paused():
             result = function(*args, **kwargs)
         outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        first = inputs[0] if inputs and text.startswith(_DTENSOR) else None
         for recorder, of_inputs in zip(recorders, values):
-            stated = recorder.stated(inputs[0]) if inputs and text.startswith(_DTENSOR) else None
-            recorder.add_call(text, of_inputs, outputs, stated)
+            recorder.add_call(text, of_inputs, outputs, recorder.owner.stated(first))
             if recorder.is_recomputed:
                 contract = functions.contract_of(text, SimpleNamespace(**kwargs))
                 recorder.nodes.add_function(text, contract, of_inputs, result)

@@ -19,12 +19,12 @@ from torch.distributed.pipelining import pipeline as torch_pipeline
 from flex_model.errors import TraceError
 from flex_model.integrations import torch_pipelining
 from flex_model.integrations.torch_pipelining import GraphStage, PipeInfo, RecvInfo, has_gradient
+from flex_model.integrations.torch_private import unchanged
 from flex_model.pipelining.splitting.clones import clone_tree, is_hook_of_flex_model, users_hooks
 from flex_model.pipelining.splitting.recording import (
     check_split_spec,
     find_difference,
     tensors_in,
-    unchanged,
 )
 from flex_model.pipelining.splitting.splitter import run_stages, split_modules
 from flex_model.pipelining.stages import note_tied

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from flex_model import pytree
 from flex_model.errors import nearest
 from flex_model.integrations.absent_tensor import Absent, names_in, present, without_values
 from flex_model.integrations.keyword_arguments import takes_keyword
+from flex_model.integrations.torch_private import unchanged
 from flex_model.pipelining.splitting.clones import clone_tree
 
 
@@ -79,22 +80,6 @@ def find_difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | 
             lines = str(error).splitlines()
             return next((line for line in lines if "Greatest absolute" in line), lines[0])
     return None
-
-
-@contextmanager
-def unchanged(*modules: nn.Module) -> Iterator[None]:
-    """No gradients; afterwards buffers and random states are what they were before."""
-    buffers = [(buffer, buffer.clone()) for one in modules for buffer in one.buffers()]
-    tensors = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
-    devices = {tensor.device.index or 0 for tensor in tensors if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
-        try:
-            yield
-        finally:
-            for tensor, before in buffers:  # what has not changed is not written to
-                is_known = not tensor.is_meta and tensor.shape == before.shape
-                if is_known and not torch.equal(tensor, before):
-                    tensor.copy_(before)
 
 
 @dataclass(frozen=True)
@@ -319,10 +304,9 @@ def _members(name: str, container: nn.Module) -> tuple[str, ...]:
     return tuple(f"{prefix}{key}" for key, child in container._modules.items() if child is not None)
 
 
-def _is_run_in_order(blocks: Iterable[str], calls: Sequence[str]) -> bool:
-    blocks = list(blocks)
+def _is_run_in_order(blocks: tuple[str, ...], calls: Sequence[str]) -> bool:
     members = set(blocks)
-    return [name for name in calls if name in members] == blocks
+    return tuple(name for name in calls if name in members) == blocks
 
 
 def _what_can_be_split(module: nn.Module, calls: Sequence[str]) -> str:

@@ -230,25 +230,13 @@ def build(
             Entry(enters.argument), prepend=True, with_kwargs=True
         )
     stage.forward = StageForward(
-        stage.forward,
-        is_first=index == 0,
-        is_last=leaves is None,
-        signature=recording.signature,
-        num_positional=len(recording.args),
-        absent={
-            name: Placeholder(value, received) for name, value in recording.positional().items()
-        },
-        fixed=recording.fixed,
+        stage.forward, recording, received, is_first=index == 0, is_last=leaves is None
     )
     return stage
 
 
+# The run of a stage that this is a part of; None outside, as in a recomputation.
 _current: ContextVar[StageCall | None] = ContextVar("flex_model_stage_call", default=None)
-
-
-def current_call() -> StageCall | None:
-    """The run of a stage that this is a part of; None outside, as in a recomputation."""
-    return _current.get()
 
 
 class StageCall:
@@ -294,33 +282,31 @@ class StageForward:
 
     Args:
         forward: The model's.
+        recording: Nothing of it is kept that has values.
+        received: The hidden state that the stage received on the example; None: none.
         is_first: It takes the model's inputs; the others take the hidden state first.
         is_last: It returns the model's output; the others the hidden state.
-        signature: Of the model's forward.
-        num_positional: How many positional arguments the first stage gets.
-        absent: Placeholders for them in a later stage, by parameter name.
-        fixed: Keyword arguments that are always these (``use_cache=False``).
     """
 
     def __init__(
         self,
         forward: Callable[..., Any],
+        recording: Recording,
+        received: Tensor | None,
         *,
         is_first: bool,
         is_last: bool,
-        signature: inspect.Signature,
-        num_positional: int,
-        absent: Mapping[str, Placeholder],
-        fixed: Mapping[str, Any],
     ) -> None:
-        self._forward = forward
+        self._forward, self._signature = forward, recording.signature
         self._is_first, self._is_last = is_first, is_last
-        self._signature = signature
-        self._num_positional = num_positional
-        self._absent = dict(absent)
-        self._fixed = dict(fixed)
+        self._num_positional, self._fixed = len(recording.args), recording.fixed
+        self._absent = {
+            name: Placeholder(value, received) for name, value in recording.positional().items()
+        }
         self.__name__ = "forward"
-        self.__signature__ = signature if is_first else _later_signature(signature, absent)
+        self.__signature__ = (
+            self._signature if is_first else _later_signature(self._signature, self._absent)
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = self._run(args, kwargs)
@@ -455,7 +441,7 @@ class StandIn(PassThrough):
             self._first = Placeholder(without_values(first), received)  # a Hugging Face model's
 
     def __getattr__(self, name: str) -> Any:
-        call, own = current_call(), self.__dict__
+        call, own = _current.get(), self.__dict__
         hidden = None if call is None else call.hidden
         if name in ("dtype", "device") and "_first" in own:
             return getattr(self._first.make(hidden, ()), name)
@@ -464,7 +450,7 @@ class StandIn(PassThrough):
         return super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        call = current_call()
+        call = _current.get()
         if call is None:
             return super().forward(*args, **kwargs)
         if self._ends is not None:
@@ -497,7 +483,7 @@ class Entry:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = _pytree.tree_flatten((args, kwargs))
-        call, stand_in = current_call(), leaves[self._leaf]
+        call, stand_in = _current.get(), leaves[self._leaf]
         if call is not None:
             self._received[stand_in] = call.receive(stand_in)
         elif stand_in not in self._received:

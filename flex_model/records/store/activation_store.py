@@ -11,11 +11,10 @@ from torch import Tensor
 
 from flex_model.records.store.manifest import MANIFEST, MANIFEST_ASIDE, Manifest, is_of_batches
 from flex_model.records.store.reader import Reader, as_numpy
-from flex_model.records.store.row_table import RowTable
+from flex_model.records.store.row_loader import RowLoader, RowTable
 from flex_model.records.store.statistics import Statistics, statistics_from
 
 if TYPE_CHECKING:
-    from flex_model.records.store.row_loader import RowLoader
     from flex_model.records.store.session import Session
 
 
@@ -346,8 +345,6 @@ class ActivationStore:
             ValueError: the records of a batch are not aligned, or those of a name differ in width
                 or dtype; ``world`` does not divide ``batch_rows``; there is less than one batch.
         """
-        from flex_model.records.store.row_loader import RowLoader
-
         chosen = self._checked([names] if isinstance(names, str) else names)
         table = RowTable(self._reader, chosen, mask, annotations)
         return RowLoader(
@@ -360,7 +357,7 @@ class ActivationStore:
         calls = self._reader.index_of(batch).of_batch.get(batch, {}).get(name)
         if not calls:
             raise KeyError(f"batch {batch} of {self.folder} has no record {name!r}")
-        return calls[call][1].description
+        return calls[call][1].layout
 
     def inputs_hash(self, index: int) -> str | None:
         """Return the hash of a sequential run's inputs for a batch. IndexError as ``batch``."""

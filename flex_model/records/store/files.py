@@ -241,9 +241,9 @@ class Writer:
         self.error: Exception | None = None
         self.held_bytes = 0
         self._max_bytes = max_bytes
-        self._tasks: deque[tuple[Callable[[], None], int]] = deque()
+        self._tasks: deque[tuple[Callable[[], None], int]] = deque()  # the first one may be running
         self._changed = threading.Condition(threading.RLock())
-        self._is_busy = self._is_closed = False
+        self._is_closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -255,12 +255,7 @@ class Writer:
     def reserve(self, num_bytes: int) -> None:
         """Wait until there is room for so many bytes, or no task left that could free some."""
         with self._changed:
-            while (
-                self.held_bytes + num_bytes > self._max_bytes
-                and (self._tasks or self._is_busy)
-                and not self._is_closed
-            ):
-                self._changed.wait(_POLL_S)
+            self._wait_while(lambda: self.held_bytes + num_bytes > self._max_bytes)
             self.held_bytes += num_bytes
 
     def submit(self, task: Callable[[], None], num_bytes: int = 0) -> None:
@@ -272,7 +267,7 @@ class Writer:
                 try:
                     thread.start()
                 except RuntimeError:  # the interpreter exits: run it in this thread
-                    self._do(*self._tasks.popleft())
+                    self._run_first()
                     return
                 self._thread = thread
             self._changed.notify_all()
@@ -280,38 +275,39 @@ class Writer:
     def wait(self) -> None:
         """Wait until all submitted tasks ended, or were dropped after an error."""
         with self._changed:
-            while (self._tasks or self._is_busy) and not self._is_closed:
-                self._changed.wait(_POLL_S)
+            self._wait_while(lambda: True)
+
+    def _wait_while(self, is_wanted: Callable[[], bool]) -> None:
+        """Wait while this holds and there are tasks that have not ended."""
+        while self._tasks and not self._is_closed and is_wanted():
+            self._changed.wait(_POLL_S)
 
     def close(self) -> None:
         """End the thread and drop the tasks that it has not started. Not for a forked child."""
         with self._changed:
             self._is_closed = True
-            self._tasks.clear()
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()
+        self._tasks.clear()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                while not self._tasks and not self._is_closed:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._tasks or self._is_closed)
                 if self._is_closed:
                     return
-                task, num_bytes = self._tasks.popleft()
-                self._is_busy = True
-            self._do(task, num_bytes)
-            del task  # and the tensors that it holds
-            with self._changed:
-                self._is_busy = False
-                self._changed.notify_all()
+            self._run_first()
 
-    def _do(self, task: Callable[[], None], num_bytes: int) -> None:
+    def _run_first(self) -> None:
+        task, num_bytes = self._tasks[0]
         try:
             if self.error is None:
                 task()
         except Exception as error:
             self.error = error
+        del task  # and, with its place, the tensors that it holds
         with self._changed:
+            self._tasks.popleft()
             self.held_bytes -= num_bytes
+            self._changed.notify_all()

@@ -170,29 +170,10 @@ class Index:
         return [shard_name(self.first, self.last, self.session, rank) for rank in sorted(ranks)]
 
     def to_json(self) -> bytes:
-        layouts = [
-            {
-                "shape": layout.shape,
-                "dtype": str(layout.dtype),
-                "layout": layout.description,
-                "shards": layout.shards,
-                "boxes": layout.boxes,
-            }
-            for layout in self.layouts
-        ]
-        return signed(
-            {
-                "first": self.first,
-                "last": self.last,
-                "session": self.session,
-                "files": self.files,
-                "batches": self.batches,
-                "spreads": layouts,
-                "records": self.records,
-                "annotations": self.annotations,
-                "statistics": self.statistics,
-            }
-        )
+        names = ("first", "last", "session", "batches", "records", "annotations", "statistics")
+        fields = {name: getattr(self, name) for name in names}
+        layouts = [{**vars(one), "dtype": str(one.dtype)} for one in self.layouts]
+        return signed({**fields, "files": self.files, "spreads": layouts})
 
     @staticmethod
     def read(folder: Path, first: int, last: int, digest: str) -> Index:
@@ -322,14 +303,14 @@ class RecordLayout:
 
     Attributes:
         shape, dtype: Those of the full tensor.
-        description: The layout as text, as ``flex.layouts()`` prints it.
+        layout: The layout as text, as ``flex.layouts()`` prints it.
         shards: For each rank that writes: the rank, and the shape of its shard.
         boxes: Where the shards lie in the full tensor, each element once.
     """
 
     shape: Shape
     dtype: torch.dtype
-    description: str
+    layout: str
     shards: tuple[tuple[int, Shape], ...]
     boxes: tuple[Box, ...]
 

@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from flex_model.records.store.manifest import Manifest, digest_of
-from flex_model.records.store.reader import Reader
-from flex_model.records.store.row_segment import Segment
-from flex_model.records.store.row_table import Block, RowTable
+from flex_model.distributed.placement import Shape
+from flex_model.records.store.manifest import Manifest, RecordLayout, digest_of
+from flex_model.records.store.reader import Reader, RecordRows
 
+DEFAULT_MASK = "attention_mask"
 _STREAM = 2  # the version of the order of rows
 _OPEN_GROUPS = 64  # records are read in a random order
 _THREADS = 2  # that read batches ahead of their use
@@ -228,3 +229,183 @@ class RowLoader(IterableDataset[Rows]):
         digest = digest_of(json.dumps([self._seed, *of]).encode())
         generator = torch.Generator().manual_seed(int(digest[:15], 16))
         return torch.randperm(count, generator=generator)
+
+
+# ---- Some records whose rows are shuffled together -----------------------------------------------
+
+Runs: TypeAlias = list[tuple[RecordRows, Tensor]]  # records, and places of rows in them
+
+
+class Segment:
+    """A reader's rows of some blocks at one stretch of a loader's stream.
+
+    The pages of the records, and all beside them, are in memory when it is made: a loader makes the
+    next one in a thread. It prepares all batches at once: each operation of a thread makes the
+    threads that read wait.
+
+    Args:
+        parts: By batch, the numbers of the reader's rows, ascending; a row's number counts through
+            the blocks.
+
+    Attributes:
+        beside: By name and batch, the columns beside these rows.
+        runs: By name and batch, these rows.
+    """
+
+    def __init__(
+        self, reader: Reader, table: RowTable, blocks: Sequence[Block], parts: dict[int, Tensor]
+    ) -> None:
+        rows = torch.cat([torch.empty(0, dtype=torch.int64), *parts.values()])
+        sizes = [len(part) for part in parts.values()]
+        columns = [_beside(reader, table, block) for block in blocks]
+        beside = {
+            name: torch.cat([one[name] for one in columns]).index_select(0, rows)
+            for name in columns[0]
+        }
+        self.beside = {name: dict(zip(parts, one.split(sizes))) for name, one in beside.items()}
+        ends = list(itertools.accumulate(block.num_rows for block in blocks))
+        of_blocks = torch.bucketize(rows, torch.tensor(ends), right=True)
+        used = of_blocks.bincount(minlength=len(blocks)).nonzero().flatten().tolist()
+        self.runs: dict[str, dict[int, Runs]] = {}
+        for name in table.names:
+            records = {i: reader.rows(blocks[i].batch, name, blocks[i].call) for i in used}
+            steps = torch.zeros(len(blocks), 2, dtype=torch.int64)
+            sources: list[RecordRows] = []
+            bounds: list[int] = []  # where the rows of the next source begin
+            for i, record in records.items():
+                reader.load(blocks[i].batch, name, blocks[i].call)
+                steps[i, 0], steps[i, 1] = record.start, record.step
+                if not sources or not sources[-1].reads(record):
+                    bounds += [ends[i - 1]] * bool(sources)
+                    sources.append(record)
+            start, step = steps.index_select(0, of_blocks).unbind(1)
+            places = (start + step * beside["origins"][:, 2]).split(sizes)
+            at = torch.tensor(bounds, dtype=torch.int64)
+            cuts = [torch.searchsorted(part, at).tolist() for part in parts.values()]
+            self.runs[name] = {
+                batch: list(zip(sources, one.tensor_split(cut)))
+                for batch, one, cut in zip(parts, places, cuts)
+            }
+
+
+def _beside(reader: Reader, table: RowTable, block: Block) -> dict[str, Tensor]:
+    """Return the columns beside the records of a block."""
+    notes = reader.annotations(block.batch) if table.annotations or table.mask else {}
+    if table.mask is None:
+        numbers = torch.arange(block.num_rows)
+    else:
+        numbers = per_row(notes[table.mask], block.shape).nonzero()[:, 0]
+    origin = torch.tensor([block.batch, block.call, 0]).repeat(len(numbers), 1)
+    origin[:, 2] = numbers
+    return {
+        "origins": origin,
+        "positions": numbers % block.shape[-1],
+        **{
+            f"annotation/{name}": per_row(notes[name], block.shape)[numbers]
+            for name in table.annotations
+        },
+    }
+
+
+# ---- What of a store is rows that fit together ---------------------------------------------------
+
+
+class Block(NamedTuple):
+    """The records of one call of one batch, one of each name.
+
+    Attributes:
+        shape: Their dims before the last.
+        num_rows: The rows that are not masked.
+    """
+
+    batch: int
+    call: int
+    shape: Shape
+    num_rows: int
+
+
+class RowTable:
+    """The blocks of a store whose rows are aligned over some names, and the columns beside them.
+
+    Attributes:
+        names: Those of the records.
+        blocks: In the order of batches, then calls.
+        rows: By name, the width and dtype of a row.
+        annotations: The names of those with a value for each row.
+        mask: The annotation that is 0 for rows to leave out; None: there is none.
+
+    Raises:
+        ValueError: see ``ActivationStore.loader``.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        names: Sequence[str],
+        mask: str | None,
+        annotations: Sequence[str] | None,
+    ) -> None:
+        self.names = list(names)
+        self.blocks: list[Block] = []
+        self.rows: dict[str, tuple[int, torch.dtype]] = {}
+        found: dict[str, list[torch.dtype]] = {}  # annotations that fit, for each block
+        is_annotated = False
+        for index in reader.indices():
+            for batch in range(index.first, index.last + 1):
+                beside = index.annotations_of_batch.get(batch, {})
+                is_annotated |= mask in beside
+                of_names = [index.of_batch.get(batch, {}).get(name, []) for name in names]
+                if len({len(calls) for calls in of_names}) > 1:
+                    raise ValueError(_misaligned(batch, names, [len(calls) for calls in of_names]))
+                for call, records in enumerate(zip(*of_names)):
+                    shape = self._shape(batch, names, [layout for _, layout in records])
+                    for name, layout in beside.items():
+                        if layout.shape and layout.shape == shape[: len(layout.shape)]:
+                            found.setdefault(name, []).append(layout.dtype)
+                    self.blocks.append(Block(batch, call, shape, math.prod(shape)))
+        fitting = {name for name, dtypes in found.items() if self._is_column(dtypes)}
+        self.mask = None if mask == DEFAULT_MASK and not is_annotated else mask
+        self.annotations = sorted(found) if annotations is None else list(annotations)
+        for name in (*self.annotations, *([self.mask] if self.mask else ())):
+            if name not in fitting:
+                raise ValueError(
+                    f"loader: the annotation {name!r} does not have a value of one dtype for each "
+                    f"row of {list(names)} in every batch and call; {sorted(fitting)} have. Give "
+                    "annotations=[...] with names of those, or mask=None to read all rows"
+                )
+        if self.mask is not None:
+            self.blocks = [self._masked(reader, block, self.mask) for block in self.blocks]
+
+    def _shape(self, batch: int, names: Sequence[str], layouts: list[RecordLayout]) -> Shape:
+        """Return the dims of a block's rows; note the width and dtype of each name."""
+        shapes = [layout.shape for layout in layouts]
+        if len({shape[:-1] for shape in shapes}) > 1 or any(len(shape) < 2 for shape in shapes):
+            raise ValueError(_misaligned(batch, names, shapes))
+        for name, layout in zip(names, layouts):
+            row = layout.shape[-1], layout.dtype
+            if self.rows.setdefault(name, row) != row:
+                raise ValueError(
+                    f"loader: rows of {name!r} are {self.rows[name]} in the first "
+                    f"batch and {row} in batch {batch}; they have no common width and dtype"
+                )
+        return tuple(shapes[0][:-1])
+
+    def _is_column(self, dtypes: list[torch.dtype]) -> bool:
+        return len(dtypes) == len(self.blocks) and len(set(dtypes)) == 1
+
+    def _masked(self, reader: Reader, block: Block, mask: str) -> Block:
+        kept = per_row(reader.annotations(block.batch)[mask], block.shape)
+        return block._replace(num_rows=int(kept.count_nonzero()))
+
+
+def per_row(value: Tensor, shape: Shape) -> Tensor:
+    """Return an annotation that has a value for each of a record's first dims, one for each row."""
+    return value.reshape(*value.shape, *[1] * (len(shape) - value.dim())).expand(shape).flatten()
+
+
+def _misaligned(batch: int, names: Sequence[str], got: Sequence[object]) -> str:
+    return (
+        f"loader: records of {list(names)} in batch {batch} have no rows that fit together (calls "
+        f"or shapes: {list(map(str, got))}); give names of records that differ in their last dim "
+        "alone"
+    )

@@ -14,7 +14,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from flex_model import _C
 from flex_model.errors import TraceError
-from flex_model.integrations.torch_private import restored
 
 if TYPE_CHECKING:
     from flex_model.sequential.traced.subgraph import Subgraph
@@ -56,20 +55,6 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 def _is_of_transformers(hook: Any) -> bool:
     return getattr(hook, "__module__", "").startswith("transformers.")
-
-
-@contextlib.contextmanager
-def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """A context after which the model has its buffers, with the values that they had."""
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with restored(module._buffers for module in model.modules()):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, value in values:
-                    if not buffer.is_meta and not torch.equal(buffer, value):
-                        buffer.copy_(value)
 
 
 def check_unchanged(model: nn.Module, before: dict[str, dict[str, Any]]) -> None:
@@ -125,11 +110,6 @@ def check_targets(model: nn.Module, graph: GraphModule, targets: set[nn.Module])
                 f"the target {name!r} is {what} by the code that was traced; it may be called in a "
                 "part that is not traced, inside another target, or in a loop"
             )
-
-
-def check_number(subgraphs: list[Subgraph], expected: int) -> None:
-    if len(subgraphs) != expected:
-        raise trace_error(f"expected {expected} subgraphs, got {len(subgraphs)}")
 
 
 def check_arguments(values: dict[str, Any], constants: dict[str, Any]) -> None:

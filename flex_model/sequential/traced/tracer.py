@@ -200,16 +200,14 @@ class SequentialTracer(torch.fx.Tracer):
             self._is_sampling = True
             try:
                 with torch.no_grad():
-                    self.samples[node] = self._value_of(node)
+                    self.samples[node] = (
+                        self.sample_input[str(node.target)]
+                        if kind == "placeholder"
+                        else value_of(node, self.samples, self.root)
+                    )
             finally:
                 self._is_sampling = False
         return node
-
-    def _value_of(self, node: torch.fx.Node) -> Any:
-        if node.op == "placeholder":
-            assert self.sample_input is not None
-            return self.sample_input[str(node.target)]
-        return value_of(node, self.samples, self.root)
 
     def create_proxy(self, *args: Any, **settings: Any) -> Any:
         """Return a proxy; None, a truth, a text or a dtype itself: Python code may branch on it in
@@ -457,16 +455,13 @@ def leaf_functions(path: CodePath, ignore: set[str]) -> list[tuple[dict[str, Any
     """Return the Python functions that the path's functions name and that don't lead to a target,
     or are in ``ignore``: the tables that hold them, and their names.
     """
-    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-    for function in path.functions:
-        table = function.__globals__
-        for name in names_in(function.__code__):
-            named = table.get(name)
-            if isinstance(named, types.FunctionType) and (
-                name in ignore or not path.leads_to_target(named)
-            ):
-                found[id(table), name] = table, name
-    return list(found.values())
+    return [
+        (function.__globals__, name)
+        for function in path.functions
+        for name in names_in(function.__code__)
+        if isinstance(named := function.__globals__.get(name), types.FunctionType)
+        and (name in ignore or not path.leads_to_target(named))
+    ]
 
 
 def leaf_methods(

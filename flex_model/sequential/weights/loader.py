@@ -226,7 +226,6 @@ def _made(weight: Weight, initialize: Callable[[nn.Module], Any]) -> Tensor | No
 
 
 _ALIGNMENT = 64  # bytes, as torch's own allocator: kernels' results may depend on it
-_OWN = 2  # references to the storage of a single tensor: its own, and that of the reader
 
 
 class WeightLoader:
@@ -411,7 +410,7 @@ class _Buffer:
         self._parts = []
         if self._is_free_after is not None:
             self._record_use()
-        return torch_private.num_references(self.memory.untyped_storage()) <= _OWN
+        return torch_private.is_held_once(self.memory)
 
 
 def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
@@ -420,7 +419,7 @@ def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def _as_weight(local: Tensor, weight: Weight) -> Tensor:
-    tensor = with_local(weight.tensor, local)
+    tensor = dtensor.like(local, weight.tensor)
     return nn.Parameter(tensor, requires_grad=False) if weight.is_parameter else tensor
 
 
@@ -496,11 +495,6 @@ def part_of(full: Tensor, tensor: Any) -> Tensor:
     for dim, (size, start) in enumerate(zip(sizes, starts)):
         full = full.narrow(dim, start if size else 0, size)
     return full
-
-
-def with_local(tensor: Any, local: Tensor) -> Tensor:
-    """Return ``tensor`` with ``local`` as this rank's part."""
-    return dtensor.like(local, tensor)
 
 
 @dataclass(eq=False)
