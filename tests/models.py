@@ -130,28 +130,41 @@ def random(*shape, seed=2, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
+def torch_hooks(module):
+    """Every hook that torch knows of on a module, its children and parameters."""
+    hooks = []
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if name.endswith("_hooks") and value:
+                hooks += value
+    for parameter in module.parameters():
+        hooks += list(parameter._backward_hooks or ())
+        hooks += list(parameter._post_accumulate_grad_hooks or ())
+    return hooks
+
+
 # ---- Hugging Face ----------------------------------------------------------------------------
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def llama(layers=2, **settings):
     """A random Llama with grouped-query attention, unsharded, float64."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        attn_implementation="eager",
-        **settings,
-    )
+    config = LlamaConfig(**SIZES, num_hidden_layers=layers, attn_implementation="eager", **settings)
     return seeded(LlamaForCausalLM, config).double().eval()
 
 
-def gpt2(layers=2):
+def gpt2(layers=2, **settings):
     """A random GPT-2, unsharded, float64."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -162,6 +175,7 @@ def gpt2(layers=2):
         n_head=4,
         n_positions=64,
         attn_implementation="eager",
+        **settings,
     )
     return seeded(GPT2LMHeadModel, config).double().eval()
 
@@ -225,6 +239,26 @@ class SumOverRanks(torch.autograd.Function):
 
 
 register_function(CopyToRanks, gradient="whole")
+
+
+class Gather(torch.autograd.Function):
+    """All ranks' parts along a dim. The gradient of this rank's part is whole on each rank, or the
+    sum of what all have of it.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group, dim, is_summed):
+        ctx.group, ctx.dim, ctx.is_summed = group, dim, is_summed
+        parts = [torch.empty_like(x) for _ in range(group.size())]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous().clone()
+        if ctx.is_summed:
+            dist.all_reduce(grad, group=ctx.group)
+        return grad.chunk(ctx.group.size(), ctx.dim)[ctx.group.rank()], None, None, None
 
 
 class ColumnLinear(nn.Module):

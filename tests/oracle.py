@@ -3,7 +3,7 @@ writes them, and the edits that they make.
 """
 
 from argparse import Namespace
-from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -11,7 +11,23 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from shared_edits import elementwise, in_place, mixing
 
 KINDS = ("forward", "forward_pre", "full_backward", "full_backward_pre", "parameter")
+READ = "read"
 EDITS = {"elementwise": elementwise, "mixing": mixing, "in place": in_place}
+DOINGS = {READ: None, **EDITS}
+
+
+@dataclass(frozen=True)
+class Hook:
+    """``site`` is a module's name, or a parameter's; ``leaf`` counts its tensors."""
+
+    kind: str
+    site: str
+    doing: str = READ
+    leaf: int = 0
+
+    @property
+    def edit(self):
+        return DOINGS[self.doing]
 
 
 def apply(value, edit, modules=()):
@@ -27,9 +43,8 @@ def apply(value, edit, modules=()):
 # ---- Hooks ---------------------------------------------------------------------------------------
 
 
-@contextmanager
-def torch_hook(model: nn.Module, hook, see):
-    """Torch's hook where ``hook`` says (``kind``, ``site``, ``leaf``).
+def torch_hook(model: nn.Module, hook: Hook, see):
+    """Torch's hook where ``hook`` says: its handle.
 
     ``see`` is given the tensor, and returns None or another one. Gradients at a module's edge are
     caught by tensor hooks on copies that only the module, or only those after it, use: an in-place
@@ -53,19 +68,26 @@ def torch_hook(model: nn.Module, hook, see):
         return tree_unflatten(leaves, spec)
 
     if hook.kind == "parameter":
-        handle = model.get_parameter(hook.site).register_hook(see)
-    elif hook.kind in ("forward", "full_backward_pre"):
-        module = model.get_submodule(hook.site)
-        handle = module.register_forward_hook(lambda module, args, output: at_leaf(output))
-    else:
-        module = model.get_submodule(hook.site)
-        handle = module.register_forward_pre_hook(
-            lambda module, args, kwargs: at_leaf((args, kwargs)), with_kwargs=True
-        )
-    try:
-        yield
-    finally:
-        handle.remove()
+        return model.get_parameter(hook.site).register_hook(see)
+    module = model.get_submodule(hook.site)
+    if hook.kind in ("forward", "full_backward_pre"):
+        return module.register_forward_hook(lambda module, args, output: at_leaf(output))
+    return module.register_forward_pre_hook(
+        lambda module, args, kwargs: at_leaf((args, kwargs)), with_kwargs=True
+    )
+
+
+def watch(model: nn.Module, site, edit=None, kind="forward", modules=()):
+    """Put such a hook on a model for good: the list of what it will have seen, before its edit."""
+    seen = []
+
+    def see(value):
+        record, edited = apply(value, edit, modules)
+        seen.append(record)
+        return edited
+
+    torch_hook(model, Hook(kind, site), see)
+    return seen
 
 
 def register(flex, kind, hook_function):

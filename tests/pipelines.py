@@ -101,15 +101,25 @@ def my_indices(kind, place, size):
     return [place, last - place] if kind in V_SHAPED else [place, place + size]
 
 
-def make_schedule(kind, model, num_microbatches=4, group=None, cut=part, **kwargs):
+def stages_in_all(kind, size):
+    return size if kind in SINGLE else 2 * size
+
+
+def schedule_of(kind, make_stage, num_microbatches, group=None, **kwargs):
     """A schedule over the ranks of a group, with one or two stages a rank."""
-    place, size = dist.get_rank(group), dist.get_world_size(group)
-    num_stages = size if kind in SINGLE else 2 * size
-    stages = [
-        PipelineStage(cut(model, i, num_stages), i, num_stages, torch.device("cpu"), group=group)
-        for i in my_indices(kind, place, size)
-    ]
+    indices = my_indices(kind, dist.get_rank(group), dist.get_world_size(group))
+    stages = [make_stage(index) for index in indices]
     return kind(stages[0] if kind in SINGLE else stages, num_microbatches, **kwargs)
+
+
+def make_schedule(kind, model, num_microbatches=4, group=None, cut=part, **kwargs):
+    """The same of stages that are made by hand."""
+    number, device = stages_in_all(kind, dist.get_world_size(group)), torch.device("cpu")
+
+    def make_stage(index):
+        return PipelineStage(cut(model, index, number), index, number, device, group=group)
+
+    return schedule_of(kind, make_stage, num_microbatches, group, **kwargs)
 
 
 def unsplit(model, script, x, y, loss_fn):

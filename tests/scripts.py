@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -14,6 +15,16 @@ LAUNCHERS = {
 
 def run(folder, program, *arguments):
     """``program`` (of `LAUNCHERS`) in ``folder``, which must end well; what it printed."""
+    return finished(folder, *LAUNCHERS[program], *arguments).stdout
+
+
+def run_code(code, *arguments, options=(), **environment):
+    """``code`` in a Python of its own, which must end well."""
+    command = [*LAUNCHERS["python"], *options, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return finished(ROOT, *command, **environment)
+
+
+def finished(folder, *command, timeout_s=180, **variables):
     # torchrun's own variables, where pytest itself runs under it, are not for the script.
     environment = {
         name: value
@@ -25,14 +36,14 @@ def run(folder, program, *arguments):
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
-    finished = subprocess.run(
-        [*LAUNCHERS[program], *arguments],
+    done = subprocess.run(
+        command,
         cwd=folder,
-        env=environment,
+        env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=timeout_s,
         check=False,
     )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return finished.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done

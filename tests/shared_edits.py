@@ -27,6 +27,16 @@ def in_place(module, full, save_ctx, modules):
         full.select(dim, -1).mul_(1.5).add_(0.25)
 
 
+def mixing_ends(module, full, save_ctx, modules):
+    """Every row and unit with the one at the other end."""
+    return full + full.flip(0) / 2 + full.flip(-1) / 4
+
+
+def mixing_units(module, full, save_ctx, modules):
+    """Every unit with another, and with all of them."""
+    return full.flip(-1) * 0.5 + full.mean(-1, keepdim=True)
+
+
 def mixing_features(module, full, save_ctx, modules):
     """A dense product over the last dim, the one that tensor parallelism splits."""
     width = full.shape[-1]

@@ -13,21 +13,9 @@ from torch.testing import assert_close
 
 import models
 from flex_model import DummyModule, FlexModel, HookFunction
+from models import torch_hooks
 
 BATCH = models.random(4, 6)
-
-
-def torch_hooks(module):
-    """Every hook that torch knows of on a module, its children and parameters."""
-    hooks = []
-    for child in module.modules():
-        for name, value in vars(child).items():
-            if name.endswith("_hooks") and value:
-                hooks += value
-    for parameter in module.parameters():
-        hooks += list(parameter._backward_hooks or ())
-        hooks += list(parameter._post_accumulate_grad_hooks or ())
-    return hooks
 
 
 def plus_one(module, full, save_ctx, modules):

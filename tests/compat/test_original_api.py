@@ -8,11 +8,8 @@ import functools
 import gc
 import io
 import logging
-import os
 import socket
-import subprocess
 import sys
-import textwrap
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -25,10 +22,12 @@ from torch.testing import assert_close
 
 import flex_model.distributed as fm_dist
 import models
+import scripts
 from flex_model import HookError, HookMismatchError
 from flex_model.compat import parallel_state
 from flex_model.distributed import process_groups
 from flex_model.utils import setup_logger
+from tests.ops.test_ops import same_bits
 
 DTYPES = [
     torch.float64,
@@ -48,12 +47,6 @@ def state(tp=1, pp=1, dp=1, **settings):
 
 def values(dtype, *shape):
     return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
-
-
-def same_bytes(one, other):
-    assert (one.dtype, one.shape) == (other.dtype, other.shape)
-    one, other = (t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))
-    return torch.equal(one, other)
 
 
 # ---- Names -------------------------------------------------------------------------------------
@@ -79,7 +72,7 @@ def test_the_names_are_not_imported_before_they_are_used():
         fm_dist.unity
         print(*loaded, "flex_model.compat.mappings" in sys.modules)
     """
-    assert run_python(code).stdout.split() == ["False", "False", "False", "True"]
+    assert scripts.run_code(code).stdout.split() == ["False", "False", "False", "True"]
 
 
 @pytest.mark.slow
@@ -97,24 +90,10 @@ def test_a_launcher_is_enough():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    common["TORCHELASTIC_USE_AGENT_STORE"] = (
-        "False"  # of the torchrun that these tests may be under
-    )
     with ThreadPoolExecutor() as threads:
-        ranks = [threads.submit(run_python, code, RANK=str(rank), **common) for rank in range(2)]
+        run = functools.partial(threads.submit, scripts.run_code, code, **common)
+        ranks = [run(RANK=str(rank)) for rank in range(2)]
     assert [rank.result().stdout for rank in ranks] == ["[0, 1]\n"] * 2
-
-
-def run_python(code, **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **environment},
-    )
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 # ---- One process -------------------------------------------------------------------------------
@@ -237,11 +216,11 @@ def test_gather_and_scatter_undo_each_other(kind, axis, dim, sizes):
         full = values(dtype, *shape)
         shard = full.split(sizes, dim)[dist.get_rank()]  # not contiguous for dim > 0
         gathered = getattr(fm_dist, f"all_gather_{kind}_parallel")(shard, dim, fmps)
-        assert same_bytes(gathered, full)
+        same_bits(gathered, full)
         mine = getattr(fm_dist, f"scatter_{kind}_parallel")(gathered, dim, fmps)
-        assert same_bytes(mine, shard)
+        same_bits(mine, shard)
         mine.zero_()
-        assert same_bytes(gathered, full)  # a shard is not a view of the full tensor
+        same_bits(gathered, full)  # a shard is not a view of the full tensor
 
 
 @pytest.mark.ranks(4)
@@ -325,7 +304,7 @@ def test_broadcast_writes_in_place(kind, axis):
         tensor = full.clone() if dist.get_rank() == 0 else torch.zeros(3, 2, dtype=dtype).t()
         result = getattr(fm_dist, f"broadcast_{kind}_parallel")(tensor, fmps)
         assert result is tensor
-        assert same_bytes(result, full)
+        same_bits(result, full)
 
 
 @pytest.mark.ranks(2)
@@ -367,7 +346,7 @@ def test_stages_exchange_tensors():
         [peer] * len(sent) + [me],
     )
     for one, other in zip(received[:-1], sent[:-1], strict=True):
-        assert same_bytes(one, other)
+        same_bits(one, other)
     assert torch.equal(received[-1], torch.ones(2) * peer)
     assert torch.equal(kept, torch.full((2,), 7.0))
 
@@ -393,9 +372,9 @@ def test_the_first_stage_gets_the_tensors_of_all():
     expected = tensors(0) | tensors(1)
     assert list(gathered) == list(expected)
     for name, tensor in expected.items():
-        assert same_bytes(gathered[name], tensor)
+        same_bits(gathered[name], tensor)
     mine["0/torch.float64"].zero_()
-    assert same_bytes(gathered["0/torch.float64"], expected["0/torch.float64"])  # a copy
+    same_bits(gathered["0/torch.float64"], expected["0/torch.float64"])  # a copy
 
 
 @pytest.mark.ranks(2)
@@ -645,7 +624,7 @@ def test_the_environment_sets_the_level_at_import():
         fm_dist.initialize_distributed_state(torch.nn.Identity(), 1, 1, 1)
         print(logging.getLogger("flex_model").level, logging.getLogger().handlers)
     """
-    done = run_python(code, FLEXMODEL_DEBUG="debug")
+    done = scripts.run_code(code, FLEXMODEL_DEBUG="debug")
     assert done.stdout.split() == ["10", "[]"]
     assert "ParallelState(pp 1 x dp 1 x tp 1" in done.stderr
-    assert run_python(code, FLEXMODEL_DEBUG="").stderr == ""
+    assert scripts.run_code(code, FLEXMODEL_DEBUG="").stderr == ""

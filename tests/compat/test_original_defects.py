@@ -20,9 +20,6 @@ Shown elsewhere:
 """
 
 import logging
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch.distributed as dist
@@ -31,6 +28,7 @@ from torch.distributed.tensor import Shard
 from torch.testing import assert_close
 
 import models
+import scripts
 from flex_model import FlexModel, HookFunction
 
 
@@ -87,9 +85,7 @@ def test_28_and_31_import_needs_torch_only_and_arguments_are_checked_when_optimi
         except ValueError:
             print("refused")
     """
-    command = [sys.executable, "-O", "-c", textwrap.dedent(code)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "[1.0, 1.0]\nrefused\n", done.stderr
+    assert scripts.run_code(code, options=["-O"]).stdout == "[1.0, 1.0]\nrefused\n"
 
 
 def test_29_wrapping_leaves_the_root_logger_alone():

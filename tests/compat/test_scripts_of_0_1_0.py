@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model.core import FlexModel, HookFunction
+from oracle import register, watch
 from tiers import on_ranks
 
 BATCH, LENGTH, WIDTH = 3, 4, 6
@@ -207,23 +208,11 @@ def probe(width):
     return models.seeded(nn.Linear, width, width, seed=5).double()
 
 
-def oracle(wide, site, edit, register="register_forward_hook"):
+def oracle(wide, site, edit, kind="forward"):
     """The record, the output, the loss's gradients and the probe's, of the model on one process."""
-    model, records = whole(wide), []
-    width = WIDTH if site in FRONT else wide
-    modules, context = nn.ModuleDict({"probe": probe(width)}), argparse.Namespace()
-
-    def edited(tensor):
-        records.append(tensor.detach().clone())
-        return tensor if edit is None else edit(None, tensor.clone(), context, modules)
-
-    hooks = {
-        "register_forward_hook": lambda module, args, output: edited(output),
-        "register_forward_pre_hook": lambda module, args: (edited(args[0]),),
-        "register_full_backward_hook": lambda module, grads, _: (edited(grads[0]),),
-        "register_full_backward_pre_hook": lambda module, grads: (edited(grads[0]),),
-    }
-    getattr(model.get_submodule(site), register)(hooks[register])
+    model, width = whole(wide), WIDTH if site in FRONT else wide
+    modules = nn.ModuleDict({"probe": probe(width)})
+    records = watch(model, site, edit, kind, modules)
     output = model(ids())
     output.sin().mean().backward()
     return records[0], output.detach(), model, modules["probe"]
@@ -328,13 +317,13 @@ def test_parameters(wide):
 
 # ---- Gradients -----------------------------------------------------------------------------------
 
-BACKWARD = ("register_full_backward_pre_hook", "register_full_backward_hook")
+BACKWARD = ("full_backward_pre", "full_backward")
 
 
-def check_gradients(wide, site, register, shape, edit):
-    expected, _, model, _ = oracle(wide, site, edit, register)
+def check_gradients(wide, site, kind, shape, edit):
+    expected, _, model, _ = oracle(wide, site, edit, kind)
     flex = wrap(split(wide, "functions"), records := {})
-    getattr(flex, register)(HookFunction(site, shape, edit))
+    register(flex, kind, HookFunction(site, shape, edit))
     flex(ids()).sin().mean().backward()
     if dist.get_rank() == 0:
         assert_close(records[site], [expected])

@@ -9,14 +9,12 @@ at most; and if parameters that differ between ranks are an error where the run 
 """
 
 import contextlib
-import sys
 from collections import Counter
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from flex_model import FlexModel, HookFunction
 from flex_model.selection import Select
 from tests import models
-from tests.cuda.processes import join_ranks, run_rank, waits_are_errors
+from tests.cuda.processes import run_rank, waits_are_errors
 
 TIMEOUT_S = 60.0
 SIZE = (64, 32)
@@ -287,16 +285,13 @@ def check_replicas_that_differ(rank, num_ranks, device, kind):
     flex.restore()
 
 
-def main():
-    rank, num_ranks, path = *map(int, sys.argv[1:3]), sys.argv[3]
-    device = join_ranks(rank, num_ranks, path, TIMEOUT_S)
+def check_all(rank, num_ranks, device):
     for edit_on in ("all", "rank0"):
         for name in CASES:
             check(name, rank, num_ranks, device, edit_on)
     for kind in ("forward", "full_backward"):
         check_replicas_that_differ(rank, num_ranks, device, kind)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run_rank(main)
+    run_rank(check_all, TIMEOUT_S)

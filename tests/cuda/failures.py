@@ -8,7 +8,6 @@ Prints nothing and exits with 0 if every rank has the error, nothing left the ru
 waits on.
 """
 
-import sys
 import time
 
 import pytest
@@ -18,7 +17,7 @@ from torch.distributed.tensor import Shard
 from flex_model import FlexModel, HookError, HookFunction
 from flex_model.distributed.transports.peer_memory import PeerMemory
 from tests import models
-from tests.cuda.processes import Model, join_ranks, run_rank
+from tests.cuda.processes import Model, run_rank
 
 TIMEOUT_S = 120.0
 
@@ -82,11 +81,5 @@ def check(rank, num_ranks, device, how):
     assert time.monotonic() - start < TIMEOUT_S / 2
 
 
-def main():
-    rank, num_ranks, path, how = *map(int, sys.argv[1:3]), *sys.argv[3:5]
-    device = join_ranks(rank, num_ranks, path, TIMEOUT_S)
-    check(rank, num_ranks, device, how)
-
-
 if __name__ == "__main__":
-    run_rank(main)
+    run_rank(check, TIMEOUT_S)

@@ -8,13 +8,11 @@ Prints nothing and exits with 0 if each edit is right, by a transport that all r
 
 import contextlib
 import os
-import sys
 import warnings
 import weakref
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
@@ -22,7 +20,7 @@ from flex_model import FlexModel, HookFunction
 from flex_model.distributed import kernels
 from flex_model.distributed.transports import nccl, peer_memory
 from tests import models
-from tests.cuda.processes import join_ranks, run_rank
+from tests.cuda.processes import run_rank
 
 TIMEOUT_S = 60.0
 SMALL, LARGE = 16, 1 << 14  # rows of 2 x 32 numbers; the large ones do not fit the first buffers
@@ -122,14 +120,11 @@ def check(rank, device, lacking, transport, text):
         flex.restore()
 
 
-def main():
-    rank, num_ranks, path = *map(int, sys.argv[1:3]), sys.argv[3]
-    device = join_ranks(rank, num_ranks, path, TIMEOUT_S)
+def check_all(rank, num_ranks, device):
     nccl.is_available = lambda: False
     for case in CASES:
         check(rank, device, *case)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run_rank(main)
+    run_rank(check_all, TIMEOUT_S)

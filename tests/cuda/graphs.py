@@ -6,8 +6,6 @@ Prints nothing and exits with 0 if hooks that can't be captured are refused, by 
 anything, and the others are captured.
 """
 
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from flex_model import FlexModel, HookError, HookFunction
 from tests import models
-from tests.cuda.processes import Model, join_ranks, run_rank
+from tests.cuda.processes import Model, run_rank
 
 TIMEOUT_S = 60.0
 
@@ -70,15 +68,12 @@ def check_a_record(x, device, num_ranks, full):
     flex.restore()
 
 
-def main():
-    rank, num_ranks, path = *map(int, sys.argv[1:3]), sys.argv[3]
-    device = join_ranks(rank, num_ranks, path, TIMEOUT_S)
+def check(rank, num_ranks, device):
     full = models.random(64, 16 * num_ranks, dtype=torch.float32)
     x = full.chunk(num_ranks, 1)[rank].to(device)
     check_an_edit(x, device, num_ranks)
     check_a_record(x, device, num_ranks, full)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run_rank(main)
+    run_rank(check, TIMEOUT_S)

@@ -5,11 +5,9 @@
 Prints which means have passed, and exits with 0 if every transfer gave the right bits.
 """
 
-import sys
 import time
 
 import torch
-import torch.distributed as dist
 
 from flex_model.distributed import process_groups
 from flex_model.distributed.transports import choice
@@ -18,8 +16,8 @@ from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.nccl import Nccl
 from flex_model.distributed.transports.peer_memory import CudaIpc, PeerMemory
 from flex_model.distributed.transports.transport import Gathered
-from tests.cuda.processes import join_ranks, run_rank
-from tests.ops.test_ops import as_bytes, blocks, plan_of
+from tests.cuda.processes import run_rank
+from tests.ops.test_ops import blocks, plan_of, random_tensor, same_bits
 
 TIMEOUT_S = 40.0
 
@@ -44,11 +42,6 @@ def transport_of(means, group, device):
     return ByDevice(on_cpu, PeerMemory(group, CudaIpc(on_cpu, wait, device)))
 
 
-def same_bits(got, expected):
-    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    assert torch.equal(as_bytes(got.cpu()), as_bytes(expected.cpu()))
-
-
 def cuts_for(sizes, num_ranks):
     """Along each dim, uneven; and over a grid where the number of ranks allows it."""
     for dim, size in enumerate(sizes):
@@ -69,10 +62,7 @@ def check_all(transport, rank, num_ranks, device):
     dtypes = [torch.bool, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.complex128]
     for sizes in [(8, 33), (3, 16, 64), (5, 700, 129), (1, 2)]:
         for dtype in dtypes:
-            count = torch.Size(sizes).numel() * dtype.itemsize
-            high = 2 if dtype == torch.bool else 256
-            data = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
-            full = data.view(dtype).reshape(sizes)
+            full = random_tensor(sizes, dtype, generator)
             on_gpu = full.to(device)
             for cuts in cuts_for(sizes, num_ranks):
                 slices = blocks(sizes, cuts)
@@ -122,13 +112,10 @@ def check(means, rank, num_ranks, device):
         print(means, "passed", flush=True)
 
 
-def main():
-    rank, num_ranks, path, share = *map(int, sys.argv[1:3]), *sys.argv[3:5]
-    device = join_ranks(rank, num_ranks, path, TIMEOUT_S, share)
-    for means in sys.argv[5:]:
+def check_each(rank, num_ranks, device, _, *all_means):
+    for means in all_means:
         check(means, rank, num_ranks, device)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run_rank(main)
+    run_rank(check_each, TIMEOUT_S)

@@ -70,9 +70,16 @@ def run_ranks(tmp_path, module, num_ranks, *arguments):
     assert codes == [0] * num_ranks, "\n\n".join(outputs)
 
 
-def join_ranks(rank, num_ranks, path, timeout_s, share=""):
-    """In a process of ``run_ranks``: join the others by gloo; return this rank's GPU."""
-    device = torch.device("cuda", 0 if share == "share" else rank)
+def run_rank(check, timeout_s):
+    """In a process of ``run_ranks``: join the others by gloo, and call ``check(rank, num_ranks,
+    device, *arguments)``. It ends in a way that does not abort.
+
+    autograd's threads free what a backward queued some time after it has failed: in an orderly
+    exit that is an abort, if the interpreter is gone by then. So are gloo's threads, now and then.
+    """
+    rank, num_ranks = map(int, sys.argv[1:3])
+    path, *arguments = sys.argv[3:]
+    device = torch.device("cuda", 0 if "share" in arguments else rank)
     torch.cuda.set_device(device)
     dist.init_process_group(
         "gloo",
@@ -81,16 +88,7 @@ def join_ranks(rank, num_ranks, path, timeout_s, share=""):
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
-    return device
-
-
-def run_rank(main):
-    """A module's ``main`` as a process of ``run_ranks``, which ends in a way that does not abort.
-
-    autograd's threads free what a backward queued some time after it has failed: in an orderly
-    exit that is an abort, if the interpreter is gone by then. So are gloo's threads, now and then.
-    """
-    main()
+    check(rank, num_ranks, device, *arguments)
     sys.stdout.flush()
     sys.stderr.flush()
     if (runtime := sys.modules.get("tests.cuda.emulated.runtime")) is not None:

@@ -7,11 +7,9 @@ Prints nothing and exits with 0 if every record has the right bits.
 
 import functools
 import gc
-import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -20,7 +18,7 @@ from flex_model.distributed import values
 from flex_model.distributed.transports import host_copies
 from flex_model.records.snapshots import Snapshots
 from tests import models
-from tests.cuda.processes import join_ranks, run_rank
+from tests.cuda.processes import run_rank
 
 TIMEOUT_S = 60.0
 
@@ -121,17 +119,14 @@ def check_interrupted(rank, num_ranks, device):
     assert not host_copies.of_process.may_run()
 
 
-def main():
-    rank, num_ranks, path, share = *map(int, sys.argv[1:3]), *sys.argv[3:5]
-    device = join_ranks(rank, num_ranks, path, TIMEOUT_S, share)
+def check_all(rank, num_ranks, device, _):
     check_interrupted(rank, num_ranks, device)
     for max_gpu_bytes in (1 << 30, 1 + rank << 20):  # ranks move different shards to the CPU
         Snapshots.__init__.__defaults__ = (max_gpu_bytes,)
         check_replicas(rank, num_ranks, device)
         for dp in (1, 2):
             check_records(rank, num_ranks, dp, device)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run_rank(main)
+    run_rank(check_all, TIMEOUT_S)

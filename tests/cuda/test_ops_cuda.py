@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import flex_model
-from tests.ops import test_ops
-from tests.ops.test_ops import blocks, plan_of, random_tensor
+from tests.ops.test_ops import blocks, check_plan, plan_of, random_tensor, same_bits
 
 pytestmark = [
     pytest.mark.cuda,
@@ -16,30 +15,13 @@ ops = torch.ops.flex_model
 DTYPES = [torch.bool, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.complex128]
 
 
-def as_bytes(tensor):
-    return test_ops.as_bytes(tensor.cpu())
-
-
 def grid_plan(sizes, cuts, itemsize):
     """Rank r holds the r-th block of a tensor cut at ``cuts[dim]``."""
     return plan_of(sizes, blocks(sizes, cuts), itemsize)
 
 
 def check(full, cuts, gap=0):
-    plan = grid_plan(full.shape, cuts, full.itemsize)
-    offsets = [sum(plan.shard_bytes[:rank]) + gap * rank for rank in range(len(plan.shard_bytes))]
-    total = sum(plan.shard_bytes) + gap * len(offsets)
-    on_gpu = full.cuda()
-
-    packed = ops.pack(on_gpu, plan.code, offsets, total)
-    assert packed.is_cuda
-    assert torch.equal(packed.cpu(), ops.pack(full, plan.code, offsets, total))
-    rebuilt = ops.assemble(packed, offsets, plan.code, list(full.shape), full.dtype)
-    assert (rebuilt.device, rebuilt.dtype, rebuilt.shape) == (on_gpu.device, full.dtype, full.shape)
-    assert torch.equal(as_bytes(rebuilt), as_bytes(full))
-    for rank, sizes in enumerate(plan.shard_sizes):
-        shard = ops.split(on_gpu, plan.code, rank, sizes)
-        assert torch.equal(as_bytes(shard), as_bytes(ops.split(full, plan.code, rank, sizes)))
+    check_plan(full, blocks(full.shape, cuts), "cuda", gap)
 
 
 def test_the_library_is_loaded():
@@ -86,7 +68,7 @@ def test_runs_that_begin_anywhere(start, run):
     on_gpu = memory.cuda()[start:].view(sizes)
     for rank, shard_sizes in enumerate(plan.shard_sizes):
         got = ops.split(on_gpu, plan.code, rank, shard_sizes)
-        assert torch.equal(as_bytes(got), as_bytes(ops.split(full, plan.code, rank, shard_sizes)))
+        same_bits(got, ops.split(full, plan.code, rank, shard_sizes))
     target = torch.full((on_gpu.numel() + 64,), -1, dtype=torch.bfloat16, device="cuda")
     shards = [
         ops.split(on_gpu, plan.code, rank, shard_sizes)
@@ -94,7 +76,7 @@ def test_runs_that_begin_anywhere(start, run):
     ]
     part = target[start + 1 : start + 1 + on_gpu.numel()].view(sizes)
     ops.pull_(part, [shard.data_ptr() for shard in shards], plan.code, 1)
-    assert torch.equal(as_bytes(part), as_bytes(full))
+    same_bits(part, full)
     assert bool((target[: start + 1] == -1).all())
     assert bool((target[start + 1 + on_gpu.numel() :] == -1).all())
 
@@ -117,8 +99,8 @@ def test_many_tensors_in_one_buffer():
         on_gpu,
     )
     for tensor, got in zip(tensors, rebuilt):
-        assert (got.shape, got.dtype, got.is_cuda) == (tensor.shape, tensor.dtype, True)
-        assert torch.equal(as_bytes(got), as_bytes(tensor))
+        assert got.is_cuda
+        same_bits(got, tensor)
 
 
 @pytest.mark.parametrize("first", range(4))
@@ -131,7 +113,7 @@ def test_pull_and_push(first):
     ops.push(on_gpu, addresses, plan.code, first)
     pulled = torch.empty_like(on_gpu)
     ops.pull_(pulled, addresses, plan.code, first)
-    assert torch.equal(as_bytes(pulled), as_bytes(full))
+    same_bits(pulled, full)
 
 
 def test_a_copy_of_more_than_4_gib():

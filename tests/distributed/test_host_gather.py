@@ -24,14 +24,9 @@ from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.transport import Gathered, end_to_end
 from flex_model.records.snapshots import Snapshots
-from tests.distributed.test_transports import (
-    bits,
-    cases,
-    same_bits,
-    shards_of,
-    transport,
-)
+from tests.distributed.test_transports import cases, shards_of, transport
 from tests.engine import test_shared_memory
+from tests.ops.test_ops import as_bytes, same_bits
 from tiers import grid_but
 
 REFUSED = "page_lock: can't be page-locked (for a test)"
@@ -138,7 +133,7 @@ def gathers_all(communicator, large):
         mine = shards[rank]  # not contiguous
         places = mesh.ranks_along(spec.axes, place=0)
         moved.append((full, Gathered(spec.plan, places, mine, 1 + len(moved) % 2)))
-        whole = bits(full)  # that rank 1 has alone
+        whole = as_bytes(full)  # that rank 1 has alone
         mine = whole if rank == 1 else whole[:0]
         moved.append((whole, Gathered(end_to_end([whole.nbytes]), [1], mine)))
     for some in (*([one] for one in moved), moved):

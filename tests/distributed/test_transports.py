@@ -23,6 +23,7 @@ from flex_model.distributed.placement import Shard, ShardLayout
 from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.errors import HookError
+from tests.ops.test_ops import as_bytes, random_tensor, same_bits
 from tiers import grid_but
 
 DTYPES = [
@@ -76,23 +77,6 @@ def transport(name, dp=1, timeout=30.0):
             communicator.close()
 
 
-def values(sizes, dtype, generator):
-    """Random bytes as `dtype`: NaN payloads and denormals included; the same on every rank."""
-    if dtype == torch.bool:
-        return torch.randint(0, 2, sizes, generator=generator).bool()
-    data = torch.randint(0, 256, (*sizes, dtype.itemsize), dtype=torch.uint8, generator=generator)
-    return data.view(dtype).squeeze(-1)
-
-
-def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def same_bits(got, expected):
-    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
-    assert torch.equal(bits(got), bits(expected))
-
-
 def uneven(total, count, choose):
     cuts = sorted(choose.randint(0, total) for _ in range(count - 1))
     return [b - a for a, b in zip([0, *cuts], [*cuts, total])]
@@ -110,7 +94,12 @@ def cases(dp, tp, large):
         dp_parts = uneven(shape[dp_dim], dp, choose)
         of_dp = dp_parts if dp_dim == tp_dim else [shape[tp_dim]]
         tp_parts = [uneven(n, tp, choose) for n in of_dp]
-        yield values(shape, dtype, generator), layout, dp_parts, tp_parts * (dp // len(tp_parts))
+        yield (
+            random_tensor(shape, dtype, generator),
+            layout,
+            dp_parts,
+            tp_parts * (dp // len(tp_parts)),
+        )
 
 
 def shards_of(full, layout, dp_parts, tp_parts):
@@ -135,7 +124,7 @@ def moves_every_way(communicator, large):
             assert len(copies) == wanted
             for copy in copies:
                 same_bits(copy, full)
-                bits(copy).zero_()  # nobody else sees that
+                as_bytes(copy).zero_()  # nobody else sees that
         places = mesh.ranks_along(spec.axes, place=0)
         moved.append((full, Gathered(spec.plan, places, mine, 1 + len(moved) % 2)))
         on_first = spec.gather_to_first(mine)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from flex_model._C import GatherPlan
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shard, ShardLayout
+from tests.ops.test_ops import as_bytes, same_bits
 
 
 def parts(total: int, count: int, draw) -> list[int]:
@@ -42,10 +43,6 @@ def cut(full, layout, dp_parts, tp_parts):
     ]
 
 
-def as_bytes(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
 def assembled(plan, shards, dtype):
     """The full tensor, by the op that follows the plan."""
     data = [as_bytes(shard) for shard in shards]
@@ -57,10 +54,9 @@ def assembled(plan, shards, dtype):
 
 def check_copies(plan, shards, full):
     """The ops assemble the full tensor by the plan, and split it back: the same bytes."""
-    assert torch.equal(as_bytes(assembled(plan, shards, full.dtype)), as_bytes(full))
+    same_bits(assembled(plan, shards, full.dtype), full)
     for rank, shard in enumerate(shards):
-        split = torch.ops.flex_model.split(full, plan.code, rank, list(shard.shape))
-        assert torch.equal(as_bytes(split), as_bytes(shard))
+        same_bits(torch.ops.flex_model.split(full, plan.code, rank, list(shard.shape)), shard)
 
 
 @settings(max_examples=300, deadline=None)

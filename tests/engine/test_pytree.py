@@ -2,7 +2,6 @@ import contextlib
 import copy
 import dataclasses
 import gc
-import subprocess
 import sys
 import threading
 import tracemalloc
@@ -16,6 +15,7 @@ import torch.utils._pytree as torch_pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import scripts
 from flex_model import _C, pytree
 
 Point = namedtuple("Point", "x y")
@@ -922,5 +922,4 @@ def test_torch_is_all_that_is_imported():
         "assert 'flex_model.pytree' in sys.modules\n"
         "assert 'transformers' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    scripts.run_code(code)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 
 import models
 from flex_model import _C, FlexModel, HookFunction
+from models import torch_hooks
 from shared_edits import double
 from tiers import grid_but
 
@@ -33,11 +34,10 @@ def resident_bytes():
 
 def counts(model):
     process = psutil.Process()
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return {
         "descriptors": process.num_fds(),
         "threads": process.num_threads(),
-        "hooks": sum(len(getattr(m, name)) for m in model.modules() for name in names),
+        "hooks": len(torch_hooks(model)),
         "bytes of the pool": _C.arena_bytes()[0],
         "leased bytes": _C.arena_bytes()[1],
     }

@@ -11,16 +11,12 @@ from torch.distributed.distributed_c10d import _world
 
 import models
 from flex_model import FlexModel, HookFunction
+from models import torch_hooks
 from tiers import ways
 
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
-
-
-def hooks_on(module):
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return sum(len(getattr(child, name)) for child in module.modules() for name in names)
 
 
 def resources(module):
@@ -33,7 +29,7 @@ def resources(module):
         "threads": process.num_threads(),
         "Python threads": threading.active_count(),
         "process groups": len(_world.pg_map),
-        "torch hooks": hooks_on(module),
+        "torch hooks": len(torch_hooks(module)),
     }
     return counts, len(gc.get_objects()), process.memory_info().rss
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import pipelines
 from frameworks.decoder_model import (
     DECODER_INPUTS,
     DECODER_PARAMETERS,
@@ -39,14 +40,9 @@ def pipelined(
 
     kind = getattr(pipelining, schedule)
     ranks = dist.get_world_size() // tp
-    is_single = schedule in ("ScheduleGPipe", "Schedule1F1B")
-    num_stages = ranks if is_single else 2 * ranks
+    num_stages = pipelines.stages_in_all(kind, ranks)
     mesh = init_device_mesh("cpu", (ranks, tp), mesh_dim_names=("pp", "tp"))
-    place, group = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
-    places = [place] if is_single else [place, place + ranks]
-    if schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
-        places = [place, num_stages - 1 - place]
-    number = 2 * num_stages
+    group, number = mesh["pp"].get_group(), 2 * num_stages
     ids = tokens(number, length=8)
     if family == "llama":
         model, sites, parameters = huggingface_model("llama").to(dtype), HF_SITES, HF_PARAMETERS
@@ -83,10 +79,11 @@ def pipelined(
         return pipelining.PipelineStage(part, index, num_stages, torch.device("cpu"), group=group)
 
     def shard():
-        stages = [stage_of(index) for index in places]
-        return kind(
-            stages[0] if is_single else stages,
+        return pipelines.schedule_of(
+            kind,
+            stage_of,
             number,
+            group,
             loss_fn=lambda output, target: (output * target).sum(),
             scale_grads=False,
         )

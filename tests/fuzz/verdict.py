@@ -49,22 +49,13 @@ from torch.utils._pytree import tree_flatten
 import flex_model
 import oracle
 from flex_model import FlexModel, HookError, HookFunction
-from oracle import KINDS, apply, register, torch_hook
+from oracle import DOINGS, KINDS, apply, register, torch_hook
 
 TIMEOUT_S = 8.0
 LIBRARY = str(Path(flex_model.__file__).parent)
 
 
-EDITS = {"read": None, **oracle.EDITS}
-
-
-@dataclass(frozen=True)
-class Hook:
-    kind: str
-    site: str
-    doing: str = "read"
-    leaf: int = 0
-
+class Hook(oracle.Hook):
     @property
     def record(self) -> str:
         return f"{self.kind} {self.site} {self.leaf}"
@@ -93,7 +84,7 @@ def seeing(hook: Hook, seen: list[Tensor]):
     """What a hook does at its tensor: it keeps what it sees, not what is recomputed, and edits."""
 
     def see(value):
-        record, edited = apply(value, EDITS[hook.doing])
+        record, edited = apply(value, hook.edit)
         in_backward = torch._C._current_graph_task_id() != -1
         if not (in_backward and hook.kind.startswith("forward")):
             seen.append(record)
@@ -250,7 +241,7 @@ class Bench:
                 names = sorted(self.plain[0].gradients)
                 if not names:
                     continue
-                return Hook(kind, rng.choice(names), rng.choice(list(EDITS)))
+                return Hook(kind, rng.choice(names), rng.choice(list(DOINGS)))
             at = "forward" if kind in ("forward", "full_backward_pre") else "forward_pre"
             names = sorted(name for where, name in self.leaves if where == at)
             site = rng.choice(names)
@@ -262,7 +253,7 @@ class Bench:
                 continue
             if not is_float and kind not in ("forward", "forward_pre"):
                 continue
-            doing = rng.choice(["read", "read", *EDITS])
+            doing = rng.choice(["read", "read", *DOINGS])
             if not is_float or site in self.written.code.read_only:
                 doing = "read"
             return Hook(kind, site, doing, leaf)
@@ -292,7 +283,7 @@ class Bench:
                 if cell.is_stated:
                     value = self.written.code.sites[hook.site]
                     state_layout(flex, hook, value, program.batches[0])
-                edit = EDITS[hook.doing]
+                edit = hook.edit
                 function = HookFunction(hook.site, None, edit, hook.leaf, output_name=hook.record)
                 register(flex, hook.kind, function)
             for number, (one, oracle) in enumerate(zip(self.data, expected)):

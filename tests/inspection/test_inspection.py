@@ -19,11 +19,8 @@ from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError, HookMismatchError
 from flex_model.hooks.registration import describe_hook
 from flex_model.inspection import verify
+from shared_edits import double
 from tiers import on_ranks
-
-
-def double(module, full, save_ctx, modules):
-    return full * 2
 
 
 def hooks_everywhere(flex, pair):

@@ -10,6 +10,8 @@ from torch.testing import assert_close
 import lora
 import models
 from flex_model import FlexModel, HookError, HookFunction
+from oracle import watch
+from shared_edits import mixing_ends as mix
 
 IDS = 1 + models.random(2, 5, seed=6).argsort()
 LAYER = "base_model.model.model.layers.0."
@@ -23,24 +25,10 @@ def sites_of(layers):
     return [f"{LAYER}{site}" for site in sites]
 
 
-def mix(module, full, save_ctx, modules):
-    """Every row and unit with another."""
-    return full + full.flip(0) / 2 + full.flip(-1) / 4
-
-
 def expected(layers, adapters):
     """Logits by adapter, records, and the gradients, under torch's hooks."""
-    model, seen, logits = lora.adapted(models.llama(), layers), {}, []
-
-    def hook_at(site):
-        def hook(module, args, output):
-            seen.setdefault(site, []).append(output.detach().clone())
-            return mix(module, output, None, None)
-
-        model.get_submodule(site).register_forward_hook(hook)
-
-    for site in sites_of(layers):
-        hook_at(site)
+    model, logits = lora.adapted(models.llama(), layers), []
+    seen = {site: watch(model, site, mix) for site in sites_of(layers)}
     for adapter in adapters:
         model.set_adapter(adapter)
         logits.append(model(IDS).logits)

@@ -36,15 +36,9 @@ PATTERN = f"{LAYER}.attention_pattern"
 TOKENS = torch.randint(64, (4, 10), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(TOKENS)
 MASK[[0, 2], :3] = 0  # padded at the left
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+SIZES = models.SIZES | {
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 8,
-    "max_position_embeddings": 64,
 }
 FAMILIES = {
     "Llama": {},

@@ -9,15 +9,12 @@ from torch.testing import assert_close
 import compiling
 import models
 from flex_model import FlexModel, HookError, HookFunction
+from shared_edits import double
 from tiers import grid_but
 
 BATCH = models.random(4, 6)
 # Dynamo's own, at any break of a graph.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-
-def double(module, full, save_ctx, modules):
-    return full * 2
 
 
 @pytest.fixture(autouse=True)

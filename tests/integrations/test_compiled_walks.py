@@ -17,6 +17,8 @@ from torch.testing import assert_close
 import compiling
 import models
 from flex_model import FlexModel, HookFunction
+from oracle import watch
+from shared_edits import mixing_ends as mix
 from tiers import grid_but
 
 SITES = ("", "a", "b", "a.norm", "a.attn", "a.attn.q", "a.mlp.act", "b.mlp.fc1", "b.mlp", "head")
@@ -40,11 +42,6 @@ def two():
     return models.seeded(Two).double()
 
 
-def mix(module, full, save_ctx, modules):
-    """Every row and unit with another."""
-    return full + full.flip(0) / 4 + full.flip(-1) / 2
-
-
 WAYS = {
     "whole": compiling.whole,
     "in place": compiling.in_place,
@@ -53,45 +50,17 @@ WAYS = {
 }
 
 
-def put_torch_hook(model, site, kind, edits, seen):
-    """The hook that torch would have there; the input of attention comes by keyword."""
-    module, key = model.get_submodule(site), f"{site}.{kind}"
-
-    def passed_on(tensor):
-        seen[key] = tensor.detach().clone()
-        return mix(None, tensor, None, None) if edits else tensor
-
-    def after(module, args, output):
-        if isinstance(output, tuple):
-            return (passed_on(output[0]), *output[1:])
-        return passed_on(output)
-
-    def before(module, args, kwargs):
-        tensor = args[0] if args else kwargs["hidden"]
-        if kind == "forward_pre":
-            tensor = passed_on(tensor)
-        elif tensor.requires_grad:
-            tensor = tensor.view_as(tensor)
-            tensor.register_hook(passed_on)
-        return ((tensor, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden": tensor})
-
-    if kind == "forward":
-        module.register_forward_hook(after)
-    else:
-        module.register_forward_pre_hook(before, with_kwargs=True)
-
-
 def expected(hooks, batch, grad):
     """Output, records and gradients of the unsharded model."""
     model, seen = two(), {}
     for site, kind, edits in hooks:
-        put_torch_hook(model, site, kind, edits, seen)
+        seen[f"{site}.{kind}"] = watch(model, site, mix if edits else None, kind)
     with torch.set_grad_enabled(grad):
         output = model(batch)
         if grad:
             output.square().mean().backward()
     gradients = {name: p.grad for name, p in model.named_parameters()} if grad else {}
-    return output.detach(), seen, gradients
+    return output.detach(), {name: tensors for name, tensors in seen.items() if tensors}, gradients
 
 
 class Walk:
@@ -161,7 +130,7 @@ class Walk:
                 given.square().mean().backward()
         assert_close(given.detach(), mine(output))
         found = {name: tensors for name, tensors in records.items() if tensors}
-        assert_close(found, {name: [tensor] for name, tensor in seen.items()})
+        assert_close(found, seen)
         parameters = {
             re.sub(r"(_orig_mod|module)\.", "", name): parameter
             for name, parameter in self.model.named_parameters()

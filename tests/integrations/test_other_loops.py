@@ -13,14 +13,10 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookError, HookFunction
+from shared_edits import mixing_ends as mix
 
 BATCH = models.random(4, 6)
 IDS = 1 + models.random(2, 5, seed=6).argsort()
-
-
-def mix(module, full, save_ctx, modules):
-    """Every row and unit with another."""
-    return full + full.flip(0) / 2 + full.flip(-1) / 4
 
 
 def wrapped(model, *names, edit=mix, **settings):

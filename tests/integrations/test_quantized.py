@@ -11,39 +11,22 @@ from torch.testing import assert_close
 import models
 import quantized_layers
 from flex_model import FlexModel, HookFunction, sequential
+from oracle import watch
 from quantized_layers import KINDS, READABLE, UNKNOWN, Int4Linear, Packed, build
+from shared_edits import mixing_ends as edit
 
 BATCH = models.random(4, 8, dtype=torch.float32)
 WEIGHT = "blocks.0.up.weight"
 
 
-def mixed(full):
-    """Every row and unit with another."""
-    return full + full.flip(0) / 2 + full.flip(-1) / 4
-
-
-def edit(module, full, save_ctx, modules):
-    return mixed(full)
-
-
 def unhooked(kind):
     """Output, input's gradient, and what hooks of torch see: an edit, a record, a gradient."""
-    model, seen = build(kind), {}
-
-    def edit_output(module, args, output):
-        seen["act"] = output.detach().clone()
-        return mixed(output)
-
-    def edit_gradient(module, inputs, outputs):
-        seen["gradient"] = inputs[0].clone()
-        return (mixed(inputs[0]),)
-
-    def keep(module, args, output):
-        seen["up"] = output.detach().clone()
-
-    model.blocks[0].act.register_forward_hook(edit_output)
-    model.blocks[0].act.register_full_backward_hook(edit_gradient)
-    model.blocks[1].up.register_forward_hook(keep)
+    model = build(kind)
+    seen = {
+        "act": watch(model, "blocks.0.act", edit),
+        "gradient": watch(model, "blocks.0.act", edit, "full_backward"),
+        "up": watch(model, "blocks.1.up"),
+    }
     batch = BATCH.clone().requires_grad_()
     output = model(batch)
     (output * BATCH).sum().backward()
@@ -68,9 +51,9 @@ def check_whole_batch(kind, flex, records, **tolerance):
     (ours * BATCH).sum().backward()
     assert_close(ours.detach(), output, **tolerance)
     assert_close(batch.grad, gradient, **tolerance)
-    assert_close(records["blocks.0.act"], [seen["act"]], **tolerance)
-    assert_close(records["blocks.1.up"], [seen["up"]], **tolerance)
-    assert_close(records["gradient"], [seen["gradient"]], **tolerance)
+    assert_close(records["blocks.0.act"], seen["act"], **tolerance)
+    assert_close(records["blocks.1.up"], seen["up"], **tolerance)
+    assert_close(records["gradient"], seen["gradient"], **tolerance)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -345,7 +328,7 @@ def test_a_sequential_run_of_quantised_layers_is_that_of_the_model(kind):
     model = build(kind)
     ours, records = sequentially(model, model.state_dict())
     assert_close(ours, output, rtol=0, atol=0)
-    assert_close(records["blocks.0.act"], [seen["act"]], rtol=0, atol=0)
+    assert_close(records["blocks.0.act"], seen["act"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", [*UNKNOWN, "float8"])
@@ -363,7 +346,7 @@ def test_a_sequential_run_does_not_drop_the_scales_of_its_weights(kind):
     if kind == "float8":  # float8 without scales is what it is
         ours, _ = sequentially(plain, unscaled)
         plain.load_state_dict(unscaled)
-        plain.blocks[0].act.register_forward_hook(lambda module, args, output: mixed(output))
+        watch(plain, "blocks.0.act", edit)
         assert torch.equal(ours, plain(BATCH))
 
 

@@ -14,28 +14,10 @@ from torch.utils.checkpoint import checkpoint
 import models
 import pipelines
 from flex_model import FlexModel, HookFunction
-from models import CopyToRanks, SumOverRanks
+from models import CopyToRanks, Gather, SumOverRanks
 from shared_edits import mixing_features
 
 BATCH = models.random(4, 6)
-
-
-class Gather(torch.autograd.Function):
-    """All ranks' columns, side by side. The gradient is whole on every rank, or a part of a sum."""
-
-    @staticmethod
-    def forward(ctx, x, group, takes_parts):
-        ctx.group, ctx.takes_parts = group, takes_parts
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad = grad.contiguous().clone()
-        if ctx.takes_parts:
-            dist.all_reduce(grad, group=ctx.group)
-        return grad.chunk(ctx.group.size(), -1)[ctx.group.rank()], None, None
 
 
 class Call(nn.Module):
@@ -91,7 +73,7 @@ def pair(way, weights, group):
     rank, whole = group.rank(), nn.Identity
     copy, total = Call(CopyToRanks.apply, group), Call(SumOverRanks.apply, group)
     columns, rows = Columns(first, group), Rows(second, group)
-    gathers_whole, gathers_parts = (Call(Gather.apply, group, takes) for takes in (False, True))
+    gathers_whole, gathers_parts = (Call(Gather.apply, group, -1, takes) for takes in (False, True))
     layers = {  # of a rank, and of the whole model
         "copied": [
             (norm, norm), (copy, whole()), (columns, first), (nn.GELU(), nn.GELU()), (rows, second),

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import models
 import pipelines
 from flex_model import FlexModel, HookError, HookFunction
+from shared_edits import double
 
 BATCH = models.random(4, 8)
 
@@ -30,10 +31,6 @@ def flex_of(model, records, axis, is_sharded, **settings):
 
 def rows(x, is_sharded):
     return x.chunk(2)[dist.get_rank()].clone() if is_sharded else x
-
-
-def doubled(module, full, save_ctx, modules):
-    return full * 2
 
 
 def linears(*middle):
@@ -274,7 +271,7 @@ def test_a_refused_edit_keeps_nothing_of_a_checkpoint():
     gc.disable()
     try:
         with flex_of(linears(Recomputed()), {}, "dp", True) as flex:
-            flex.register_forward_hook(HookFunction("1.site", editing_function=doubled))
+            flex.register_forward_hook(HookFunction("1.site", editing_function=double))
             try:
                 flex(rows(BATCH, True))
             except ValueError:

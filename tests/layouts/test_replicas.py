@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import models
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed import values
+from shared_edits import double
 
 
 class Noisy(nn.Module):
@@ -49,10 +50,6 @@ def test_all_ranks_keep_the_first_rank_s_values():
     """Each kept its own, which differ by less than the bound."""
     (kept,) = recorded(torch.float32, values.tolerance(torch.zeros(1)) * 0.5)["0"]
     assert torch.equal(kept, torch.ones(4, 8))
-
-
-def double(module, full, save_ctx, modules):
-    return 2 * full
 
 
 class Claims(nn.Module):

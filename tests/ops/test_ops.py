@@ -29,15 +29,21 @@ DTYPES = [
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
 
-def random_tensor(sizes, dtype=torch.float32):
-    """Random bits; for bool, random truth."""
+def random_tensor(sizes, dtype=torch.float32, generator=None):
+    """Random bits, NaN payloads and denormals too; for bool, random truth."""
     count = torch.Size(sizes).numel() * dtype.itemsize
     high = 2 if dtype == torch.bool else 256
-    return torch.randint(0, high, (count,), dtype=torch.uint8).view(dtype).reshape(sizes)
+    data = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
+    return data.view(dtype).reshape(sizes)
 
 
 def as_bytes(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(got, expected):
+    assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
+    assert torch.equal(as_bytes(got.cpu()), as_bytes(expected.cpu()))
 
 
 def blocks(sizes, cuts):
@@ -66,21 +72,23 @@ def gather_buffer(shards, gap=0):
     return torch.cat(parts), offsets
 
 
-def check_plan(full, slices):
+def check_plan(full, slices, device="cpu", gap=0):
+    """The copies that a device makes of a tensor on the CPU, and of its shards."""
     plan = plan_of(full.shape, slices, full.itemsize)
     shards = [full[block] for block in slices]
-    gathered, offsets = gather_buffer(shards)
-    rebuilt = ops.assemble(gathered, offsets, plan.code, list(full.shape), full.dtype)
-    assert rebuilt.dtype == full.dtype
-    assert rebuilt.shape == full.shape
-    assert torch.equal(as_bytes(rebuilt), as_bytes(full))
+    gathered, offsets = gather_buffer(shards, gap)
+    there = full.to(device)
+    packed = ops.pack(there, plan.code, offsets, gathered.numel())
+    for offset, shard in zip(offsets, shards):  # gaps are packed as zeros
+        gathered[offset + shard.nbytes :][:gap] = 0
+    assert torch.equal(packed.cpu(), gathered)
+    rebuilt = ops.assemble(packed, offsets, plan.code, list(full.shape), full.dtype)
+    same_bits(rebuilt, full)
     for rank, shard in enumerate(shards):
-        part = ops.split(full, plan.code, rank, list(shard.shape))
-        assert part.dtype == full.dtype
-        assert part.shape == shard.shape
+        part = ops.split(there, plan.code, rank, list(shard.shape))
         assert part.is_contiguous()
-        assert torch.equal(as_bytes(part), as_bytes(shard))
-    assert torch.equal(ops.pack(full, plan.code, offsets, gathered.numel()), gathered)
+        same_bits(part, shard)
+    assert packed.device == rebuilt.device == there.device
 
 
 @pytest.fixture
@@ -129,21 +137,15 @@ def test_a_shard_of_several_boxes():
     plan = GatherPlan([5, 6], [[5, 3], [5, 3]], boxes, 4)
     shards = [full[:, rank::2] for rank in range(2)]
     gathered, offsets = gather_buffer(shards)
-    assert torch.equal(
-        as_bytes(ops.assemble(gathered, offsets, plan.code, [5, 6], full.dtype)), as_bytes(full)
-    )
+    same_bits(ops.assemble(gathered, offsets, plan.code, [5, 6], full.dtype), full)
     for rank in range(2):
-        assert torch.equal(
-            as_bytes(ops.split(full, plan.code, rank, [5, 3])), as_bytes(shards[rank])
-        )
+        same_bits(ops.split(full, plan.code, rank, [5, 3]), shards[rank])
 
 
 def test_gaps_between_shards_are_skipped_and_packed_as_zeros(case):
     full, plan, *_ = case
     gathered, offsets = gather_buffer([full[:, :3], full[:, 3:]], gap=5)
-    assert torch.equal(
-        as_bytes(ops.assemble(gathered, offsets, plan.code, [4, 6], full.dtype)), as_bytes(full)
-    )
+    same_bits(ops.assemble(gathered, offsets, plan.code, [4, 6], full.dtype), full)
     packed = ops.pack(full, plan.code, offsets, gathered.numel())
     gathered[gathered.numel() - 5 :] = 0
     gathered[48:53] = 0
@@ -153,9 +155,7 @@ def test_gaps_between_shards_are_skipped_and_packed_as_zeros(case):
 def test_an_absent_rank_without_a_shard_is_fine():
     plan = GatherPlan([2], [[2], [0]], [(0, [0], [0], [2])], 4)
     full = random_tensor((2,))
-    assert torch.equal(
-        as_bytes(ops.assemble(as_bytes(full), [0, -1], plan.code, [2], full.dtype)), as_bytes(full)
-    )
+    same_bits(ops.assemble(as_bytes(full), [0, -1], plan.code, [2], full.dtype), full)
     assert torch.equal(ops.pack(full, plan.code, [0, -1], 8), as_bytes(full))
 
 

@@ -22,7 +22,7 @@ ROOT = HERE.parent.parent
 sys.path[:0] = [str(HERE.parent), str(ROOT)]
 
 import parity_page  # noqa: E402
-from table import DOINGS, KINDS  # noqa: E402
+from oracle import DOINGS, KINDS  # noqa: E402
 
 PACKAGES = (
     "torch",

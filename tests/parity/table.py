@@ -6,7 +6,6 @@ every rank is an "error"; everything else is "wrong".
 """
 
 import re
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -17,32 +16,15 @@ from torch import nn
 import models
 from flex_model import FlexModel, HookError, HookFunction, Select
 from frameworks import Pair, num_ranks, quiet, rank
-from oracle import EDITS, KINDS, apply, register, torch_hook
+from oracle import EDITS, KINDS, Hook, apply, register, torch_hook
 
 TIMEOUT_S = 20
 PATTERN = "attention_pattern"  # a child of attention layers
 OF = "of_"  # a child for the rows of some experts begins so, with their numbers
 
 
-# ---- What a hook does ----------------------------------------------------------------------------
-
-
-READ = "read"
-DOINGS = (READ, *EDITS)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One hook. ``site`` is a module's name, or a parameter's; ``leaf`` counts its tensors."""
-
-    kind: str
-    site: str
-    doing: str = READ
-    leaf: int = 0
-
-    @property
-    def edit(self) -> Callable | None:
-        return EDITS.get(self.doing)
+class Cell(Hook):
+    """One hook."""
 
     @property
     def record(self) -> str:

@@ -1,5 +1,7 @@
 """Several models on one world: sub-groups of ranks, and different meshes side by side."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookFunction
+from oracle import watch
 from shared_edits import mixing_features
 
 BATCH = models.random(4, 6)
@@ -14,17 +17,10 @@ BATCH = models.random(4, 6)
 
 def run(model, site="fc1", batch=BATCH):
     """The unsharded oracle with the mixing edit at one site."""
-    seen = []
-
-    def hook(module, args, output):
-        seen.append(output)
-        return mixing_features(module, output, None, None)
-
-    handle = model.get_submodule(site).register_forward_hook(hook)
+    model = copy.deepcopy(model)
+    seen = watch(model, site, mixing_features)
     with torch.no_grad():
-        output = model(batch)
-    handle.remove()
-    return output, seen
+        return model(batch), seen
 
 
 @pytest.mark.ranks(4)

@@ -18,6 +18,7 @@ import models
 import pipelines
 from flex_model import FlexModel, HookError, HookFunction, Select
 from flex_model.records.snapshots import Snapshots
+from oracle import register, watch
 from tiers import ways
 
 BATCH = models.random(5, 6)
@@ -45,22 +46,14 @@ def mix(part, probe):
 def reference(where, kind="forward"):
     """Torch's hook on the unsharded model, which edits the part: what it saw, and the gradients."""
     model, probe = models.mlp(), models.seeded(nn.Linear, 2, 2).double()
-    seen = []
 
-    def edited(whole):
-        part = whole[where]
-        seen.append(part.detach().clone())
-        whole = whole.clone()
-        whole[where] = mix(part, probe)
-        return whole
+    def edit(module, whole, save_ctx, modules):
+        whole[where] = mix(whole[where], probe)
 
-    if kind == "forward":
-        model.fc1.register_forward_hook(lambda module, args, output: edited(output))
-    else:
-        model.fc1.register_full_backward_pre_hook(lambda module, grads: (edited(grads[0]),))
+    seen = watch(model, "fc1", edit, kind)
     output = model(BATCH)
     output.mean().backward()
-    return seen[0], output, dict(model.named_parameters()), probe
+    return seen[0][where], output, dict(model.named_parameters()), probe
 
 
 def ours(parallelism, select, kind="forward", **settings):
@@ -71,12 +64,7 @@ def ours(parallelism, select, kind="forward", **settings):
     sharded = parallelism.shard(models.mlp())
     with FlexModel(sharded, records, **parallelism.sizes, output_ranks="all", **settings) as flex:
         flex.register_trainable_module("probe", models.seeded(nn.Linear, 2, 2).double())
-        register = (
-            flex.register_forward_hook
-            if kind == "forward"
-            else flex.register_full_backward_pre_hook
-        )
-        register(HookFunction("fc1", editing_function=edit, select=select))
+        register(flex, kind, HookFunction("fc1", editing_function=edit, select=select))
         output = flex(parallelism.my_rows(BATCH))
         mean_of_rows(output, parallelism).backward()
         flex.sync_trainable_modules()
@@ -103,7 +91,7 @@ def check(parallelism, select, where, kind="forward", **settings):
 @pytest.mark.parametrize("case", CASES)
 def test_one_process(case):
     check(models.ONE_RANK, *CASES[case])
-    check(models.ONE_RANK, *CASES[case], kind="backward")
+    check(models.ONE_RANK, *CASES[case], kind="full_backward_pre")
 
 
 @pytest.mark.ranks(2)
@@ -117,7 +105,7 @@ def test_an_edit_of_a_part_is_that_of_the_whole(name, case):
 @pytest.mark.parametrize("case", ["units of all ranks, in no order", "rows and units"])
 @pytest.mark.parametrize("name", ["tp", "dp", "dtensor"])
 def test_gradients_and_rank_0(name, case):
-    check(PARALLELISMS[name], *CASES[case], kind="backward")
+    check(PARALLELISMS[name], *CASES[case], kind="full_backward_pre")
     check(PARALLELISMS[name], *CASES[case], edit_on="rank0")
 
 

@@ -124,5 +124,5 @@ def test_an_edit_is_recomputed(name, how, use_reentrant):
     with flex_of(sharded, records, site, mixing) as flex:
         loss = flex(**my_rows(batch), use_cache=False).loss
         loss.backward()
-        found = step_of(flex, records, site, loss, expected.gradients)
+        found = step_of(flex, records, site, loss, [name for name, _ in model.named_parameters()])
     assert_same(found, expected)

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookFunction
+from oracle import watch
 from tiers import ways
 
 BATCH = models.random(4, 6)
@@ -23,16 +24,10 @@ def mix(module, full, save_ctx, modules):
 
 def oracle(sites, edits):
     """The output, and what each edit is given, of the unsharded model with plain hooks."""
-    model, seen = models.mlp(), []
-    for site, edit in zip(sites, edits):
-
-        def hook(module, args, output, edit=edit):
-            seen.append(output.detach().clone())
-            return edit(module, output, None, None)
-
-        model.get_submodule(site).register_forward_hook(hook)
+    model = models.mlp()
+    seen = [watch(model, site, edit) for site, edit in zip(sites, edits)]
     with torch.no_grad():
-        return model(BATCH), seen
+        return model(BATCH), [tensor for (tensor,) in seen]
 
 
 @pytest.mark.parametrize("parallelism", ways("one", "tp", "dtensor", "dp"))

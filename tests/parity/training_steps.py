@@ -7,7 +7,6 @@ import re
 import warnings
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import models
 from flex_model import FlexModel, HookFunction
+from oracle import Hook, torch_hook
 from shared_edits import mixing, mixing_features
 from training_models import TRANSLATED
 
@@ -25,15 +25,14 @@ TOLERANCE = 1e-5  # of the largest: transformers computes losses and some norms 
 SHARDINGS = ("ddp", "fsdp2")
 
 
-@dataclass
-class Step:
-    """What is equal on the twin and on the ranks. ``gradient``: of the site's output."""
+#: What is equal on the twin and on the ranks, by name.
+Step = dict[str, Tensor | None]
 
-    loss: Tensor
-    record: Tensor
-    gradient: Tensor
-    gradients: dict[str, Tensor | None]
-    probe: dict[str, Tensor] = field(default_factory=dict)
+
+def step(loss, records, site_gradients, gradients) -> Step:
+    found = {"loss": loss, "record": torch.cat(records)}
+    found["gradient of the site's output"] = torch.cat(site_gradients)
+    return found | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
 
 
 # ---- Batches and losses --------------------------------------------------------------------------
@@ -88,39 +87,25 @@ def mixing_with_probe(module, full, save_ctx, modules):
 # ---- The twin ------------------------------------------------------------------------------------
 
 
-def first_tensor(output):
-    return output if isinstance(output, Tensor) else output[0]
-
-
-def replaced(output, tensor):
-    return tensor if isinstance(output, Tensor) else (tensor, *output[1:])
-
-
 def twin_step(model, site, batches, edit, loss, probe=None) -> Step:
     """``batches``: of which the loss is the mean: one batch, or what each rank has."""
-    records, gradients = [], []
+    records, site_gradients, total = [], [], 0.0
     modules = nn.ModuleDict({"probe": probe} if probe is not None else {})
 
-    def hook(module, args, output):
+    def see(value):
         if torch._C._current_graph_task_id() == -1:  # not where it is computed once more
-            records.append(first_tensor(output).detach().clone())
-        edited = edit(module, first_tensor(output).clone(), Namespace(), modules).clone()
-        edited.register_hook(lambda grad: gradients.append(grad.clone()))
-        return replaced(output, edited)
+            records.append(value.detach().clone())
+        edited = edit(None, value.clone(), Namespace(), modules).clone()
+        edited.register_hook(lambda grad: site_gradients.append(grad.clone()))
+        return edited
 
-    handle, total = model.get_submodule(site).register_forward_hook(hook), 0.0
-    for batch in batches:
-        one = loss(model, batch) / len(batches)
-        one.backward()
-        total += one.detach()
-    handle.remove()
-    return Step(
-        total,
-        torch.cat(records),
-        torch.cat(gradients),
-        {name: p.grad for name, p in model.named_parameters()},
-        {name: p.grad for name, p in modules.named_parameters()},
-    )
+    with torch_hook(model, Hook("forward", site), see):
+        for batch in batches:
+            one = loss(model, batch) / len(batches)
+            one.backward()
+            total += one.detach()
+    parameters = [*model.named_parameters(), *modules.named_parameters()]
+    return step(total, records, site_gradients, {name: p.grad for name, p in parameters})
 
 
 # ---- The ranks -----------------------------------------------------------------------------------
@@ -163,13 +148,9 @@ def step_of(flex, records, site, loss, names) -> Step:
     """What the ranks have after a step; collective."""
     total = loss.detach().clone()
     dist.all_reduce(total)
-    return Step(
-        total / dist.get_world_size(),
-        torch.cat(records[site]),
-        torch.cat(records["gradient"]),
-        {name: flex.get_module_gradient(name) for name in names},
-        {name: p.grad for name, p in flex.trainable_modules.named_parameters()},
-    )
+    gradients = {name: flex.get_module_gradient(name) for name in names}
+    gradients |= {name: p.grad for name, p in flex.trainable_modules.named_parameters()}
+    return step(total / dist.get_world_size(), records[site], records["gradient"], gradients)
 
 
 def sharded_step(model, how, site, batch, edit, loss, probe=None) -> Step:
@@ -185,13 +166,7 @@ def sharded_step(model, how, site, batch, edit, loss, probe=None) -> Step:
 
 def assert_same(found: Step, expected: Step) -> None:
     """All that differs, in one message."""
-    lines = [difference("loss", found.loss, expected.loss)]
-    lines.append(difference("record", found.record, expected.record))
-    lines.append(difference("gradient of the site", found.gradient, expected.gradient))
-    for name, gradient in expected.gradients.items():
-        lines.append(difference(f"gradient of {name}", found.gradients[name], gradient))
-    for name, gradient in expected.probe.items():
-        lines.append(difference(f"gradient of {name}", found.probe[name], gradient))
+    lines = [difference(name, found[name], tensor) for name, tensor in expected.items()]
     lines = [line for line in lines if line]
     assert not lines, "\n".join(lines)
 

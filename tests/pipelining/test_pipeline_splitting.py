@@ -33,7 +33,7 @@ from flex_model.pipelining import (
     pipe_split,
     pipeline,
 )
-from models import random, seeded
+from models import SIZES, random, seeded
 from tiers import grid_but
 
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
@@ -82,14 +82,8 @@ class Tower(nn.Module):
         return self.out(self.norm(hidden))
 
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
+SMALL = SIZES | {
     "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,

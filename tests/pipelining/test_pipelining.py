@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -35,6 +35,7 @@ from pipelines import (
     part,
     unsplit,
 )
+from shared_edits import mixing_units as mix
 from tiers import grid_but, on_ranks
 
 MSE = nn.MSELoss()
@@ -43,11 +44,6 @@ MSE = nn.MSELoss()
 def data(rows=8):
     torch.manual_seed(1)
     return torch.randn(rows, 8), torch.randn(rows, 3)
-
-
-def mix(module, x, save_ctx, modules):
-    """An edit that mixes features."""
-    return x.flip(-1) * 0.5 + x.mean(-1, keepdim=True)
 
 
 def in_place(module, x, save_ctx, modules):
@@ -623,10 +619,19 @@ def shard_blocks(model, mesh):
     return model
 
 
+def tensor_parallel_schedule(kind, model):
+    """Over two stages or four, each on two ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+
+    def cut(*args):
+        return shard_blocks(part(*args), mesh["tp"])
+
+    return make_schedule(kind, model, group=mesh["pp"].get_group(), cut=cut, loss_fn=MSE)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", grid_but([ALL[1], ALL[2], ALL[5]], ALL[2]))
 def test_pipeline_of_tensor_parallel_stages(kind):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     model, (x, y) = make_mlp(), data()
 
     def script(flex):
@@ -640,13 +645,7 @@ def test_pipeline_of_tensor_parallel_stages(kind):
 
     expected = unsplit(model, script, x, y, MSE)
     records = {}
-    schedule = make_schedule(
-        kind,
-        model,
-        group=mesh["pp"].get_group(),
-        cut=lambda *args: shard_blocks(part(*args), mesh["tp"]),
-        loss_fn=MSE,
-    )
+    schedule = tensor_parallel_schedule(kind, model)
     with FlexModel(schedule, records, return_on="all") as flex:
         assert (flex.pp_size, flex.tp_size, flex.dp_size) == (2, 2, 1)
         script(flex)
@@ -668,15 +667,8 @@ def test_pipeline_of_tensor_parallel_stages(kind):
 
 @pytest.mark.ranks(4, timeout=30)
 def test_an_error_on_one_rank_of_a_tensor_parallel_stage():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     model, (x, y) = make_mlp(), data()
-    schedule = make_schedule(
-        ALL[1],
-        model,
-        group=mesh["pp"].get_group(),
-        cut=lambda *args: shard_blocks(part(*args), mesh["tp"]),
-        loss_fn=MSE,
-    )
+    schedule = tensor_parallel_schedule(ALL[1], model)
     fails = True
 
     def edit(module, value, save_ctx, modules):
@@ -694,7 +686,7 @@ def test_an_error_on_one_rank_of_a_tensor_parallel_stage():
         flex(x, target=y)
         assert (sorted(records) == ["g", "layers.4.fc1"]) == (rank_of(flex) == 0)
         with pytest.raises(HookMismatchError, match="ranks differ in the values of inputs"):
-            flex(x + mesh["tp"].get_local_rank(), target=y)
+            flex(x + dist.get_rank() % 2, target=y)
         flex(x, target=y)
 
 
@@ -756,11 +748,9 @@ def test_pipeline_of_data_parallel_stages(kind, wrap):
 
 def _by_microbatch(model, script, x, y):
     """One process, a schedule of one stage: edits see the same micro-batches."""
-    model = copy.deepcopy(model)
-    alone = alone_group()
-    stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=alone)
-    records = {}
-    with FlexModel(ScheduleGPipe(stage, 4, loss_fn=MSE), records, process_group=alone) as flex:
+    model, alone, records = copy.deepcopy(model), alone_group(), {}
+    schedule = make_schedule(ALL[0], model, group=alone, cut=lambda *_: model, loss_fn=MSE)
+    with FlexModel(schedule, records, process_group=alone) as flex:
         script(flex)
         flex(x, target=y)
         trainable = {n: p.grad for n, p in flex.trainable_modules.named_parameters()}
@@ -782,20 +772,10 @@ def test_random_edits_draw_what_one_stage_draws():
 
     model, (x, y) = make_mlp(), data()
     found = []
-    for place in ("whole", "split"):
+    for group in (alone_group(), None):
         torch.manual_seed(5)
         records = {}
-        alone = alone_group()
-        schedule = (
-            make_schedule(ALL[0], model, loss_fn=MSE)
-            if place == "split"
-            else ScheduleGPipe(
-                PipelineStage(copy.deepcopy(model), 0, 1, torch.device("cpu"), group=alone),
-                4,
-                loss_fn=MSE,
-            )
-        )
-        group = None if place == "split" else alone
+        schedule = make_schedule(ALL[0], model, group=group, loss_fn=MSE)
         with FlexModel(
             schedule, records, process_group=group, return_on="all", output_ranks="all"
         ) as flex:

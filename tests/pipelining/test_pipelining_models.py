@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import models
 from flex_model import FlexModel, HookError, HookFunction
 from flex_model.pipelining import (
     ScheduleGPipe,
@@ -13,38 +14,14 @@ from flex_model.pipelining import (
     pipeline,
 )
 from pipelines import ALL, alone_group, my_indices
+from shared_edits import mixing_units as mix
 
-transformers = pytest.importorskip("transformers")
-
-VOCABULARY = 97
-
-
-def llama():
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            use_cache=False,
-        )
-    ).eval()
-
-
-def gpt2():
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=32, use_cache=False
-    )
-    return transformers.GPT2LMHeadModel(config).eval()
+pytest.importorskip("transformers")
 
 
 def batch(rows=8, length=6):
     torch.manual_seed(1)
-    ids = torch.randint(0, VOCABULARY, (rows, length))
+    ids = torch.randint(64, (rows, length))
     mask = torch.ones_like(ids)
     mask[3, -3:] = 0
     return ids, mask
@@ -52,10 +29,6 @@ def batch(rows=8, length=6):
 
 def loss_fn(logits, labels):
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def mix(module, x, save_ctx, modules):
-    return x.flip(-1) * 0.5 + x.mean(-1, keepdim=True)
 
 
 def reference(model, script, ids, mask):
@@ -71,7 +44,7 @@ def reference(model, script, ids, mask):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("method", ["trace", "modules"])
 def test_gpt2_traced_or_by_modules(method):
-    model, (ids, _) = gpt2(), batch()
+    model, (ids, _) = models.gpt2(4, use_cache=False).float(), batch()
     names = ["transformer.h.0.mlp.c_fc", "transformer.h.3.attn", "lm_head"]
     expected = {name: [] for name in names}
     with FlexModel(model, found := {}, process_group=alone_group()) as flex, torch.no_grad():
@@ -133,7 +106,7 @@ def close(found, expected, name=""):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [ALL[2], ALL[5]])
 def test_a_step_of_llama_with_padding(kind):
-    model, (ids, mask) = llama(), batch()
+    model, (ids, mask) = models.llama(4, use_cache=False).float(), batch()
     split = {f"model.layers.{i}": SplitPoint.BEGINNING for i in (1, 2, 3)}
     pipe = pipeline(
         copy.deepcopy(model), (ids[:2],), {"attention_mask": mask[:2]}, split_spec=split

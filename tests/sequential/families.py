@@ -6,16 +6,8 @@ import models
 
 
 def _decoder(config_class, model_class, **settings):
-    common = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    return models.seeded(model_class, config_class(**(common | settings))).eval()
+    config = config_class(**(models.SIZES | {"num_hidden_layers": 3} | settings))
+    return models.seeded(model_class, config).eval()
 
 
 def llama():

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import models
 from flex_model import FlexModel, HookFunction, sequential
 from flex_model.sequential.suspension import ThreadState
+from models import torch_hooks
 
 # Not in the test that uses it: an operator whose library is freed breaks the import of torch's
 # inductor, which the first flex_attention of a process does.
@@ -35,16 +36,6 @@ def assert_equal(found, expected):
     assert len(found) == len(expected) > 0
     for one, other in zip(found, expected):
         assert torch.equal(one, other)
-
-
-def torch_hooks(module):
-    return [
-        hook
-        for child in module.modules()
-        for name, value in vars(child).items()
-        if name.endswith("_hooks")
-        for hook in value or ()
-    ]
 
 
 def assert_nothing_left(module):

@@ -1,30 +1,22 @@
 """Memory: bounded by the window and two targets, whatever the model's size."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import scripts
 
 HERE = Path(__file__).parent
 MIB = 2**20
 
 
 def python(*arguments):
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
-    environment.pop("MALLOC_MMAP_THRESHOLD_", None)  # the default allocator
-    finished = subprocess.run(
-        [sys.executable, str(HERE / "big_llama.py"), *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+    command = [sys.executable, "big_llama.py", *map(str, arguments)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)  # the default allocator
+        return scripts.finished(HERE, *command, timeout_s=500).stdout
 
 
 @pytest.mark.slow

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from test_engine import assert_equal, torch_hooks
-from test_traced import called, run_by_hand
+from test_engine import assert_equal
+from traced_models import called, run_by_hand
 
 from flex_model import TraceError, sequential
 from flex_model.sequential import trace_subgraphs
 from modalities import FAMILIES, without_cache
+from models import torch_hooks
 
 pytest.importorskip("transformers")
 

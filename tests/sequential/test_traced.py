@@ -8,8 +8,8 @@ from families import FAMILIES, images, llama, tokens
 from test_engine import BATCHES, Stack, assert_equal, assert_nothing_left
 from torch import nn
 from torch.fx import GraphModule
+from traced_models import Model, called, run_by_hand
 
-import models
 from flex_model import FlexModel, HookFunction, TraceError, sequential
 from flex_model.sequential import SequentialTracer, Subgraph, trace_subgraphs
 
@@ -23,27 +23,6 @@ TARGETS = {
     "vit": ("ViTLayer", 3),
     "clip": ("CLIPEncoderLayer", 4),
 }
-
-
-def run_by_hand(model, subgraphs, inputs):
-    values = dict(inputs)
-    for subgraph in subgraphs:
-        output = subgraph.forward(model, **values)
-        for name in subgraph.consumed_names:
-            del values[name]
-        if subgraph is not subgraphs[-1]:
-            assert isinstance(output, dict)
-            values.update(output)
-    assert values == {}
-    return output
-
-
-def called(model, subgraph):
-    return [
-        model.get_submodule(node.target)
-        for node in subgraph.graph.nodes
-        if node.op == "call_module"
-    ]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -136,14 +115,11 @@ def test_dispatch_gives_the_same_object():
             assert sequential.dispatch_for_sequential(model) is model
 
 
-class Parent(nn.Module):
-    """``combine(self, x)`` is the forward; two blocks, a parameter and a buffer of its own."""
+class Parent(Model):
+    """``combine(self, x)`` is the forward."""
 
     def __init__(self, combine):
         super().__init__()
-        self.blocks = models.seeded(lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(2)))
-        self.scale = nn.Parameter(torch.full((6,), 1.5))
-        self.register_buffer("shift", torch.arange(6.0))
         self.combine = combine
 
     def forward(self, x):
@@ -224,11 +200,8 @@ def test_what_does_not_equal_the_model_is_an_error(name):
         assert all(assert_equal(o, model(b)) is None for o, b in zip(outputs, BATCHES))
 
 
-class Optional(Parent):
+class Optional(Model):
     """Its code asks whether arguments are None. Nodes are named ``add`` and ``blocks_0``, too."""
-
-    def __init__(self):
-        super().__init__(None)
 
     def forward(self, x, mask=None, scale=2.0, *, add=None, blocks_0=None, **others):
         if mask is None:
@@ -290,7 +263,7 @@ def test_arguments_named_as_what_the_code_of_a_graph_uses(name):
     space = {}
     code = f"self.blocks[1](self.blocks[0](x[:, : x.shape[1]]) * {name} - {name}.shape[0])"
     exec(f"def forward(self, x, {name}): return {code}", space)
-    model = type("Named", (Parent,), {"forward": space["forward"]})(None)
+    model = type("Named", (Model,), {"forward": space["forward"]})()
     subgraphs = trace_subgraphs(model, {"x": X, name: MASK}, ["Linear"])
     first = subgraphs[0]
     assert first.input_names == {"x", name}

@@ -2,13 +2,12 @@
 
 import contextlib
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 from test_engine import Stack, assert_equal
-from test_traced import run_by_hand
 from torch import nn
+from traced_models import Model, model_of, run_by_hand
 
 import models
 from flex_model import TraceError, sequential
@@ -17,49 +16,20 @@ from flex_model.sequential import trace_subgraphs
 X, OTHER = (models.random(4, 6, seed=seed, dtype=torch.float32) for seed in (0, 1))
 
 
-class Model(nn.Module):
-    kind = "mean"
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = models.seeded(lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(2)))
-        self.register_buffer("shift", torch.arange(6.0))
-        self.weight = nn.Parameter(torch.ones(6))
-        self.factor, self.calls = 2.0, 0
-        self.table = torch.ones(6)
-        self.config = SimpleNamespace(scales=[1.0, 2.0], inner=SimpleNamespace(is_large=False))
-
-    def around(self, x, scale=1.0):
-        return self.blocks[1](self.blocks[0](x) * scale)
-
-    def read(self):
-        return self.factor * 3
-
-    @property
-    def doubled(self):
-        return self.factor * 2
-
-
-def model_of(code, *, name="forward"):
-    """A model of which ``code`` is the value of the forward."""
-    return type("Made", (Model,), {name: eval(f"lambda self, x: {code}", globals())})()
-
-
 @pytest.mark.parametrize(
-    ("code", "name", "value", "match"),
+    ("name", "value", "match"),
     [
-        ("self.around(x, self.factor)", "factor", 5.0, "model.factor is 5.0, and it was 2.0"),
-        ("self.around(x, self.factor)", "factor", None, "model.factor is None, and it was 2.0"),
-        (
-            "self.around(nn.functional.dropout(x, 0.9, self.training))",
-            "training",
-            True,
-            "model.training is True, and it was False",
-        ),
+        ("factor", 5.0, "model.factor is 5.0, and it was 2.0"),
+        ("factor", None, "model.factor is None, and it was 2.0"),
+        ("training", True, "model.training is True, and it was False"),
     ],
 )
-def test_a_flag_or_number_of_a_traced_module_has_changed(code, name, value, match):
-    model = model_of(code).eval()
+def test_a_flag_or_number_of_a_traced_module_has_changed(name, value, match):
+    read = {
+        "factor": lambda self, x: self.around(x, self.factor),
+        "training": lambda self, x: self.around(nn.functional.dropout(x, 0.9, self.training)),
+    }
+    model = model_of(read[name]).eval()
     subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
     assert_equal(run_by_hand(model, subgraphs, {"x": OTHER}), model(OTHER))
     before = getattr(model, name)
@@ -71,7 +41,7 @@ def test_a_flag_or_number_of_a_traced_module_has_changed(code, name, value, matc
 
 
 def test_whether_gradients_are_on():
-    model = model_of("self.around(x, 3 if torch.is_grad_enabled() else 2)")
+    model = model_of(lambda self, x: self.around(x, 3 if torch.is_grad_enabled() else 2))
     subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
     with torch.no_grad():
         assert_equal(run_by_hand(model, subgraphs, {"x": OTHER}), model(OTHER))
@@ -79,39 +49,45 @@ def test_whether_gradients_are_on():
         run_by_hand(model, subgraphs, {"x": OTHER})
 
 
-@pytest.mark.parametrize("code", ["self.shift * 2", "self.weight * 2", "torch.stack([self.shift])"])
-def test_weights_are_those_of_the_run(code):
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: self.around(x + self.shift * 2),
+        lambda self, x: self.around(x + self.scale * 2),
+        lambda self, x: self.around(x + torch.stack([self.shift])),
+    ],
+)
+def test_weights_are_those_of_the_run(forward):
     """What follows from buffers and parameters alone is no constant, and has gradients."""
-    model = model_of(f"self.around(x + {code})")
+    model = model_of(forward)
     subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
     with torch.no_grad():
-        model.weight.add_(1)
+        model.scale.add_(1)
     model.shift = torch.ones(6)
     output = run_by_hand(model, subgraphs, {"x": OTHER})
     assert_equal(output, model(OTHER))
-    if "weight" in code:
-        output.sum().backward()
-        found, model.weight.grad = model.weight.grad, None
-        model(OTHER).sum().backward()
-        assert_equal(found, model.weight.grad)
+    output.sum().backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model(OTHER).sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-class Counter(Model):
-    def forward(self, x):
-        self.calls += 1
-        return self.around(x, 2 if self.calls > 100 else 1)
+def counter(self, x):
+    self.calls += 1
+    return self.around(x, 2 if self.calls > 100 else 1)
 
 
-class KeepsAnAverage(Model):
-    def forward(self, x):
-        self.table = self.table * 0.9 + x.mean() * 0.0
-        return self.around(x)
+def keeps_an_average(self, x):
+    self.table = self.table * 0.9 + x.mean() * 0.0
+    return self.around(x)
 
 
-@pytest.mark.parametrize("kind", [Counter, KeepsAnAverage])
-def test_what_the_traced_code_changes_itself(kind):
+@pytest.mark.parametrize("forward", [counter, keeps_an_average])
+def test_what_the_traced_code_changes_itself(forward):
     with pytest.raises(TraceError, match=r"the code around the targets changes model\.\w+, which"):
-        trace_subgraphs(kind(), {"x": X}, ["Linear"])
+        trace_subgraphs(model_of(forward), {"x": X}, ["Linear"])
 
 
 class Buffers(Model):
@@ -135,58 +111,49 @@ def test_buffers_that_a_forward_changes():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-class Autocast(Model):
-    def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
-            return self.around(x.float())
+def autocast(self, x):
+    with torch.autocast("cpu", enabled=False):
+        return self.around(x.float())
 
 
-class NoGrad(Model):
-    def forward(self, x):
+def no_grad(self, x):
+    x = self.blocks[0](x)
+    with torch.no_grad():
+        scale = x.mean() + self.scale
+    return self.blocks[1](x * scale)
+
+
+@pytest.mark.parametrize("forward", [autocast, no_grad])
+def test_contexts_around_targets(forward):
+    with pytest.raises(TraceError, match=f"changes a mode of torch \\({forward.__name__}\\)"):
+        trace_subgraphs(model_of(forward), {"x": X}, ["Linear"])
+
+
+def branch(self, x):
+    if x.sum() > 0:
+        x = x + 1
+    return self.around(x)
+
+
+def rows(self, x):
+    return self.around(torch.stack([row for row in x if row.sum() > 0]))
+
+
+def calls_a_target(self, x):
+    if x.sum() > 0:
         x = self.blocks[0](x)
-        with torch.no_grad():
-            scale = x.mean() + self.weight
-        return self.blocks[1](x * scale)
+    return self.blocks[1](x)
 
 
-@pytest.mark.parametrize(("kind", "mode"), [(Autocast, "autocast"), (NoGrad, "no_grad")])
-def test_contexts_around_targets(kind, mode):
-    with pytest.raises(TraceError, match=f"changes a mode of torch \\({mode}\\)"):
-        trace_subgraphs(kind(), {"x": X}, ["Linear"])
-
-
-class Branch(Model):
-    def forward(self, x):
-        if x.sum() > 0:
-            x = x + 1
-        return self.around(x)
-
-
-class Rows(Model):
-    def forward(self, x):
-        return self.around(torch.stack([row for row in x if row.sum() > 0]))
-
-
-class CallsATarget(Model):
-    def forward(self, x):
-        if x.sum() > 0:
-            x = self.blocks[0](x)
-        return self.blocks[1](x)
-
-
-def is_large(x):
-    return bool(x.sum() > 1e9)
-
-
-@pytest.mark.parametrize("kind", [Branch, Rows, CallsATarget])
-def test_code_around_targets_that_reads_values(kind):
+@pytest.mark.parametrize("forward", [branch, rows, calls_a_target])
+def test_code_around_targets_that_reads_values(forward):
     """Subgraphs are for inputs with the sample's answers."""
-    model, sample = kind(), X.abs() + 2
-    other = torch.cat([-sample[:1], sample[1:]]) if kind is Rows else -sample
+    model, sample = model_of(forward), X.abs() + 2
+    other = torch.cat([-sample[:1], sample[1:]]) if forward is rows else -sample
     outputs = sequential.run(model, [sample, other])
     assert all(assert_equal(o, model(b)) is None for o, b in zip(outputs, [sample, other]))
     message = r"with this input, '\w+' is .*, and it was .*sequential\.run"
-    if kind is Rows:  # it is verified with another number of rows
+    if forward is rows:  # it is verified with another number of rows
         with pytest.raises(TraceError, match=message):
             trace_subgraphs(model, {"x": sample}, ["Linear"])
         return
@@ -214,11 +181,6 @@ def test_methods_that_read_values():
         assert_equal(run_by_hand(model, subgraphs, {"x": x}), model(x))
 
 
-class OneShape(Model):
-    def forward(self, x):
-        return self.around(checked(x))
-
-
 def checked(x):
     if x.shape[0] != 4 or float(x[0, 0]) != float(X[0, 0]):
         raise ValueError("another input")
@@ -227,7 +189,7 @@ def checked(x):
 
 def test_a_model_that_takes_one_input_is_not_checked():
     with pytest.raises(TraceError, match="runs on no other input that was made from the sample"):
-        trace_subgraphs(OneShape(), {"x": X}, ["Linear"])
+        trace_subgraphs(model_of(lambda self, x: self.around(checked(x))), {"x": X}, ["Linear"])
 
 
 def test_targets_per_subgraph():

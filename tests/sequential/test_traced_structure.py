@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_engine import assert_equal
-from test_traced import run_by_hand
 from torch import nn
+from traced_models import Model, model_of, run_by_hand
 
 import models
 from flex_model import TraceError, sequential
@@ -17,18 +17,6 @@ from flex_model.sequential import trace_subgraphs
 X = models.random(2, 6, dtype=torch.float32)
 MANY = models.random(12, 6, seed=1, dtype=torch.float32)
 LARGE = X.abs() + 10
-
-
-class Model(nn.Module):
-    """``combine(self, x, ...)`` in the forward's own code: blocks are called in it."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = models.seeded(lambda: nn.ModuleList(nn.Linear(6, 6) for _ in range(2)))
-        self.helper = Helper()
-
-    def around(self, x, scale=1.0):
-        return self.blocks[1](self.blocks[0](x) * scale)
 
 
 def is_large(x):
@@ -64,49 +52,40 @@ def dict_of(x):
     return {"large": x} if is_large(x) else {"x": x}
 
 
-class FunctionIsNone(Model):
-    def forward(self, x):
-        y = self.blocks[0](x)
-        return self.blocks[1](y * (2 if mask_of(x) is None else 3))
+def function_is_none(self, x):
+    y = self.blocks[0](x)
+    return self.blocks[1](y * (2 if mask_of(x) is None else 3))
 
 
-class AttributeIsNone(Model):
-    def forward(self, x):
-        found = object_of(x)
-        return self.around(x) if found.mask is None else self.around(x, 2)
+def attribute_is_none(self, x):
+    found = object_of(x)
+    return self.around(x) if found.mask is None else self.around(x, 2)
 
 
-class Kind(Model):
-    def forward(self, x):
-        some = some_of(x)
-        return self.around(some[0] if isinstance(some, tuple) else some)
+def kind(self, x):
+    some = some_of(x)
+    return self.around(some[0] if isinstance(some, tuple) else some)
 
 
-class Items(Model):
-    def forward(self, x):
-        return self.around(x, 3) if "large" in dict_of(x) else self.around(x)
+def items(self, x):
+    return self.around(x, 3) if "large" in dict_of(x) else self.around(x)
 
 
-class Loop(Model):
-    def forward(self, x):
-        for one in list_of(x):
-            x = x + one
-        return self.around(x)
+def loop(self, x):
+    for one in list_of(x):
+        x = x + one
+    return self.around(x)
 
 
-class InALambda(Model):
-    """In code whose source is not at hand."""
-
-    def forward(self, x):
-        choose = OTHERS.choose
-        return choose(self, x)
+def in_a_lambda(self, x):
+    """In code that the forward does not name."""
+    choose = OTHERS.choose
+    return choose(self, x)
 
 
-class PassedOn(Model):
+def passed_on(self, x):
     """To a function that the traced code does not name, and which leads to no target."""
-
-    def forward(self, x):
-        return self.around(OTHERS.masked(x, mask_of(x)))
+    return self.around(OTHERS.masked(x, mask_of(x)))
 
 
 def masked(x, mask):
@@ -117,13 +96,14 @@ OTHERS = SimpleNamespace(
     choose=lambda self, x: self.around(x, 3) if self.helper(x) is None else self.around(x),
     masked=masked,
 )
-OF_HELPERS = [FunctionIsNone, AttributeIsNone, Kind, Items, Loop, InALambda, PassedOn]
+OF_HELPERS = [function_is_none, attribute_is_none, kind, items, loop, in_a_lambda, passed_on]
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
-@pytest.mark.parametrize("kind", OF_HELPERS)
-def test_what_a_helper_returns_otherwise(kind, name):
-    model, samples = kind(), {"small": X, "large": LARGE}
+@pytest.mark.parametrize("forward", OF_HELPERS)
+def test_what_a_helper_returns_otherwise(forward, name):
+    model, samples = model_of(forward), {"small": X, "large": LARGE}
+    model.helper = Helper()
     outputs = sequential.run(model, [X, LARGE])
     assert all(assert_equal(o, model(b)) is None for o, b in zip(outputs, [X, LARGE]))
     subgraphs = trace_subgraphs(model, {"x": samples[name]}, ["Linear"])
@@ -136,27 +116,22 @@ def test_what_a_helper_returns_otherwise(kind, name):
             run_by_hand(model, subgraphs, {"x": x})
 
 
-class Sizes(Model):
-    def forward(self, x):
-        return self.around(x, 3 if x.shape[0] > 10 else 2)
-
-
-class Dtype(Model):
-    def forward(self, x):
-        return self.around(x.float(), 3 if x.dtype == torch.float64 else 2)
-
-
-class Gradient(Model):
-    def forward(self, x):
-        return self.around(x, 3 if x.requires_grad else 2)
-
-
 @pytest.mark.parametrize(
-    ("kind", "other"),
-    [(Sizes, MANY), (Dtype, X.double()), (Gradient, X.clone().requires_grad_())],
+    ("forward", "other"),
+    [
+        (lambda self, x: self.around(x, 3 if x.shape[0] > 10 else 2), MANY),
+        (
+            lambda self, x: self.around(x.float(), 3 if x.dtype == torch.float64 else 2),
+            X.double(),
+        ),
+        (
+            lambda self, x: self.around(x, 3 if x.requires_grad else 2),
+            X.clone().requires_grad_(),
+        ),
+    ],
 )
-def test_properties_of_a_tensor(kind, other):
-    model = kind()
+def test_properties_of_a_tensor(forward, other):
+    model = model_of(forward)
     subgraphs = trace_subgraphs(model, {"x": X}, ["Linear"])
     assert_equal(run_by_hand(model, subgraphs, {"x": MANY[:5]}), model(MANY[:5]))
     with pytest.raises(TraceError, match=r"where the subgraphs were traced: the code around.*run"):
@@ -199,40 +174,22 @@ def test_what_is_none_for_some_inputs_is_verified_with_both(is_whole):
         trace_subgraphs(AsksForMask(), sample, ["Linear"])
 
 
-class Truth(Model):
-    def forward(self, x, y):
-        return self.around(x, 3 if y else 2)
-
-
-class IsTrue(Model):
-    def forward(self, x, y):
-        return self.around(x, 3 if y is True else 2)
-
-
-class Compared(Model):
-    def forward(self, x, y):
-        return self.around(x, 3 if y > 4 else 2)
-
-
-class Has(Model):
-    def forward(self, x, y):
-        return self.around(x, 3 if "a" in y or y.get("b") is not None else 2)
-
-
 @pytest.mark.parametrize(
-    ("kind", "values"),
+    ("forward", "pairs"),
     [
-        (Truth, [True, False]),
-        (IsTrue, [True, False]),
-        (IsTrue, [False, True]),
-        (Compared, [3, 5]),
-        (Has, [{"a": X}, {"c": X}]),
-        (Has, [{"c": X}, {"b": X}]),
+        (lambda self, x, y: self.around(x, 3 if y else 2), [(True, False)]),
+        (lambda self, x, y: self.around(x, 3 if y is True else 2), [(True, False), (False, True)]),
+        (lambda self, x, y: self.around(x, 3 if y > 4 else 2), [(3, 5)]),
+        (
+            lambda self, x, y: self.around(x, 3 if "a" in y or y.get("b") is not None else 2),
+            [({"a": X}, {"c": X}), ({"c": X}, {"b": X})],
+        ),
     ],
 )
-def test_arguments_that_are_no_tensors(kind, values):
-    model = kind()
-    subgraphs = trace_subgraphs(model, {"x": X, "y": values[0]}, ["Linear"])
-    assert_equal(run_by_hand(model, subgraphs, {"x": MANY, "y": values[0]}), model(MANY, values[0]))
-    with pytest.raises(TraceError, match=r"with this input, .*, and it was"):
-        run_by_hand(model, subgraphs, {"x": X, "y": values[1]})
+def test_arguments_that_are_no_tensors(forward, pairs):
+    model = model_of(forward)
+    for first, other in pairs:
+        subgraphs = trace_subgraphs(model, {"x": X, "y": first}, ["Linear"])
+        assert_equal(run_by_hand(model, subgraphs, {"x": MANY, "y": first}), model(MANY, first))
+        with pytest.raises(TraceError, match=r"with this input, .*, and it was"):
+            run_by_hand(model, subgraphs, {"x": X, "y": other})

@@ -1,14 +1,13 @@
 """Stores as torch, numpy and datasets; every dtype and odd shapes."""
 
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
 
+import scripts
 from flex_model import ActivationStore, FlexModel, HookFunction
 
 DTYPES = [
@@ -123,7 +122,7 @@ def test_it_is_read_without_a_process_group(tmp_path):
         "store = flex_model.ActivationStore(sys.argv[1])\n"
         "assert store.batch(0)['0'][0].shape == (2, 3) and not dist.is_initialized()\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=60)
+    scripts.run_code(code, tmp_path)
 
 
 def test_as_a_dataset(tmp_path):

@@ -29,6 +29,7 @@ from flex_model.records.store import files, session
 from flex_model.records.store.files import Writer
 from flex_model.records.store.manifest import Manifest
 from pipelines import alone_group, make_mlp, make_schedule
+from tests.records.store.test_stored_runs import assert_holds
 from tiers import grid_but
 
 pytest.importorskip("safetensors")
@@ -98,18 +99,6 @@ def unsharded_records(hidden=8, scale=1.0, batches=BATCHES):
             (flex(batch).sum() * scale).backward()
             found.append({name: list(kept) for name, kept in flex.output_ptr.items()})
     return found
-
-
-def assert_holds(folder, expected):
-    store = ActivationStore(folder)
-    assert store.num_batches == len(expected)
-    for index, records in enumerate(expected):
-        stored = store.batch(index)
-        assert stored.keys() == records.keys()
-        for name, tensors in records.items():
-            assert len(stored[name]) == len(tensors)
-            for one, other in zip(stored[name], tensors):
-                assert one.dtype == other.dtype and torch.equal(one, other), name
 
 
 def write(folder, way, model, batches=BATCHES, **settings):

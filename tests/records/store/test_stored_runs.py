@@ -4,8 +4,6 @@ import errno
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -14,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import scripts
 from flex_model import ActivationStore, FlexModel, HookError, HookFunction, Select, editing
 from flex_model.records.store import files
 
@@ -59,7 +58,7 @@ def assert_holds(folder, found):
         for name, tensors in records.items():
             assert len(stored[name]) == len(tensors)
             for one, other in zip(stored[name], tensors):
-                assert one.dtype == other.dtype and torch.equal(one, other)
+                assert one.dtype == other.dtype and torch.equal(one, other), name
 
 
 # ---- What a batch is ----
@@ -174,8 +173,7 @@ def test_a_script_that_just_ends_loses_nothing(tmp_path):
     )
     for refuses in (False, True):
         folder = tmp_path / str(refuses)
-        command = [sys.executable, "-c", code, str(folder), str(refuses)]
-        subprocess.run(command, check=True, timeout=60)
+        scripts.run_code(code, folder, refuses)
         (record,) = ActivationStore(folder).tensors("0")
         assert record.tolist() == [1, 1]
 
