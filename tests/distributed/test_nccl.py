@@ -170,6 +170,8 @@ def test_a_wait_that_fails_aborts():
 class Named:
     """A transport that tells that it was asked."""
 
+    exchange = exchange_bytes = None
+
     def __init__(self, name, group=None):
         self.name, self.group = name, group
 
