@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flex_model.layouts.propagation.labels import Placements, words
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
-from flex_model.layouts.propagation.text_forms import form
+from flex_model.layouts.propagation.text_forms import Placements, form, words
 
 
 def as_heads_of(query: Operand, other: Operand, dim: int = -3) -> Operand:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flex_model.layouts.propagation.labels import Placements, words
 from flex_model.layouts.propagation.operation import Operand, Operation, Shape
-from flex_model.layouts.propagation.text_forms import form
+from flex_model.layouts.propagation.text_forms import Placements, form, words
 
 
 def convolution(operation: Operation) -> Placements:

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from flex_model.distributed.placement import Placement
 from flex_model.integrations.compiled import DispatchMode
 from flex_model.integrations.torch_private import decomposition_of, disabled_modes
-from flex_model.layouts.propagation.labels import Placements, words
 from flex_model.layouts.propagation.operation import (
     REPLICATED,
     Operand,
@@ -31,6 +30,7 @@ from flex_model.layouts.propagation.operation import (
     Shape,
     differ,
 )
+from flex_model.layouts.propagation.text_forms import Placements, words
 
 _FILLS = {"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"}
 # Numbers that rules compare with those of the unsharded program.

@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-import itertools
+from string import ascii_lowercase, ascii_uppercase
 
 import torch
 
-from flex_model.layouts.propagation.labels import (
-    Input,
-    Labels,
-    Output,
-    Placements,
-    Term,
-    resolve,
-    words,
-)
 from flex_model.layouts.propagation.operation import Operand, Operation
+from flex_model.layouts.propagation.text_forms import Placements, form, words
 
 
-def _indexed(self: Operand, indices: list[Operand | None]) -> tuple[Labels, list[Input], Labels]:
+def _indexed(self: Operand, indices: list[Operand | None]) -> tuple[str, str, str]:
     """Return the labels of ``self``, of the indices, and of ``self[indices]``.
 
     The indexed dims are replaced by those of the indices, broadcast: at the first indexed dim if
     all are adjacent, else in front. A mask indexes as many dims as it has, and is replaced by one.
     """
-    given = [index for index in indices if index is not None]
+    given = [one for one in indices if one is not None]
     has_mask = any(map(_is_mask, given))
-    width = max(1 if _is_mask(index) else index.ndim for index in given)
+    width = max(1 if _is_mask(one) else one.ndim for one in given)
     # The length of a mask's one dim is its count of ones, which only all of them determine.
-    of_index: Labels = tuple(None if has_mask else ("index", i) for i in range(width))
-    dim, indexed = 0, []
+    of_index = "*" * width if has_mask else ascii_uppercase[:width]
+    dim, of_self = 0, ""
     for one in indices:
         count = one.ndim if one is not None and _is_mask(one) else 1
-        indexed += [(dim, dim + count)] if one is not None else []
+        of_self += ascii_lowercase[dim : dim + count] if one is None else "*" * count
         dim += count
-    whole = {d for start, end in indexed for d in range(start, end)}
-    of_self: Labels = tuple(None if d in whole else d for d in range(self.ndim))
-    rest = tuple(label for label in of_self if label is not None)
-    at = indexed[0][0] if all(a[1] == b[0] for a, b in itertools.pairwise(indexed)) else 0
-    inputs = [
-        Input(one, (None,) * one.ndim if has_mask else of_index[width - one.ndim :], True)
-        for one in given
-    ]
-    return of_self, inputs, (*rest[:at], *of_index, *rest[at:])
+    of_self += ascii_lowercase[dim : self.ndim]
+    whole, rest = "*" * of_self.count("*"), of_self.replace("*", "")
+    at = of_self.index(whole) if whole in of_self else 0
+    return of_self, "_" if has_mask else f"~{of_index}", rest[:at] + of_index + rest[at:]
 
 
 def _is_mask(index: Operand) -> bool:
@@ -51,47 +38,39 @@ def _is_mask(index: Operand) -> bool:
 
 def index(operation: Operation) -> Placements:
     """Read ``self[i, j, :, ...]``."""
-    self = operation["self"]
-    of_self, inputs, after = _indexed(self, list(operation["indices"]))
-    terms = (Term((Input(self, of_self),), tuple(inputs)),)
-    return resolve(operation, [Output(after, terms=terms)])
+    of_self, of_index, after = _indexed(operation["self"], list(operation["indices"]))
+    return form(f"self:{of_self} indices:{of_index} -> {after} = self*!indices")(operation)
 
 
 def index_put(operation: Operation) -> Placements:
     """Write ``self[i, j, :, ...] = values``, or add to it."""
-    self, values = operation["self"], operation["values"]
-    found = _where_mask(operation, self, values)
+    found = _where_mask(operation)
     if found is not None and found[0] is not None:
         return found
-    of_self, inputs, after = _indexed(self, list(operation["indices"]))
+    of_self, _, after = _indexed(operation["self"], list(operation["indices"]))
     # Two indices may write to the same place: all must be on every rank.
-    inputs = [Input(i.operand, (None,) * i.operand.ndim) for i in inputs]
-    of_values = tuple(None if isinstance(label, tuple) else label for label in after)
-    of_values = of_values[len(of_values) - values.ndim :]
-    terms = (
-        Term((Input(self, of_self),)),
-        Term((Input(values, of_values, broadcasts=True),), tuple(inputs)),
-    )
-    return resolve(operation, [Output(of_self, terms=terms)])
+    of_values = "".join("*" if label.isupper() else label for label in after)
+    return form(
+        f"self:{of_self} indices:_ values:~{of_values} -> {of_self} = self + values*!indices"
+    )(operation)
 
 
-def _where_mask(operation: Operation, self: Operand, value: Operand) -> Placements | None:
+def _where_mask(operation: Operation) -> Placements | None:
     """Resolve ``self[mask] = value`` with the same value for all that the mask selects, and no
     other index: by element of the mask.
     """
     masks = [(i, m) for i, m in enumerate(operation["indices"]) if m is not None]
     if len(masks) != 1 or masks[0][1].dtype is not torch.bool:
         return None
-    ((first, mask),) = masks
-    labels: Labels = tuple(range(self.ndim))
-    rest = labels[first + mask.ndim :]
+    ((first, mask),), value = masks, operation["values"]
+    labels = ascii_lowercase[: operation["self"].ndim]
+    of_mask, rest = labels[first : first + mask.ndim], labels[first + mask.ndim :]
     selected = value.ndim - len(rest) - 1  # the dim of what the mask selects
     if selected >= 0 and any(shape[selected] != 1 for shape in value.shapes):
         return None
-    of_selected = (*labels[:first], None, *rest)
-    of_value = Input(value, of_selected[len(of_selected) - value.ndim :], broadcasts=True)
-    of_mask = Input(mask, labels[first : first + mask.ndim])
-    return resolve(operation, [Output(labels, (Input(self, labels), of_mask, of_value))])
+    return form(f"self:{labels} indices:{of_mask} values:~{labels[:first]}*{rest} -> {labels}")(
+        operation
+    )
 
 
 RULES = {

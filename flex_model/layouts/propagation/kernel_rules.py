@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flex_model.layouts.propagation.attention import as_heads_of
-from flex_model.layouts.propagation.labels import Placements, words
 from flex_model.layouts.propagation.operation import Operation
-from flex_model.layouts.propagation.text_forms import form
+from flex_model.layouts.propagation.text_forms import Placements, form, words
 
 # ---- Attention -----------------------------------------------------------------------------------
 

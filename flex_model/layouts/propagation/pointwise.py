@@ -10,9 +10,8 @@ import torch
 
 from flex_model.distributed.placement import Partial, Shard
 from flex_model.integrations.torch_private import all_operation_names
-from flex_model.layouts.propagation.labels import Placements, words
 from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation
-from flex_model.layouts.propagation.text_forms import form
+from flex_model.layouts.propagation.text_forms import Placements, form, words
 
 # The operands in which an output is linear: partial sums propagate there.
 _LINEAR = {

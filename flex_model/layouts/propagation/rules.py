@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from flex_model.layouts.propagation import (
     text_rules,
     views,
 )
-from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, full_size
 from flex_model.layouts.propagation.text_forms import form
 
 RuleFunction = Callable[[Operation], "Placement | Sequence[Placement | None] | None"]
@@ -194,7 +194,7 @@ def _propagated(operation: Operation) -> list[Placement | None]:
     operands = operation.operands
     is_aten = "::" not in operation.name
     rule = _rule(operation.name, operation.tags)
-    if not operands or any(_contradicts(operand) for operand in operands):
+    if not operands or not all(fits(o.placement, o) for o in operands):
         return unknown
     if rule is None and (not is_aten or operation.name.startswith("new_")):
         return unknown
@@ -212,27 +212,12 @@ def _propagated(operation: Operation) -> list[Placement | None]:
     return list(found)
 
 
-def _contradicts(operand: Operand) -> bool:
-    """Whether the ranks' shapes don't fit the placement."""
-    return operand.placement is not None and not fits(operand.placement, operand)
-
-
 def fits(placement: Placement | None, operand: Operand) -> bool:
     """Whether the ranks' shapes may be those of a tensor that is placed like this."""
     if not isinstance(placement, Shard):
         return placement is None or len(set(operand.shapes)) == 1
-    dim, parts = placement.dim, placement.parts
-    if not 0 <= dim < operand.ndim:
-        return False
-    others = {(shape[:dim], shape[dim + 1 :]) for shape in operand.shapes}
-    if len(others) > 1:
-        return False
-    if placement.part_sizes is None and any(shape[dim] % parts for shape in operand.shapes):
-        return False
-    try:
-        return bool(replace(operand, placement=placement).full_shape)
-    except ValueError:
-        return False
+    is_dim = 0 <= placement.dim < operand.ndim
+    return is_dim and full_size(placement, operand.shapes) is not None
 
 
 def _varying(operation: Operation) -> set[str]:

@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
-from flex_model.layouts.propagation.labels import (
+from flex_model.layouts.propagation.operation import Operand, Operation
+from flex_model.layouts.propagation.parts import Widths, by_piece, part_widths, shard_of_parts
+from flex_model.layouts.propagation.text_forms import (
     Placements,
+    form,
     operand_of,
     sizes_along,
     words,
 )
-from flex_model.layouts.propagation.operation import Operand, Operation
-from flex_model.layouts.propagation.parts import Widths, by_piece, part_widths, shard_of_parts
-from flex_model.layouts.propagation.text_forms import form
 
 Range = tuple[int, int]  # start and end, within one rank's local tensor
 
@@ -63,29 +63,18 @@ def own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
     count = len(ranges)
     if follow_to_end(ranges, size):
         return Shard(dim)
-    for pieces in range(2, count):
-        for stride in range(1, count):
-            if count % (pieces * stride):
-                continue
-            shard = Shard(dim, pieces=pieces, stride=stride)
-            by_piece: dict[int, Range] = {}
-            if any(by_piece.setdefault(shard.piece(i), r) != r for i, r in enumerate(ranges)):
-                continue
-            if len(by_piece) == pieces and follow_to_end(
-                [by_piece[i] for i in range(pieces)], size
-            ):
-                return shard
+    for pieces, stride in itertools.product(range(2, count), range(1, count)):
+        shard = Shard(dim, pieces=pieces, stride=stride)
+        held = None if count % (pieces * stride) else by_piece(shard, ranges)
+        if held is not None and len(held) == pieces and follow_to_end(held, size):
+            return shard
     return None
 
 
 def follow_to_end(ranges: Sequence[Range], size: int) -> bool:
     """Whether the ranges follow one another and cover the dim."""
-    end = 0
-    for start, stop in ranges:
-        if start != end or stop < start:
-            return False
-        end = stop
-    return end == size
+    ends = [0, *(end for _, end in ranges)]
+    return ends == sorted(ends) and ends == [*(start for start, _ in ranges), size]
 
 
 def _clamped(index: int | None, size: int, default: int) -> int:
@@ -100,8 +89,8 @@ def slice_ranges(
     """Return the ranges of Python slices of this many indices."""
     ranges = []
     for start, end, size in zip(starts, ends, sizes):
-        first = _clamped(start, size, 0)
-        ranges.append((first, max(first, _clamped(end, size, size))))
+        first, last, _ = slice(start, end).indices(size)
+        ranges.append((first, max(first, last)))
     return ranges
 
 
@@ -219,7 +208,7 @@ def _full_split_sizes(operation: Operation, full: int) -> list[int] | None:
     """
     stated = operation.full_sizes
     is_chunk = operation.name == "chunk"
-    if is_chunk or ("split_size" in stated and len(stated["split_size"]) == 1):
+    if is_chunk or len(stated.get("split_size", ())) == 1:
         (width,) = [-(-full // operation["chunks"])] if is_chunk else stated["split_size"]
         if width is None:
             raise ValueError("the width is not known")

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from string import ascii_lowercase
 
-from flex_model.layouts.propagation.labels import (
-    Input,
-    Labels,
-    Output,
-    Placements,
-    Term,
-    resolve,
-    words,
-)
-from flex_model.layouts.propagation.operation import Operand, Operation
+from flex_model.layouts.propagation.operation import Operation
 from flex_model.layouts.propagation.pointwise import pointwise
-from flex_model.layouts.propagation.text_forms import form, labels_of
+from flex_model.layouts.propagation.text_forms import Placements, form, words
 
 # ---- Reductions and products ---------------------------------------------------------------------
 
@@ -54,18 +47,19 @@ def einsum(operation: Operation) -> Placements:
     its diagonal, which must be whole.
     """
     before, arrow, after = operation["equation"].replace(" ", "").partition("->")
-    terms, operands = before.split(","), operation["tensors"]
     if not arrow:
         letters = before.replace(",", "").replace(".", "")
         after = "..." if "..." in before else ""
         after += "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-    inputs = []
-    for term, operand in zip(terms, operands, strict=True):
-        names = labels_of(term, operand.ndim)
-        labels: Labels = tuple(None if names.count(name) > 1 else name for name in names)
-        inputs.append(Input(operand, labels, broadcasts=True))
-    made = labels_of(after, operation.outputs[0].ndim)
-    return resolve(operation, [Output(made, terms=(Term(tuple(inputs)),))])
+    named = {f"t{i}": one for i, one in enumerate(operation["tensors"])}
+    reads, dots = [], ""
+    for (name, one), term in zip(named.items(), before.split(","), strict=True):
+        own = "9876543210"[10 - one.ndim + len(term.replace("...", "")) :]
+        labels, dots = term.replace("...", own), max(dots, own, key=len)
+        labels = "".join("*" if labels.count(label) > 1 else label for label in labels)
+        reads.append(f"{name}:~{labels}")
+    text = f"{' '.join(reads)} -> {after.replace('...', dots)} = {'*'.join(named)}"
+    return form(text)(replace(operation, arguments=(named,) * operation.num_ranks))
 
 
 def solve_triangular(operation: Operation) -> Placements:
@@ -76,13 +70,8 @@ def solve_triangular(operation: Operation) -> Placements:
 
 def of_matrices(operation: Operation) -> Placements:
     """Solve or factor matrices, each of a batch alone."""
-    batch: Labels = tuple(range(operation.operands[0].ndim - 2))
-
-    def labels(tensor: Operand) -> Labels:
-        return (*batch, *[None] * (tensor.ndim - len(batch)))
-
-    inputs = tuple(Input(one, labels(one)) for one in operation.operands)
-    return resolve(operation, [Output(labels(made), inputs) for made in operation.outputs])
+    batch = ascii_lowercase[: operation.operands[0].ndim - 2]
+    return form(f":{batch}_ -> {batch}_+")(operation)
 
 
 def _added(labels: str, product: str) -> Callable[[Operation], Placements]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from flex_model.layouts.propagation.labels import as_dims, operand_of, sizes_along
-from flex_model.layouts.propagation.text_forms import form
+from flex_model.layouts.propagation.text_forms import as_dims, form, operand_of, sizes_along
 
 _POINTWISE = {
     "_fused_dropout": "self:... -> ...+",

@@ -5,21 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from string import ascii_lowercase
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
-from flex_model.layouts.propagation.labels import (
-    Input,
-    Labels,
-    Output,
-    Placements,
-    Term,
-    operand_of,
-    resolve,
-    sizes_along,
-)
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
 from flex_model.layouts.propagation.reshaping import Sizes, reshaped
-from flex_model.layouts.propagation.text_forms import form
+from flex_model.layouts.propagation.text_forms import Placements, form, operand_of, sizes_along
 
 # ---- Shapes --------------------------------------------------------------------------------------
 
@@ -32,10 +23,7 @@ def full_sizes_of(operation: Operation, name: str) -> Sizes:
 
 def _flexible(operation: Operation, name: str) -> int | None:
     """Return the index of the size that was passed as -1."""
-    found = {
-        next((dim for dim, size in enumerate(sizes) if size == -1), None)
-        for sizes in operation.by_rank(name)
-    }
+    found = {sizes.index(-1) if -1 in sizes else None for sizes in operation.by_rank(name)}
     (dim,) = found
     return dim
 
@@ -107,10 +95,9 @@ def _moved(shard: Shard, dim: int, by: int) -> Shard:
 
 
 def permute(operation: Operation) -> Placements:
-    operand, dims = operation["self"], operation["dims"]
-    labels: Labels = tuple(range(operand.ndim))
-    terms = (Term((Input(operand, labels),)),)
-    return resolve(operation, [Output(tuple(labels[dim] for dim in dims), terms=terms)])
+    before = ascii_lowercase[: operation["self"].ndim]
+    after = "".join(before[dim] for dim in operation["dims"])
+    return form(f"self:{before} -> {after} = self")(operation)
 
 
 # ---- Expanding and repeating ---------------------------------------------------------------------
@@ -161,18 +148,11 @@ def repeat(operation: Operation) -> Placements:
     operand, made = operation["self"], operation.outputs[0]
     name = "repeats"
     stated, placement = full_sizes_of(operation, name), operand.placement
-    missing = made.ndim - len(operation.by_rank(name)[0])
-    repeats: Sequence[int | None] = (*(1,) * max(missing, 0), *(stated or operation[name]))
-    split = []
-    for dim, times in enumerate(repeats):
-        by_rank = [
-            of_rank[dim - missing] if dim >= missing else 1 for of_rank in operation.by_rank(name)
-        ]
-        if all(one == times for one in by_rank):
-            continue
-        if times != sum(by_rank):
-            return [None]
-        split.append(dim)
+    of_ranks = operation.by_rank(name)
+    repeats: Sequence[int | None] = stated or operation[name]
+    split = [dim for dim, times in enumerate(repeats) if any(o[dim] != times for o in of_ranks)]
+    if any(repeats[dim] != sum(own[dim] for own in of_ranks) for dim in split):
+        return [None]
     if split:
         return [Shard(split[0]) if len(split) == 1 and placement == REPLICATED else None]
     if isinstance(placement, Shard):
