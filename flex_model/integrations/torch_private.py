@@ -43,9 +43,8 @@ def makes_fakes() -> bool:
     return type(torch.empty(0, device="cpu")) is FakeTensor
 
 
-# ---- The dispatcher: which operations there are. Without it: a list of names, kept by hand ------
+# ---- The dispatcher: what an operation is composed of. Without it: a list of names, by hand ------
 
-all_operation_names = torch._C._dispatch_get_all_op_names
 disabled_modes = _disable_current_modes  # without it: modes of the user see shapes of ours
 DisableTorchFunction = torch._C.DisableTorchFunction  # else an empty TorchFunctionMode
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
-from flex_model.layouts.propagation.operation import Operand, Operation
+from flex_model.layouts.propagation.operation import Operand, Operation, rule
 from flex_model.layouts.propagation.parts import Widths, by_piece, part_widths, shard_of_parts
 from flex_model.layouts.propagation.text_forms import (
     Placements,
@@ -16,6 +16,11 @@ from flex_model.layouts.propagation.text_forms import (
     operand_of,
     sizes_along,
     words,
+)
+
+#: Operations that make consecutive slices.
+SPLITS = words(
+    "split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk"
 )
 
 Range = tuple[int, int]  # start and end, within one rank's local tensor
@@ -117,6 +122,7 @@ def range_taken(operation: Operation, output: int, dim: int) -> Range | None:
     return found.pop() if len(found) == 1 else None
 
 
+@rule("slice", "start end")
 def slice_(operation: Operation) -> Placements:
     """Read ``x[..., start:end:step, ...]`` along one dim."""
     dim, step = operation["dim"] % operand_of(operation).ndim, operation["step"]
@@ -129,6 +135,7 @@ def slice_(operation: Operation) -> Placements:
     return [_taken(operation, dim, ranges, of_full, step)]
 
 
+@rule("narrow", "start length")
 def narrow(operation: Operation) -> Placements:
     """Read from ``start`` for ``length`` along one dim."""
     dim = operation["dim"] % operand_of(operation).ndim
@@ -179,6 +186,7 @@ def _stated(operation: Operation, *names: str) -> list[Any] | None:
     return [stated[name][0] if name in stated else operation.by_rank(name)[0] for name in names]
 
 
+@rule(SPLITS, "split_size split_sizes chunks")
 def split(operation: Operation) -> Placements:
     """Return consecutive slices, whose sizes may be each rank's own.
 
@@ -207,7 +215,7 @@ def _full_split_sizes(operation: Operation, full: int) -> list[int] | None:
     them.
     """
     stated = operation.full_sizes
-    is_chunk = operation.name == "chunk"
+    is_chunk = operation.name.endswith("chunk")
     if is_chunk or len(stated.get("split_size", ())) == 1:
         (width,) = [-(-full // operation["chunks"])] if is_chunk else stated["split_size"]
         if width is None:
@@ -227,6 +235,7 @@ def _full_split_sizes(operation: Operation, full: int) -> list[int] | None:
     return [rest if size is None else size for size in sizes]
 
 
+@rule("cat")
 def cat(operation: Operation) -> Placements:
     """Concatenate: along a split dim each tensor's parts stay parts, if all are split alike."""
     operands = list(operation["tensors"])
@@ -253,17 +262,3 @@ def _along_joined_dim(operands: list[Operand]) -> Placement | None:
         return None
     of_ranks = zip(*(own for own in widths if own is not None))
     return shard_of_parts(first, [tuple(itertools.chain(*own)) for own in of_ranks])
-
-
-#: Operations that make consecutive slices.
-SPLITS = words(
-    "split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk"
-)
-
-RULES = {"cat": cat}
-
-RULES_OF_BOUNDS = {"slice": slice_, "narrow": narrow}
-
-RULES_OF_SPLITS = dict.fromkeys(
-    words("split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes"), split
-)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flex_model.layouts.propagation.operation import rule
 from flex_model.layouts.propagation.text_forms import as_dims, form, operand_of, sizes_along
 
 _POINTWISE = {
@@ -149,8 +150,9 @@ _OF_COMPUTED_DIMS = {
 
 _TEXTS = _POINTWISE | _REDUCTIONS | _SCANS | _PRODUCTS | _SHAPES | _INDEXING | _LAYERS
 
-RULES = {name: form(text) for names, text in _TEXTS.items() for name in names.split()} | {
-    name: rule for names, rule in _OF_COMPUTED_DIMS.items() for name in names.split()
-}
+for names, text in _TEXTS.items():
+    rule(names)(form(text))
+for names, function in _OF_COMPUTED_DIMS.items():
+    rule(names)(function)
 # It is passed the number of rows, which is the rank's own.
-RULES_OF_ROWS = {"native_group_norm": RULES["group_norm"]}
+rule("native_group_norm", "N")(form(_LAYERS["group_norm"]))

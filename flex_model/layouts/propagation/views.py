@@ -8,7 +8,7 @@ from dataclasses import replace
 from string import ascii_lowercase
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
-from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, rule
 from flex_model.layouts.propagation.reshaping import Sizes, reshaped
 from flex_model.layouts.propagation.text_forms import Placements, form, operand_of, sizes_along
 
@@ -39,6 +39,7 @@ def _resolved(sizes: Sizes, numel: int) -> Sizes:
     return tuple(left if size == -1 else size for size in sizes)
 
 
+@rule("view reshape _unsafe_view _reshape_alias", "size shape stride")
 def view(operation: Operation) -> Placements:
     """Reshape (``view``, ``reshape`` and the like) to given sizes."""
     operand, made = operation["self"], operation.outputs[0]
@@ -57,6 +58,7 @@ def _reinterpreted(operand: Operand, made: Operand) -> Placements:
     return [operand.placement if is_kept and is_split_or_whole else None]
 
 
+@rule("unflatten", "sizes")
 def unflatten(operation: Operation) -> Placements:
     """Divide one dim; the others keep their sizes."""
     operand, made = operand_of(operation), operation.outputs[0]
@@ -75,6 +77,7 @@ def unflatten(operation: Operation) -> Placements:
     return [reshaped(operand, made, sizes, flexible, are_stated)]
 
 
+@rule("flatten")
 def flatten(operation: Operation) -> Placements:
     """Join the dims from ``start_dim`` to ``end_dim``, of which the call gives no sizes."""
     operand, made = operation["self"], operation.outputs[0]
@@ -94,6 +97,7 @@ def _moved(shard: Shard, dim: int, by: int) -> Shard:
 # ---- Dims that are moved -------------------------------------------------------------------------
 
 
+@rule("permute")
 def permute(operation: Operation) -> Placements:
     before = ascii_lowercase[: operation["self"].ndim]
     after = "".join(before[dim] for dim in operation["dims"])
@@ -103,6 +107,7 @@ def permute(operation: Operation) -> Placements:
 # ---- Expanding and repeating ---------------------------------------------------------------------
 
 
+@rule("expand", "size")
 def expand(operation: Operation) -> Placements:
     """Expand dims of size 1, and add dims in front."""
     operand, made = operation["self"], operation.outputs[0]
@@ -141,6 +146,7 @@ def _expanded(operand: Operand, made: Operand, full: Sizes) -> Placement | None:
     return Shard(split[0]) if is_split_once else None
 
 
+@rule("repeat", "repeats")
 def repeat(operation: Operation) -> Placements:
     """Repeat along dims. Along a split dim each copy is a part, split as the operand. Of a whole
     tensor each rank may make some of the copies.
@@ -164,6 +170,7 @@ def repeat(operation: Operation) -> Placements:
     return [placement]
 
 
+@rule("repeat_interleave")
 def repeat_interleave(operation: Operation) -> Placements:
     """Repeat each index along ``dim``; without ``dim``, of the flattened tensor."""
     operand, times, dim = operation["self"], operation["repeats"], operation["dim"]
@@ -178,16 +185,3 @@ def repeat_interleave(operation: Operation) -> Placements:
 
 #: Operations that keep the elements in their order, and are passed the new sizes.
 TO_SIZES = ("view", "reshape", "_unsafe_view")
-
-RULES_OF_SIZES = {
-    **dict.fromkeys((*TO_SIZES, "_reshape_alias"), view),
-    "unflatten": unflatten,
-    "expand": expand,
-    "repeat": repeat,
-}
-
-RULES = {
-    "flatten": flatten,
-    "permute": permute,
-    "repeat_interleave": repeat_interleave,
-}
