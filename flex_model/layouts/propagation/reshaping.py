@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts.propagation.operation import Operand, Shape, full_size
-from flex_model.layouts.propagation.parts import part_widths, shard_of_parts
+from flex_model.layouts.propagation.slicing import part_widths, shard_of_parts
 from flex_model.layouts.propagation.text_forms import sizes_along
 
 Reading = tuple[int, int]  # the split dim and its parts

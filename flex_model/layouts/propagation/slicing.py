@@ -9,7 +9,6 @@ from typing import Any
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.layouts.propagation.operation import Operand, Operation, rule
-from flex_model.layouts.propagation.parts import Widths, by_piece, part_widths, shard_of_parts
 from flex_model.layouts.propagation.text_forms import (
     Placements,
     form,
@@ -24,6 +23,52 @@ SPLITS = words(
 )
 
 Range = tuple[int, int]  # start and end, within one rank's local tensor
+Widths = list[tuple[int, ...]]  # by rank: its width of each part, in their order
+
+# ---- Split dims that consist of several parts, each of them split over the ranks -----------------
+
+
+def part_widths(operand: Operand) -> Widths | None:
+    """Return each rank's width of each part of its split dim. None if the sizes don't fit."""
+    shard = operand.shard
+    if shard is None:
+        return None
+    held = [shape[shard.dim] for shape in operand.shapes]
+    of_pieces = by_piece(shard, held)
+    widths = None if of_pieces is None else shard.part_widths(of_pieces)
+    if widths is None:
+        return None
+    return [tuple(widths[shard.piece(rank)]) for rank in range(len(held))]
+
+
+def by_piece(shard: Shard, of_ranks: Sequence[Any]) -> list[Any] | None:
+    """Return the ranks' items by piece. None if replicas of a piece differ."""
+    found: dict[int, Any] = {}
+    for rank, own in enumerate(of_ranks):
+        if found.setdefault(shard.piece(rank), own) != own:
+            return None
+    return [found[piece] for piece in sorted(found)]
+
+
+def shard_of_parts(like: Shard, widths: Widths) -> Shard | None:
+    """Return the placement of a dim of such parts, split over the ranks as ``like``. None if there
+    is none: parts of unequal sizes must be split evenly.
+    """
+    count = len(widths[0])
+    if count == 0:
+        return None
+    plain = Shard(like.dim, pieces=like.pieces, stride=like.stride)
+    if all(len(set(own)) == 1 for own in widths):
+        return replace(plain, parts=count)
+    of_pieces = by_piece(like, widths)
+    if of_pieces is None:
+        return None
+    stated = replace(plain, part_sizes=tuple(sum(of_part) for of_part in zip(*of_pieces)))
+    found = stated.part_widths([sum(own) for own in of_pieces])
+    return stated if found == [list(own) for own in of_pieces] else None
+
+
+# ---- Slices --------------------------------------------------------------------------------------
 
 
 def sliced(operand: Operand, dim: int, ranges: Sequence[Range]) -> Placement | None:
@@ -82,12 +127,6 @@ def follow_to_end(ranges: Sequence[Range], size: int) -> bool:
     return ends == sorted(ends) and ends == [*(start for start, _ in ranges), size]
 
 
-def _clamped(index: int | None, size: int, default: int) -> int:
-    if index is None:
-        return default
-    return min(max(index + size if index < 0 else index, 0), size)
-
-
 def slice_ranges(
     starts: Sequence[int | None], ends: Sequence[int | None], sizes: Sequence[int]
 ) -> list[Range]:
@@ -140,7 +179,7 @@ def narrow(operation: Operation) -> Placements:
     """Read from ``start`` for ``length`` along one dim."""
     dim = operation["dim"] % operand_of(operation).ndim
     sizes = sizes_along(operand_of(operation), dim)
-    starts = [_clamped(start, size, 0) for start, size in zip(operation.by_rank("start"), sizes)]
+    starts = [slice(n, None).indices(size)[0] for n, size in zip(operation.by_rank("start"), sizes)]
     ranges = [(start, start + length) for start, length in zip(starts, operation.by_rank("length"))]
     bounds = _stated(operation, "start", "length")
     of_full = None if bounds is None else (bounds[0], sum(bounds))

@@ -245,13 +245,6 @@ def recurrent(operation: Operation) -> Placements:
     return form(f"input:{x} hx:*b* params:_ -> {x} ; *b*+")(operation)
 
 
-@rule("_transformer_encoder_layer_fwd _native_multi_head_attention")
-def encoder_layer(operation: Operation) -> Placements:
-    """Run the fused layer of ``nn.TransformerEncoder``: rows are parallel."""
-    mask = "b_" if operation["mask_type"] in (1, 2) else "_"
-    return form(f"src?:b_ query?:b_ key?:b_ value?:b_ mask?:{mask} :_ -> b_+")(operation)
-
-
 # Windows extend over the edges of shards, so positions must be whole.
 @rule("convolution _convolution mkldnn_convolution conv1d conv2d conv3d", "groups")
 def convolution(operation: Operation) -> Placements:

@@ -15,12 +15,6 @@ from flex_model.layouts.propagation.text_forms import Placements, form, operand_
 # ---- Shapes --------------------------------------------------------------------------------------
 
 
-def full_sizes_of(operation: Operation, name: str) -> Sizes:
-    """Return the sizes that the unsharded program passes; empty if none of them is known."""
-    sizes = operation.full_sizes.get(name)
-    return () if sizes is None else tuple(sizes)
-
-
 def _flexible(operation: Operation, name: str) -> int | None:
     """Return the index of the size that was passed as -1."""
     found = {sizes.index(-1) if -1 in sizes else None for sizes in operation.by_rank(name)}
@@ -46,7 +40,7 @@ def view(operation: Operation) -> Placements:
     if "dtype" in operation.arguments[0]:
         return _reinterpreted(operand, made)
     name = "size" if "size" in operation.arguments[0] else "shape"
-    sizes = _resolved(full_sizes_of(operation, name), math.prod(operand.full_shape))
+    sizes = _resolved(operation.full_sizes.get(name, ()), math.prod(operand.full_shape))
     return [reshaped(operand, made, sizes, _flexible(operation, name))]
 
 
@@ -66,7 +60,7 @@ def unflatten(operation: Operation) -> Placements:
     count = len(operation.arguments[0]["sizes"])
     if operand.shard is not None and operand.shard.dim != dim:
         return [_moved(operand.shard, dim, count - 1)]
-    sizes = full_sizes_of(operation, "sizes") or (None,) * count
+    sizes = operation.full_sizes.get("sizes", ()) or (None,) * count
     flexible = _flexible(operation, "sizes")
     if flexible is not None:
         sizes = (*sizes[:flexible], -1, *sizes[flexible + 1 :])
@@ -111,7 +105,7 @@ def permute(operation: Operation) -> Placements:
 def expand(operation: Operation) -> Placements:
     """Expand dims of size 1, and add dims in front."""
     operand, made = operation["self"], operation.outputs[0]
-    return [_expanded(operand, made, full_sizes_of(operation, "size"))]
+    return [_expanded(operand, made, operation.full_sizes.get("size", ()))]
 
 
 def _expanded(operand: Operand, made: Operand, full: Sizes) -> Placement | None:
@@ -153,7 +147,7 @@ def repeat(operation: Operation) -> Placements:
     """
     operand, made = operation["self"], operation.outputs[0]
     name = "repeats"
-    stated, placement = full_sizes_of(operation, name), operand.placement
+    stated, placement = operation.full_sizes.get(name, ()), operand.placement
     of_ranks = operation.by_rank(name)
     repeats: Sequence[int | None] = stated or operation[name]
     split = [dim for dim, times in enumerate(repeats) if any(o[dim] != times for o in of_ranks)]
