@@ -169,7 +169,6 @@ SAMPLES = [
     sample("native_dropout", X, program=lambda op, x: op(x, 0.5, True), is_random=True),
     sample("dropout", X, program=lambda op, x: op(x, 0.5, True), is_random=True),
     sample("dropout", X, program=lambda op, x: op(x, 0.5, False)),
-    sample("alpha_dropout", X, program=lambda op, x: op(x, 0.5, True), is_random=True),
     sample(
         "feature_dropout", floats(4, 6, 3), program=lambda op, x: op(x, 0.5, True), is_random=True
     ),

@@ -109,12 +109,3 @@ def scaled(operation: Operation) -> Placements:
     is_whole = operation["self"].placement == REPLICATED
     are_shares = numbers[0] != 0 and math.isclose(sum(numbers), 1, rel_tol=1e-12)
     return [PARTIAL if is_whole and are_shares else None]
-
-
-@rule("dropout native_dropout alpha_dropout")
-def dropout(operation: Operation) -> Placements:
-    """Drop elements: each rank those of its own shard; without training it is the identity."""
-    train = operation.get("train", operation.get("training"))
-    is_identity = train is False or operation.get("p") == 0
-    terms = " = input" if is_identity else ""
-    return form(f"input:... -> ...{terms} ; ...")(operation)

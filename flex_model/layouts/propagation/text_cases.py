@@ -203,9 +203,7 @@ def batch_norm(operation: Operation) -> Placements:
     """Normalize each channel, by the statistics of the batch in training, else by the
     running ones.
     """
-    names = ("training", "train", "use_input_stats", "update")
-    trains = operation.name == "_batch_norm_with_update"
-    trains = next((operation[n] for n in names if n in operation.arguments[0]), trains)
+    trains = operation.get("training", operation.name == "_batch_norm_with_update")
     returns_running = operation.name.endswith("_functional")
     x, running = "*c_" if trains else "nc...", " ; c ; c" if returns_running else ""
     if trains and not returns_running:
@@ -246,11 +244,10 @@ def recurrent(operation: Operation) -> Placements:
 
 
 # Windows extend over the edges of shards, so positions must be whole.
-@rule("convolution _convolution mkldnn_convolution conv1d conv2d conv3d", "groups")
+@rule("convolution _convolution", "groups")
 def convolution(operation: Operation) -> Placements:
     """Compute channels "o" of channels "c"; or by group, if both are split into groups."""
-    name = "input" if "input" in operation.arguments[0] else "self"
-    x, weight = operation[name], operation["weight"]
+    x, weight = operation["input"], operation["weight"]
     rows = "n" if x.ndim == weight.ndim else ""
     is_transposed = operation.get("transposed", False)
     of_x, of_weight, out = "c", "co" if is_transposed else "oc", "o"
@@ -258,25 +255,24 @@ def convolution(operation: Operation) -> Placements:
     if None not in shards and [s.dim for s in shards if s is not None] == [len(rows), 0]:
         if is_transposed:
             raise ValueError("groups or a sum: the weight's shape fits both")
-        operation = _by_group(operation, name, len(rows))
+        operation = _by_group(operation, len(rows))
         of_x, of_weight, out = "g", "g*", "g"
     elif any(count != 1 for count in operation.by_rank("groups")):
         of_x, of_weight, out = "*", "**", "*"
     return form(
-        f"{name}:{rows}{of_x}_ weight:{of_weight}_ bias?:{out} -> {rows}{out}_ "
-        f"= {name}*weight + bias"
+        f"input:{rows}{of_x}_ weight:{of_weight}_ bias?:{out} -> {rows}{out}_ = input*weight + bias"
     )(operation)
 
 
-def _by_group(operation: Operation, name: str, channel: int) -> Operation:
+def _by_group(operation: Operation, channel: int) -> Operation:
     """Return the operation on groups in place of channels. The weight's dim 1 is the number of
     input channels of a group, so no other reading is possible.
     """
-    x, weight, bias = (operation[n] for n in (name, "weight", "bias"))
+    x, weight, bias = (operation[n] for n in ("input", "weight", "bias"))
     width = weight.shapes[0][1]
     counts = [shape[channel] // width for shape in x.shapes]
     (width_out,) = {shape[0] // count for shape, count in zip(weight.shapes, counts)}
-    given = {name: _grouped(x, channel, width), "weight": _grouped(weight, 0, width_out)}
+    given = {"input": _grouped(x, channel, width), "weight": _grouped(weight, 0, width_out)}
     if bias is not None:
         given["bias"] = _grouped(bias, 0, width_out)
     (made,) = operation.outputs
@@ -291,12 +287,11 @@ def _grouped(operand: Operand, dim: int, width: int) -> Operand:
         return (*shape[:dim], shape[dim] // width, *shape[dim + 1 :])
 
     shard, shapes = operand.shard, tuple(map(shape_of, operand.shapes))
-    if any(shape[dim] % width for shape in operand.shapes):
-        raise ValueError("a group is divided")
-    if shard is not None and any(shape[shard.dim] % shard.parts for shape in shapes):
-        raise ValueError("a group is divided")
-    if shard is not None and shard.part_sizes is not None:
-        raise ValueError("parts of unequal sizes")
+    is_divided = any(shape[dim] % width for shape in operand.shapes)
+    if shard is not None and not is_divided:
+        is_divided = bool(shard.part_sizes) or any(s[shard.dim] % shard.parts for s in shapes)
+    if is_divided:
+        raise ValueError("a group is divided, or parts have unequal sizes")
     return replace(operand, shapes=shapes)
 
 

@@ -6,7 +6,7 @@ from flex_model.layouts.propagation.operation import rule
 from flex_model.layouts.propagation.text_forms import as_dims, form, operand_of, sizes_along
 
 _POINTWISE = {
-    "_fused_dropout": "self:... -> ...+",
+    "_fused_dropout native_dropout": ":... -> ...+",
     "feature_dropout feature_alpha_dropout": "input:nc_ -> nc_",  # drops whole channels
     "view_as_real": "self:... -> ...* = self",
     "view_as_complex": "self:...* -> ... = self",

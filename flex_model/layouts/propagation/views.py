@@ -58,8 +58,9 @@ def unflatten(operation: Operation) -> Placements:
     operand, made = operand_of(operation), operation.outputs[0]
     dim, full = operation["dim"] % operand.ndim, operand.full_shape
     count = len(operation.arguments[0]["sizes"])
-    if operand.shard is not None and operand.shard.dim != dim:
-        return [_moved(operand.shard, dim, count - 1)]
+    shard = operand.shard
+    if shard is not None and shard.dim != dim:
+        return [replace(shard, dim=shard.dim + (count - 1) * (shard.dim > dim))]
     sizes = operation.full_sizes.get("sizes", ()) or (None,) * count
     flexible = _flexible(operation, "sizes")
     if flexible is not None:
@@ -74,18 +75,10 @@ def unflatten(operation: Operation) -> Placements:
 @rule("flatten")
 def flatten(operation: Operation) -> Placements:
     """Join the dims from ``start_dim`` to ``end_dim``, of which the call gives no sizes."""
-    operand, made = operation["self"], operation.outputs[0]
-    full, ndim = operand.full_shape, max(operand.ndim, 1)
-    first, last = operation["start_dim"] % ndim, operation["end_dim"] % ndim
-    if operand.shard is not None and not first <= operand.shard.dim <= last:
-        return [_moved(operand.shard, first, first - last)]
+    operand, full = operation["self"], operation["self"].full_shape
+    first, last = (operation[name] % max(operand.ndim, 1) for name in ("start_dim", "end_dim"))
     joined = (*full[:first], math.prod(full[first : last + 1]), *full[last + 1 :])
-    return [reshaped(operand, made, joined)]
-
-
-def _moved(shard: Shard, dim: int, by: int) -> Shard:
-    """Return the same split, where there are more or fewer dims in the place of ``dim``."""
-    return replace(shard, dim=shard.dim + by) if shard.dim > dim else shard
+    return [reshaped(operand, operation.outputs[0], joined)]
 
 
 # ---- Dims that are moved -------------------------------------------------------------------------
