@@ -109,7 +109,7 @@ _LAYERS = {
     "im2col": "self:...*** -> ...** = self",
     "col2im": "self:...** -> ...*** = self",
     "pixel_shuffle pixel_unshuffle": "self:...*** -> ...*** = self",
-    "channel_shuffle": "self:n*... -> n*... = self",
+    "channel_shuffle native_channel_shuffle": "self:n*... -> n*... = self",
     "grid_sampler_2d grid_sampler_3d": "input:nc_ grid:n...* -> nc... = input*!grid",
     "_cdist_forward": "x1:~...p* x2:~...r* -> ...pr",
     # One step of a recurrent layer on a GPU. The gates are (rows, features).
