@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -142,6 +142,7 @@ class Operation:
 
 
 RuleFunction = Callable[[Operation], "Placement | Sequence[Placement | None] | None"]
+_Function = TypeVar("_Function", bound=RuleFunction)
 
 
 @dataclass(frozen=True)
@@ -162,10 +163,10 @@ class Rule:
 RULES: dict[str, Rule] = {}
 
 
-def rule(names: str | Iterable[str], per_rank: str = "") -> Callable[[RuleFunction], RuleFunction]:
+def rule(names: str | Iterable[str], per_rank: str = "") -> Callable[[_Function], _Function]:
     """Add a function to the rules, for operations of these names."""
 
-    def add(function: RuleFunction) -> RuleFunction:
+    def add(function: _Function) -> _Function:
         each = names.split() if isinstance(names, str) else names
         RULES.update(dict.fromkeys(each, Rule(function, frozenset(per_rank.split()))))
         return function

@@ -39,14 +39,6 @@ _UNTAGGED = words(
     "rrelu_with_noise rrelu_with_noise_functional"
 )
 
-_ALIASES = {
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "true_divide": "div",
-    "negative": "neg",
-}
-
 # Each rank draws random numbers for its own elements.
 _RANDOM = words(
     "rand_like randn_like randint_like empty_like uniform normal random exponential cauchy "
@@ -65,8 +57,8 @@ def is_pointwise(name: str) -> bool:
 @rule([*_LINEAR, *_UNTAGGED, *_RANDOM])
 def pointwise(operation: Operation) -> Placements:
     """Compute an element of every output for each element of the operands, broadcast."""
-    name = _ALIASES.get(operation.name, operation.name)
-    terms = "" if operation.get("rounding_mode") is not None else _LINEAR.get(name, "")
+    is_rounded = operation.get("rounding_mode") is not None
+    terms = "" if is_rounded else _LINEAR.get(operation.name, "")
     return form(f":~... -> ...+ = {terms}")(operation)
 
 

@@ -10,18 +10,9 @@ from typing import Any
 import torch
 
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, Shape, rule
-from flex_model.layouts.propagation.pointwise import pointwise
 from flex_model.layouts.propagation.text_forms import Placements, form, words
 
 # ---- Reductions and products ---------------------------------------------------------------------
-
-
-@rule("max min")
-def extreme(operation: Operation) -> Placements:
-    """Take ``max`` or ``min``: of two tensors, or along a dim."""
-    if len(operation.operands) > 1:
-        return pointwise(operation)
-    return form("self:...[dim] -> ...[-dim]+")(operation)
 
 
 @rule("histc")

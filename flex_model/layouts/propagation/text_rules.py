@@ -16,8 +16,8 @@ _REDUCTIONS = {
     "sum": "self:... -> ...[-dim] = self",
     "nansum count_nonzero": "self:... -> ...[-dim] = !self",
     "mean": "self:...[dim] -> ...[-dim] = self",
-    "amax amin argmax argmin all any prod var std var_mean std_mean linalg_vector_norm logsumexp "
-    "median nanmedian kthvalue mode aminmax nanmean special_logsumexp norm": (
+    "max min amax amin argmax argmin all any prod var std var_mean std_mean linalg_vector_norm "
+    "logsumexp median nanmedian kthvalue mode aminmax nanmean special_logsumexp norm": (
         ":...[dim] -> ...[-dim]+"
     ),
     "trace": "self:** -> = self",
