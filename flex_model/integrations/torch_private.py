@@ -43,17 +43,17 @@ def makes_fakes() -> bool:
     return type(torch.empty(0, device="cpu")) is FakeTensor
 
 
-# ---- The dispatcher: which operations there are. Without it: a list of names, kept by hand ------
+# ---- The dispatcher: what an operation is composed of. Without it: a list of names, by hand ------
 
-all_operation_names = torch._C._dispatch_get_all_op_names
 disabled_modes = _disable_current_modes  # without it: modes of the user see shapes of ours
 DisableTorchFunction = torch._C.DisableTorchFunction  # else an empty TorchFunctionMode
 
 
 def is_composite(operation: Any) -> bool:
-    """Whether an operation is composed of others."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(operation.name(), "CompositeImplicitAutograd")
+    """Whether an operation is composed of others on every device: some have a kernel on one."""
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, operation.name()
+    is_whole = has_kernel(name, "CPU") or has_kernel(name, "CUDA")
+    return has_kernel(name, "CompositeImplicitAutograd") and not is_whole
 
 
 def decompose(operation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,9 +67,8 @@ def decomposition_of(operation: Any) -> Callable[..., Any]:
     """Return a function that runs an operation as a sequence of others. NotImplementedError if
     there is none. Without torch's table: only for those that are composed of others.
     """
-    found = decomposition_table.get(operation)
-    if found is not None:
-        return found
+    if operation in decomposition_table:
+        return decomposition_table[operation]
     if not is_composite(operation):
         raise NotImplementedError(operation)
     return functools.partial(decompose, operation)

@@ -68,6 +68,8 @@ _FOLLOWED = {
     torch._VF._pad_packed_sequence: torch.ops.aten._pad_packed_sequence.default,
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,
 }
+#: Their names: under ``inference_mode`` they arrive as operations, too.
+FOLLOWED_AS_ONE = {operation._schema.name for operation in _FOLLOWED.values()}
 
 _REDUCTIONS = {dist.all_reduce, dist.reduce_scatter_tensor} if dist.is_available() else set()
 

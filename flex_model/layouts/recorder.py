@@ -28,7 +28,7 @@ from flex_model.layouts import logged, memory_map
 from flex_model.layouts.active import active_recorders, all_paused
 from flex_model.layouts.argument_reader import ArgumentEncoder, Encoded
 from flex_model.layouts.contracts import logged_calls, opaque_calls
-from flex_model.layouts.function_recorder import FunctionRecorder
+from flex_model.layouts.function_recorder import FOLLOWED_AS_ONE, FunctionRecorder
 from flex_model.layouts.graph_nodes import GraphNodes, is_framework_hook
 from flex_model.layouts.logged import Value
 from flex_model.layouts.operation_log import Source
@@ -326,11 +326,11 @@ class Recorder(DispatchMode):
     @staticmethod
     def _is_composite(func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the operation is composed of others, as it arrives under ``inference_mode``, and
-        has no rule of its own.
+        is not followed as one.
         """
-        if rules.has_rule(func._schema.name.removeprefix("aten::")):
-            return False
-        if any(dtensor.is_dtensor(leaf) for leaf in tree_iter((args, kwargs))):
+        name = func._schema.name
+        is_one = name in FOLLOWED_AS_ONE if func.namespace == "aten" else rules.has_rule(name)
+        if is_one or any(dtensor.is_dtensor(leaf) for leaf in tree_iter((args, kwargs))):
             return False
         return is_composite(func)
 

@@ -111,7 +111,7 @@ def rule(op="flex_model_advice::scale", number=1, **settings):
         for _ in range(number):
             register_rule(op, lambda operation: operation["x"].placement, **settings)
     finally:
-        rules._rules.pop("flex_model_advice::scale", None)
+        rules.RULES.pop("flex_model_advice::scale", None)
 
 
 def plot(values):

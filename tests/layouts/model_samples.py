@@ -117,42 +117,4 @@ ATTENTION = [
     attention(FLASH, Q, floats(2, 4, 6, 8), floats(2, 4, 6, 8), is_causal=True),
 ]
 
-E = 8  # features of the fused layers, which are for float32 on the CPU
-ROWS = floats(2, 5, E).float()
-HEADS = [floats(3 * E, E), floats(3 * E), floats(E, E), floats(E)]
-FEED = [floats(E), floats(E), floats(E), floats(E)]
-FEED += [floats(16, E), floats(16), floats(E, 16), floats(E)]
-HEADS, FEED = ([t.float() for t in tensors] for tensors in (HEADS, FEED))
-
-
-def fused(name, weights, call, *mask):
-    def program(op, x, *rest):
-        if x.shape[1:] != ROWS.shape[1:] or any(a.shape != b.shape for a, b in zip(rest, weights)):
-            raise ValueError("shapes that don't fit")
-        for own in rest[len(weights) :]:
-            own.expand(len(x), *own.shape[1:])
-        return call(op, x, *rest)
-
-    return sample(name, ROWS, *weights, *mask, program=program, takes_empty=False, atol=1e-3)
-
-
-FUSED = [
-    fused(
-        "_transformer_encoder_layer_fwd",
-        [*HEADS, *FEED],
-        lambda op, x, *w: op(x, E, 2, *w[:4], True, False, 1e-5, *w[4:]),
-    ),
-    fused(
-        "_native_multi_head_attention",
-        HEADS,
-        lambda op, x, *w: op(x, x, x, E, 2, *w),
-    ),
-    fused(
-        "_native_multi_head_attention",
-        HEADS,
-        lambda op, x, *w: op(x, x, x, E, 2, *w, mask_type=1),
-        torch.zeros(2, 5, dtype=torch.bool),
-    ),
-]
-
-SAMPLES = [*NORMS, *ATTENTION, *FUSED]
+SAMPLES = [*NORMS, *ATTENTION]

@@ -301,7 +301,7 @@ def test_an_operation_of_ones_own_is_refused_until_it_is_stated(name):
         register_rule(name, TEXT, gradient="local", replace=True)
         gradient(model, records)
     finally:
-        rules._rules.pop(name, None)
+        rules.RULES.pop(name, None)
     check(records)
 
 
@@ -314,5 +314,5 @@ def test_a_function_of_ones_own_is_refused_until_it_is_stated():
         register_function(Scaled, forward=TEXT, gradient="local")
         gradient(model, records)
     finally:
-        rules._rules.pop(f"kernel::{Scaled.__module__}.Scaled", None)
+        rules.RULES.pop(f"kernel::{Scaled.__module__}.Scaled", None)
     check(records)

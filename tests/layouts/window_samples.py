@@ -4,22 +4,20 @@ from product_samples import on
 from virtual_ranks import floats, sample
 
 
-def convolving(name, x, weight, *bias, transposed=False, groups=None, positions=1, atol=1e-6):
+def convolving(name, x, weight, *bias, transposed=False, groups=None, positions=1):
     """``groups`` says how many there are, from the local shapes."""
 
     def program(op, x, w, *b):
         given = {"groups": groups(x, w)} if groups else {}
-        if name in ("convolution", "_convolution", "mkldnn_convolution"):
+        if name in ("convolution", "_convolution"):
             count = given.get("groups", 1)
             one, none = [1] * positions, [0] * positions
             bias = b[0] if b else None
-            if name == "mkldnn_convolution":
-                return op(x, w, bias, none, one, one, count)
             more = (False, False, False, False) if name == "_convolution" else ()
             return op(x, w, bias, one, none, one, transposed, none, count, *more)
         return op(x, w, *b, **given)
 
-    return sample(name, x, weight, *bias, program=program, takes_empty=False, atol=atol)
+    return sample(name, x, weight, *bias, program=program, takes_empty=False)
 
 
 def by_weight(x, w):
@@ -39,14 +37,6 @@ CONVOLUTIONS = [
     convolving("convolution", X1, floats(6, 4, 3), transposed=True, groups=lambda x, w: 2),
     convolving("convolution", X2, floats(6, 4, 2, 2), floats(6), positions=2),
     convolving("_convolution", X1, floats(8, 6, 3), floats(8)),
-    convolving(
-        "mkldnn_convolution",
-        X2.float(),
-        floats(6, 4, 2, 2).float(),
-        floats(6).float(),
-        positions=2,
-        atol=1e-3,
-    ),
     convolving("conv1d", X1, floats(8, 6, 3), floats(8)),
     convolving("conv1d", floats(6, 5), floats(8, 6, 3), floats(8)),
     convolving("conv1d", X1, floats(6, 1, 3), groups=by_weight),

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from flex_model.distributed.placement import Placement
 from flex_model.integrations.compiled import DispatchMode
 from flex_model.integrations.torch_private import decomposition_of, disabled_modes
-from flex_model.layouts.propagation.labels import Placements, words
 from flex_model.layouts.propagation.operation import (
     REPLICATED,
     Operand,
@@ -31,6 +30,7 @@ from flex_model.layouts.propagation.operation import (
     Shape,
     differ,
 )
+from flex_model.layouts.propagation.text_forms import Placements, words
 
 _FILLS = {"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"}
 # Numbers that rules compare with those of the unsharded program.
@@ -135,19 +135,13 @@ def follow(
         found = _placements_of(parts, placements, operands, propagate)
         for made, placement in zip(parts[-1].outputs, found):
             placements[made.number] = placement
-    results = list(zip(*(run[1] for run in runs)))
-    return [
-        placements[of_runs[-1].number]
-        if len({one.number for one in of_runs}) == 1 and _are_of(of_runs[:-1], made)
-        else None
-        for of_runs, made in zip(results, operation.outputs)
-    ]
-
-
-def _are_of(of_ranks: Sequence[_Tensor], made: Operand) -> bool:
-    """Whether these tensors are the operation's results."""
-    shapes = tuple(one.shape for one in of_ranks)
-    return shapes == made.shapes and of_ranks[0].dtype == made.dtype
+    results = []
+    for made, *of_runs in zip(operation.outputs, *(run[1] for run in runs)):
+        shapes = tuple(one.shape for one in of_runs[:-1])
+        is_made = shapes == made.shapes and of_runs[0].dtype == made.dtype
+        is_same = is_made and len({one.number for one in of_runs}) == 1
+        results.append(placements[of_runs[-1].number] if is_same else None)
+    return results
 
 
 def _full(operation: Operation) -> dict[str, Any]:
@@ -228,14 +222,9 @@ def _placements_of(
         return [_made_of_numbers(operation, full.outputs[0], operands)]
     found = propagate(operation)
     return [
-        placement if _is_full(placement, made, expected) else None
+        placement if replace(made, placement=placement).full_shape == expected.shape else None
         for placement, made, expected in zip(found, operation.outputs, full.outputs)
     ]
-
-
-def _is_full(placement: Placement | None, made: Operand, expected: _Tensor) -> bool:
-    """Whether tensors of this placement have the full shape."""
-    return replace(made, placement=placement).full_shape == expected.shape
 
 
 def _operation_of(

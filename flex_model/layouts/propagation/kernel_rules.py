@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flex_model.layouts.propagation.attention import as_heads_of
-from flex_model.layouts.propagation.labels import Placements, words
-from flex_model.layouts.propagation.operation import Operation
-from flex_model.layouts.propagation.text_forms import form
+from flex_model.layouts.propagation.operation import Operation, rule
+from flex_model.layouts.propagation.text_cases import as_heads_of
+from flex_model.layouts.propagation.text_forms import Placements, form
 
 # ---- Attention -----------------------------------------------------------------------------------
 
@@ -29,6 +28,12 @@ _STATES = {"query_states": "q", "key_states": "k", "value_states": "v"}
 _ENDS_OF = {"cu_seq_lens_q": "cu_seqlens_q", "cu_seq_lens_k": "cu_seqlens_k"}
 
 
+@rule(
+    "flash_attn::_flash_attn_forward flash_attn::_flash_attn_varlen_forward "
+    "flash_attn_3::_flash_attn_forward kernel::flash_attn.FlashAttnFunc "
+    "kernel::flash_attn.FlashAttnVarlenFunc kernel::flash_attn_interface.FlashAttnFunc "
+    "kernel::flash_attn_interface.FlashAttnVarlenFunc kernel::transformers.flash_attention"
+)
 def flash_attention(operation: Operation) -> Placements:
     """Weight values as ``scaled_dot_product_attention`` does; functions that change or mask scores
     are passed the number of a head, which is the rank's own.
@@ -50,6 +55,7 @@ _linear = form(
 )
 
 
+@rule("kernel::transformers.FP8LinearFunction kernel::transformers.fp8_linear")
 def fp8_linear(operation: Operation) -> Placements:
     """Multiply by a weight whose blocks have a scale each, and round the input by blocks of the
     same width: a split weight is one of whole blocks.
@@ -72,6 +78,10 @@ _summed_loss = form(
 )
 
 
+@rule(
+    "kernel::liger_kernel.LigerCrossEntropyFunction "
+    "kernel::liger_kernel.LigerFusedLinearCrossEntropyFunction"
+)
 def cross_entropy(operation: Operation) -> Placements:
     """Return the mean or the sum of the tokens' losses."""
     return (_summed_loss if operation.get("reduction") == "sum" else _loss)(operation)
@@ -87,30 +97,14 @@ _LIGER = {
     "SiLUMul GELUMul": "a:... b:... -> ...",
 }
 
-RULES = {
-    **dict.fromkeys(
-        words(
-            "flash_attn::_flash_attn_forward flash_attn::_flash_attn_varlen_forward "
-            "flash_attn_3::_flash_attn_forward "
-            "kernel::flash_attn.FlashAttnFunc kernel::flash_attn.FlashAttnVarlenFunc "
-            "kernel::flash_attn_interface.FlashAttnFunc "
-            "kernel::flash_attn_interface.FlashAttnVarlenFunc kernel::transformers.flash_attention"
-        ),
-        flash_attention,
-    ),
-    # Without ``offsets``, which are places in the input, a row is a bag.
-    "kernel::torch.embedding_bag": form(
+for names, text in _LIGER.items():
+    for name in names.split():
+        rule(f"kernel::liger_kernel.Liger{name}Function")(form(text))
+# Without ``offsets``, which are places in the input, a row is a bag.
+rule("kernel::torch.embedding_bag")(
+    form(
         "input:b* weight:*f per_sample_weights?:b* -> bf | "
         "input:* weight:*f offsets:* per_sample_weights?:* -> *f"
-    ),
-    "kernel::torch.transformer_encoder": form("src:b** mask?:_ src_key_padding_mask:b* -> b**"),
-    "kernel::transformers.FP8LinearFunction": fp8_linear,
-    "kernel::transformers.fp8_linear": fp8_linear,
-    "kernel::liger_kernel.LigerCrossEntropyFunction": cross_entropy,
-    "kernel::liger_kernel.LigerFusedLinearCrossEntropyFunction": cross_entropy,
-    **{
-        f"kernel::liger_kernel.Liger{name}Function": form(text)
-        for names, text in _LIGER.items()
-        for name in names.split()
-    },
-}
+    )
+)
+rule("kernel::torch.transformer_encoder")(form("src:b** mask?:_ src_key_padding_mask:b* -> b**"))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -139,3 +139,36 @@ class Operation:
     def values(self) -> tuple[Any, ...]:
         """The values of those tensors."""
         return tuple(operand.value for operand in self.operands)
+
+
+RuleFunction = Callable[[Operation], "Placement | Sequence[Placement | None] | None"]
+_Function = TypeVar("_Function", bound=RuleFunction)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule, and the arguments that it reads by rank: those may differ between ranks, and from
+    those of the unsharded program.
+
+    Attributes:
+        is_local: Whether the backward of an operation of another library communicates nothing.
+    """
+
+    function: RuleFunction
+    per_rank: frozenset[str] = frozenset()
+    is_local: bool = False
+
+
+#: By name: of ATen operations without namespace, of others ``"namespace::name"``.
+RULES: dict[str, Rule] = {}
+
+
+def rule(names: str | Iterable[str], per_rank: str = "") -> Callable[[_Function], _Function]:
+    """Add a function to the rules, for operations of these names."""
+
+    def add(function: _Function) -> _Function:
+        each = names.split() if isinstance(names, str) else names
+        RULES.update(dict.fromkeys(each, Rule(function, frozenset(per_rank.split()))))
+        return function
+
+    return add

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 
 from flex_model.distributed.placement import Partial, Shard
-from flex_model.integrations.torch_private import all_operation_names
-from flex_model.layouts.propagation.labels import Placements, words
-from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation
-from flex_model.layouts.propagation.text_forms import form
+from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation, rule
+from flex_model.layouts.propagation.text_forms import Placements, form, words
 
 # The operands in which an output is linear: partial sums propagate there.
 _LINEAR = {
@@ -42,59 +39,30 @@ _UNTAGGED = words(
     "rrelu_with_noise rrelu_with_noise_functional"
 )
 
-_ALIASES = {
-    "subtract": "sub",
-    "multiply": "mul",
-    "divide": "div",
-    "true_divide": "div",
-    "negative": "neg",
-}
-
-# Tagged, but without one result for each element.
-_NOT_POINTWISE = {"equal", "max", "min"}
+# Each rank draws random numbers for its own elements.
+_RANDOM = words(
+    "rand_like randn_like randint_like empty_like uniform normal random exponential cauchy "
+    "log_normal geometric bernoulli"
+)
 
 
 @cache
-def names() -> frozenset[str]:
-    """Return the names of ATen's pointwise operations."""
-    found = set(_LINEAR) | set(_UNTAGGED)
-    for qualified in all_operation_names():
-        namespace, _, rest = qualified.partition("::")
-        name, _, overload = rest.partition(".")
-        if namespace != "aten" or overload.endswith("out") or name.startswith("_foreach"):
-            continue
-        op = getattr(getattr(torch.ops.aten, name, None), overload or "default", None)
-        if op is not None and torch.Tag.pointwise in op.tags:
-            found.add(name if name.startswith("__") else name.rstrip("_"))
-    return frozenset(found - _NOT_POINTWISE)
+def is_pointwise(name: str) -> bool:
+    """Whether torch states it of an operation of this name."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = () if packet is None else (getattr(packet, one) for one in packet.overloads())
+    return any(torch.Tag.pointwise in one.tags for one in overloads)
 
 
+@rule([*_LINEAR, *_UNTAGGED, *_RANDOM])
 def pointwise(operation: Operation) -> Placements:
     """Compute an element of every output for each element of the operands, broadcast."""
-    made = operation.outputs[0]
-    if any(other.shapes != made.shapes for other in operation.outputs):
-        return [None] * len(operation.outputs)
-    if not _are_broadcast(operation.operands, made):
-        return [None] * len(operation.outputs)  # ``where`` with only a condition returns indices
-    name = _ALIASES.get(operation.name, operation.name)
-    terms = "" if operation.get("rounding_mode") is not None else _LINEAR.get(name, "")
+    is_rounded = operation.get("rounding_mode") is not None
+    terms = "" if is_rounded else _LINEAR.get(operation.name, "")
     return form(f":~... -> ...+ = {terms}")(operation)
 
 
-def _are_broadcast(operands: Sequence[Operand], made: Operand) -> bool:
-    """Whether the output has the shape to which the operands are broadcast: each of its sizes is
-    one of theirs, beside which they have only ones.
-    """
-    # `torch.broadcast_shapes` would import sympy, 480 modules.
-    if max(operand.ndim for operand in operands) != made.ndim:
-        return False
-    for rank, shape in enumerate(made.shapes):
-        padded = [(1,) * (made.ndim - o.ndim) + o.shapes[rank] for o in operands]
-        if not all(n in sizes and {1, n}.issuperset(sizes) for n, *sizes in zip(shape, *padded)):
-            return False
-    return True
-
-
+@rule("copy")
 def copy(operation: Operation) -> Placements:
     """Copy (``copy_``): the values are the source's, the shape is that of the written tensor."""
     target, source = operation["self"], operation["src"]
@@ -107,19 +75,21 @@ def copy(operation: Operation) -> Placements:
     return form("src:... -> ... = src")(operation.without("self"))
 
 
+@rule("fill zero zeros_like ones_like full_like")
 def like(operation: Operation) -> Placements:
-    """Fill with one value, whatever the tensor held; or at random."""
+    """Fill with one value, whatever the tensor held."""
     operand = operation.operands[0]
     value = operation.get("value")
     if isinstance(value, Operand) and value.placement != REPLICATED:
         return [None]
     if isinstance(operand.placement, Partial):
-        return [REPLICATED if operation.name in _FILLS else None]
+        return [REPLICATED]
     if operand.shapes != operation.outputs[0].shapes:
         return [None]
     return [operand.placement]
 
 
+@rule("mul", "other")
 def scaled(operation: Operation) -> Placements:
     """Multiply a replicated tensor by numbers that add up to 1 over the ranks: a partial sum.
 
@@ -131,31 +101,3 @@ def scaled(operation: Operation) -> Placements:
     is_whole = operation["self"].placement == REPLICATED
     are_shares = numbers[0] != 0 and math.isclose(sum(numbers), 1, rel_tol=1e-12)
     return [PARTIAL if is_whole and are_shares else None]
-
-
-_FILLS = {"fill", "zero", "zeros_like", "ones_like", "full_like"}
-# Each rank draws random numbers for its own elements.
-_RANDOM = words(
-    "rand_like randn_like randint_like empty_like uniform normal random exponential cauchy "
-    "log_normal geometric bernoulli"
-)
-
-
-def dropout(operation: Operation) -> Placements:
-    """Drop elements: each rank those of its own shard; without training it is the identity."""
-    train = operation.get("train", operation.get("training"))
-    is_identity = train is False or operation.get("p") == 0
-    terms = " = input" if is_identity else ""
-    return form(f"input:... -> ...{terms} ; ...")(operation)
-
-
-RULES_OF_NUMBERS = {"mul": scaled}
-
-# Operations with the tag, `names`, have the rule `pointwise`, too.
-RULES = {
-    **dict.fromkeys((*_LINEAR, *_UNTAGGED), pointwise),
-    **dict.fromkeys(_FILLS, like),
-    **dict.fromkeys(_RANDOM, pointwise),
-    "copy": copy,
-    **dict.fromkeys(words("dropout native_dropout alpha_dropout"), dropout),
-}

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flex_model.distributed.placement import Placement, Shard
-from flex_model.layouts.propagation.labels import sizes_along
-from flex_model.layouts.propagation.operation import Operand, Shape
-from flex_model.layouts.propagation.parts import part_widths, shard_of_parts
+from flex_model.layouts.propagation.operation import Operand, Shape, full_size
+from flex_model.layouts.propagation.slicing import part_widths, shard_of_parts
+from flex_model.layouts.propagation.text_forms import sizes_along
 
 Reading = tuple[int, int]  # the split dim and its parts
 Sizes = Sequence[int | None]
@@ -92,17 +92,11 @@ def _fit(known: list[int | None], operand: Operand, placement: Shard | None = No
 def valid_readings(operand: Operand, made: Operand, placement: Shard) -> list[Reading]:
     """Return every dim of the output that may be split, with its parts."""
     found = []
-    dim, parts = placement.dim, placement.parts
+    runs = math.prod(operand.shapes[0][: placement.dim]) * placement.parts
     for e in range(made.ndim):
-        others = {(shape[:e], shape[e + 1 :]) for shape in made.shapes}
-        if len(others) > 1:
-            continue
         before = math.prod(made.shapes[0][:e])
-        runs = math.prod(operand.shapes[0][:dim]) * parts
-        if not before or runs % before:
-            continue
-        q = runs // before
-        if q and all(shape[e] % q == 0 for shape in made.shapes):
+        q = 0 if not before or runs % before else runs // before
+        if q and full_size(replace(placement, dim=e, parts=q), made.shapes) is not None:
             found.append((e, q))
     return found
 

@@ -6,19 +6,15 @@ The docstring of a rule describes the operation: what it computes, and so which 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from flex_model.distributed.placement import Placement, Shard
 from flex_model.integrations.torch_private import OpOverload, OpOverloadPacket, backward_of
-from flex_model.layouts.propagation import (
-    attention,
-    convolutions,
+from flex_model.layouts.propagation import (  # noqa: F401  # each adds rules
     decomposition,
-    indexing,
     kernel_rules,
     pointwise,
     slicing,
@@ -26,56 +22,18 @@ from flex_model.layouts.propagation import (
     text_rules,
     views,
 )
-from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+from flex_model.layouts.propagation.operation import (
+    REPLICATED,
+    RULES,
+    Operand,
+    Operation,
+    Rule,
+    RuleFunction,
+    full_size,
+)
 from flex_model.layouts.propagation.text_forms import form
 
-RuleFunction = Callable[[Operation], "Placement | Sequence[Placement | None] | None"]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule, and the arguments that it reads by rank: those may differ between ranks, and from
-    those of the unsharded program.
-
-    Attributes:
-        is_local: Whether the backward of an operation of another library communicates nothing.
-    """
-
-    function: RuleFunction
-    per_rank: frozenset[str] = frozenset()
-    is_local: bool = False
-
-
-_BUILT_IN: tuple[tuple[dict[str, Any], tuple[str, ...]], ...] = (
-    (text_rules.RULES, ()),
-    (text_rules.RULES_OF_ROWS, ("N",)),
-    (text_cases.RULES, ()),
-    (pointwise.RULES, ()),
-    (pointwise.RULES_OF_NUMBERS, ("other",)),
-    (views.RULES, ()),
-    (views.RULES_OF_SIZES, ("size", "shape", "sizes", "stride", "repeats")),
-    (slicing.RULES, ()),
-    (slicing.RULES_OF_BOUNDS, ("start", "end", "length")),
-    (slicing.RULES_OF_SPLITS, ("split_size", "split_sizes", "chunks")),
-    (indexing.RULES, ()),
-    (attention.RULES, ()),
-    (kernel_rules.RULES, ()),
-    # The number of groups follows from the weight's shape.
-    (convolutions.RULES, ("groups",)),
-)
-
-_rules: dict[str, Rule] = {
-    name: Rule(function, frozenset(per_rank))
-    for rules, per_rank in _BUILT_IN
-    for name, function in rules.items()
-}
-
 _POINTWISE = Rule(pointwise.pointwise)
-
-
-def table() -> dict[str, Rule]:
-    """Return the rules by name: of ATen operations without namespace, of others ``"ns::name"``."""
-    return dict.fromkeys(pointwise.names(), _POINTWISE) | _rules
 
 
 def has_rule(name: str) -> bool:
@@ -83,15 +41,10 @@ def has_rule(name: str) -> bool:
     return _rule(_key(name)) is not None
 
 
-def _rule(name: str, tags: Sequence[Any] = ()) -> Rule | None:
-    """Return the rule of an operation. Pointwise operations are found by their tag first, then by
-    all their names, which take a while to collect.
-    """
-    rule = _rules.get(name)
-    if rule is None and "::" not in name:
-        is_pointwise = torch.Tag.pointwise in tags or name in pointwise.names()
-        return _POINTWISE if is_pointwise else None
-    return rule
+def _rule(name: str) -> Rule | None:
+    """Return the rule of an operation; torch states which operations are pointwise."""
+    is_pointwise = "::" not in name and name not in RULES and pointwise.is_pointwise(name)
+    return _POINTWISE if is_pointwise else RULES.get(name)
 
 
 def register_rule(
@@ -134,7 +87,7 @@ def register_rule(
             f"register_rule: the rule of {key} must be a function of an Operation, or a text, got "
             f"{type(fn).__name__}"
         )
-    _rules[key] = Rule(fn, frozenset(per_rank), gradient == "local")
+    RULES[key] = Rule(fn, frozenset(per_rank), gradient == "local")
 
 
 def passes_gradients(backward: str) -> bool:
@@ -143,7 +96,7 @@ def passes_gradients(backward: str) -> bool:
     """
     return any(
         rule.is_local and backward == backward_of(*name.split("::"))
-        for name, rule in _rules.items()
+        for name, rule in RULES.items()
         if "::" in name
     )
 
@@ -193,8 +146,8 @@ def _propagated(operation: Operation) -> list[Placement | None]:
     unknown: list[Placement | None] = [None] * len(operation.outputs)
     operands = operation.operands
     is_aten = "::" not in operation.name
-    rule = _rule(operation.name, operation.tags)
-    if not operands or any(_contradicts(operand) for operand in operands):
+    rule = _rule(operation.name)
+    if not operands or not all(fits(o.placement, o) for o in operands):
         return unknown
     if rule is None and (not is_aten or operation.name.startswith("new_")):
         return unknown
@@ -212,27 +165,12 @@ def _propagated(operation: Operation) -> list[Placement | None]:
     return list(found)
 
 
-def _contradicts(operand: Operand) -> bool:
-    """Whether the ranks' shapes don't fit the placement."""
-    return operand.placement is not None and not fits(operand.placement, operand)
-
-
 def fits(placement: Placement | None, operand: Operand) -> bool:
     """Whether the ranks' shapes may be those of a tensor that is placed like this."""
     if not isinstance(placement, Shard):
         return placement is None or len(set(operand.shapes)) == 1
-    dim, parts = placement.dim, placement.parts
-    if not 0 <= dim < operand.ndim:
-        return False
-    others = {(shape[:dim], shape[dim + 1 :]) for shape in operand.shapes}
-    if len(others) > 1:
-        return False
-    if placement.part_sizes is None and any(shape[dim] % parts for shape in operand.shapes):
-        return False
-    try:
-        return bool(replace(operand, placement=placement).full_shape)
-    except ValueError:
-        return False
+    is_dim = 0 <= placement.dim < operand.ndim
+    return is_dim and full_size(placement, operand.shapes) is not None
 
 
 def _varying(operation: Operation) -> set[str]:

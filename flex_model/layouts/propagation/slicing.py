@@ -8,17 +8,67 @@ from dataclasses import replace
 from typing import Any
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
-from flex_model.layouts.propagation.labels import (
+from flex_model.layouts.propagation.operation import Operand, Operation, rule
+from flex_model.layouts.propagation.text_forms import (
     Placements,
+    form,
     operand_of,
     sizes_along,
     words,
 )
-from flex_model.layouts.propagation.operation import Operand, Operation
-from flex_model.layouts.propagation.parts import Widths, by_piece, part_widths, shard_of_parts
-from flex_model.layouts.propagation.text_forms import form
+
+#: Operations that make consecutive slices.
+SPLITS = words(
+    "split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk"
+)
 
 Range = tuple[int, int]  # start and end, within one rank's local tensor
+Widths = list[tuple[int, ...]]  # by rank: its width of each part, in their order
+
+# ---- Split dims that consist of several parts, each of them split over the ranks -----------------
+
+
+def part_widths(operand: Operand) -> Widths | None:
+    """Return each rank's width of each part of its split dim. None if the sizes don't fit."""
+    shard = operand.shard
+    if shard is None:
+        return None
+    held = [shape[shard.dim] for shape in operand.shapes]
+    of_pieces = by_piece(shard, held)
+    widths = None if of_pieces is None else shard.part_widths(of_pieces)
+    if widths is None:
+        return None
+    return [tuple(widths[shard.piece(rank)]) for rank in range(len(held))]
+
+
+def by_piece(shard: Shard, of_ranks: Sequence[Any]) -> list[Any] | None:
+    """Return the ranks' items by piece. None if replicas of a piece differ."""
+    found: dict[int, Any] = {}
+    for rank, own in enumerate(of_ranks):
+        if found.setdefault(shard.piece(rank), own) != own:
+            return None
+    return [found[piece] for piece in sorted(found)]
+
+
+def shard_of_parts(like: Shard, widths: Widths) -> Shard | None:
+    """Return the placement of a dim of such parts, split over the ranks as ``like``. None if there
+    is none: parts of unequal sizes must be split evenly.
+    """
+    count = len(widths[0])
+    if count == 0:
+        return None
+    plain = Shard(like.dim, pieces=like.pieces, stride=like.stride)
+    if all(len(set(own)) == 1 for own in widths):
+        return replace(plain, parts=count)
+    of_pieces = by_piece(like, widths)
+    if of_pieces is None:
+        return None
+    stated = replace(plain, part_sizes=tuple(sum(of_part) for of_part in zip(*of_pieces)))
+    found = stated.part_widths([sum(own) for own in of_pieces])
+    return stated if found == [list(own) for own in of_pieces] else None
+
+
+# ---- Slices --------------------------------------------------------------------------------------
 
 
 def sliced(operand: Operand, dim: int, ranges: Sequence[Range]) -> Placement | None:
@@ -63,35 +113,18 @@ def own_part(dim: int, ranges: Sequence[Range], size: int) -> Placement | None:
     count = len(ranges)
     if follow_to_end(ranges, size):
         return Shard(dim)
-    for pieces in range(2, count):
-        for stride in range(1, count):
-            if count % (pieces * stride):
-                continue
-            shard = Shard(dim, pieces=pieces, stride=stride)
-            by_piece: dict[int, Range] = {}
-            if any(by_piece.setdefault(shard.piece(i), r) != r for i, r in enumerate(ranges)):
-                continue
-            if len(by_piece) == pieces and follow_to_end(
-                [by_piece[i] for i in range(pieces)], size
-            ):
-                return shard
+    for pieces, stride in itertools.product(range(2, count), range(1, count)):
+        shard = Shard(dim, pieces=pieces, stride=stride)
+        held = None if count % (pieces * stride) else by_piece(shard, ranges)
+        if held is not None and len(held) == pieces and follow_to_end(held, size):
+            return shard
     return None
 
 
 def follow_to_end(ranges: Sequence[Range], size: int) -> bool:
     """Whether the ranges follow one another and cover the dim."""
-    end = 0
-    for start, stop in ranges:
-        if start != end or stop < start:
-            return False
-        end = stop
-    return end == size
-
-
-def _clamped(index: int | None, size: int, default: int) -> int:
-    if index is None:
-        return default
-    return min(max(index + size if index < 0 else index, 0), size)
+    ends = [0, *(end for _, end in ranges)]
+    return ends == sorted(ends) and ends == [*(start for start, _ in ranges), size]
 
 
 def slice_ranges(
@@ -100,8 +133,8 @@ def slice_ranges(
     """Return the ranges of Python slices of this many indices."""
     ranges = []
     for start, end, size in zip(starts, ends, sizes):
-        first = _clamped(start, size, 0)
-        ranges.append((first, max(first, _clamped(end, size, size))))
+        first, last, _ = slice(start, end).indices(size)
+        ranges.append((first, max(first, last)))
     return ranges
 
 
@@ -128,6 +161,7 @@ def range_taken(operation: Operation, output: int, dim: int) -> Range | None:
     return found.pop() if len(found) == 1 else None
 
 
+@rule("slice", "start end")
 def slice_(operation: Operation) -> Placements:
     """Read ``x[..., start:end:step, ...]`` along one dim."""
     dim, step = operation["dim"] % operand_of(operation).ndim, operation["step"]
@@ -140,11 +174,12 @@ def slice_(operation: Operation) -> Placements:
     return [_taken(operation, dim, ranges, of_full, step)]
 
 
+@rule("narrow", "start length")
 def narrow(operation: Operation) -> Placements:
     """Read from ``start`` for ``length`` along one dim."""
     dim = operation["dim"] % operand_of(operation).ndim
     sizes = sizes_along(operand_of(operation), dim)
-    starts = [_clamped(start, size, 0) for start, size in zip(operation.by_rank("start"), sizes)]
+    starts = [slice(n, None).indices(size)[0] for n, size in zip(operation.by_rank("start"), sizes)]
     ranges = [(start, start + length) for start, length in zip(starts, operation.by_rank("length"))]
     bounds = _stated(operation, "start", "length")
     of_full = None if bounds is None else (bounds[0], sum(bounds))
@@ -190,6 +225,7 @@ def _stated(operation: Operation, *names: str) -> list[Any] | None:
     return [stated[name][0] if name in stated else operation.by_rank(name)[0] for name in names]
 
 
+@rule(SPLITS, "split_size split_sizes chunks")
 def split(operation: Operation) -> Placements:
     """Return consecutive slices, whose sizes may be each rank's own.
 
@@ -218,8 +254,8 @@ def _full_split_sizes(operation: Operation, full: int) -> list[int] | None:
     them.
     """
     stated = operation.full_sizes
-    is_chunk = operation.name == "chunk"
-    if is_chunk or ("split_size" in stated and len(stated["split_size"]) == 1):
+    is_chunk = operation.name.endswith("chunk")
+    if is_chunk or len(stated.get("split_size", ())) == 1:
         (width,) = [-(-full // operation["chunks"])] if is_chunk else stated["split_size"]
         if width is None:
             raise ValueError("the width is not known")
@@ -238,6 +274,7 @@ def _full_split_sizes(operation: Operation, full: int) -> list[int] | None:
     return [rest if size is None else size for size in sizes]
 
 
+@rule("cat")
 def cat(operation: Operation) -> Placements:
     """Concatenate: along a split dim each tensor's parts stay parts, if all are split alike."""
     operands = list(operation["tensors"])
@@ -264,17 +301,3 @@ def _along_joined_dim(operands: list[Operand]) -> Placement | None:
         return None
     of_ranks = zip(*(own for own in widths if own is not None))
     return shard_of_parts(first, [tuple(itertools.chain(*own)) for own in of_ranks])
-
-
-#: Operations that make consecutive slices.
-SPLITS = words(
-    "split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk"
-)
-
-RULES = {"cat": cat}
-
-RULES_OF_BOUNDS = {"slice": slice_, "narrow": narrow}
-
-RULES_OF_SPLITS = dict.fromkeys(
-    words("split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes"), split
-)

@@ -1,11 +1,21 @@
 """Rules as text: labels as in ``einsum``, and arguments that name dims.
 
+A form says which dim of which operand becomes which dim of an output:
+
+- A label of an output dim is *parallel*: index ``i`` of it needs index ``i`` of the operands that
+  carry the label, and nothing else along it. Operands split there alike give an output split there.
+- A dim without a label must be whole.
+- A label that only operands carry is *summed over*: operands split there alike give partial sums.
+
+An output that depends linearly on some operands is the sum of products of operands, so that
+products with one partial sum are partial sums, and sums of those.
+
 One output after the other behind the arrow, divided by ``;``::
 
     self:~ik mat1:ij mat2:jk -> ik = self + mat1*mat2
 
 ===============  =================================================================================
-``a``  ``*``     a dim with a label; a dim that must be whole
+``a``  ``*``     a dim with a label (a letter or a digit); a dim that must be whole
 ``...``  ``_``   any number of dims with a label each; any number that must be whole
 ``...[dim]``     those at the argument ``dim`` (an int, a list; None is all) must be whole
 ``...[dim:i]``   those at ``dim`` have this label
@@ -25,28 +35,36 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from flex_model.layouts.propagation.labels import (
-    Input,
-    Label,
-    Labels,
-    Output,
-    Placements,
-    Term,
-    as_dims,
-    resolve,
-)
-from flex_model.layouts.propagation.operation import Operand, Operation
+import torch
 
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shard
+from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operand, Operation
+
+Label = Hashable | None
+Labels = tuple[Label, ...]
+Placements = list[Placement | None]
 #: Computes the dims of a name in brackets, of the number of dims of ``...``.
 DimsFunction = Callable[[Operation, int], Sequence[int]]
 _Terms = tuple[tuple[tuple[str, bool], ...], ...]  # of (name, whether it is linear in it)
 
-_LABELS = re.compile(r"(~?)([a-z*]*)(\.\.\.|_|)(?:\[(.*)\])?([a-z*]*)(\+?)")
+_LABELS = re.compile(r"(~?)([a-zA-Z0-9*]*)(\.\.\.|_|)(?:\[(.*)\])?([a-zA-Z0-9*]*)(\+?)")
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """An operand with the labels of its dims."""
+
+    operand: Operand
+    labels: Labels
+    broadcasts: bool = False
+
+
+_Products = list[tuple[tuple[Input, ...], tuple[Input, ...]]]  # linear in the first ones
 
 
 @dataclass(frozen=True)
@@ -141,19 +159,19 @@ def form(text: str, **dims: DimsFunction) -> Callable[[Operation], Placements]:
 
     def rule(operation: Operation) -> Placements:
         for one in _parsed(text):
-            outputs = _outputs(one, operation, dims)
-            if outputs is not None:
-                return resolve(operation, outputs)
+            found = _placed(one, operation, dims)
+            if found is not None:
+                return found
         return [None] * len(operation.outputs)
 
     rule.__doc__ = text
     return rule
 
 
-def _outputs(
+def _placed(
     of: _Form, operation: Operation, functions: Mapping[str, DimsFunction]
-) -> list[Output | None] | None:
-    """Return the outputs with labels and terms; None if the form does not fit the operands."""
+) -> Placements | None:
+    """Return the placements of the outputs; None if the form does not fit the operands."""
     arguments = operation.arguments[0]
     named = {name for name, _, _ in of.inputs}
     operands: dict[str, tuple[list[Operand], _Dims]] = {}
@@ -183,16 +201,15 @@ def _outputs(
         name: [Input(o, labels(dims, o.ndim), dims.broadcasts) for o in found]
         for name, (found, dims) in operands.items()
     }
-    reads = tuple(itertools.chain(*inputs.values()))
-    outputs: list[Output | None] = []
+    placed: Placements = [None] * len(operation.outputs)
     for i, made in enumerate(operation.outputs):
-        dims, terms = of.outputs[min(i, len(of.outputs) - 1)]
+        dims, text = of.outputs[min(i, len(of.outputs) - 1)]
         if i < len(of.outputs) or dims.is_of_rest:
-            found_terms = _terms(terms, inputs, operation)
-            outputs.append(Output(labels(dims, made.ndim), reads, found_terms))
-        else:
-            outputs.append(None)
-    return outputs
+            terms = _terms(text, inputs, operation)
+            factors = [one for linear, other in terms for one in (*linear, *other)]
+            reads = dict.fromkeys(factors or itertools.chain(*inputs.values()))
+            placed[i] = _placement(labels(dims, made.ndim), tuple(reads), terms, made)
+    return placed
 
 
 def _tensors(value: Any) -> list[Operand]:
@@ -200,26 +217,113 @@ def _tensors(value: Any) -> list[Operand]:
     return [item for item in values if isinstance(item, Operand)]
 
 
-def _terms(
-    terms: _Terms, inputs: Mapping[str, Sequence[Input]], operation: Operation
-) -> tuple[Term, ...]:
-    """Return terms of inputs; of a list of tensors, one for each. A constant is not a partial sum,
-    but zero is.
+def _terms(terms: _Terms, inputs: Mapping[str, Sequence[Input]], operation: Operation) -> _Products:
+    """Return products of inputs; of a list of tensors, one for each. A constant is not a partial
+    sum, but zero is.
     """
-    made: list[Term] = []
+    made: _Products = []
     for factors in terms:
         names = [name for name, is_linear in factors if is_linear]
         linear = [inputs[name] for name in names if inputs.get(name)]
         if names and not linear:
             if any(operation.get(name) not in (None, 0) for name in names):
-                return ()
+                return []
             continue
         others = [i for name, _ in factors if name not in names for i in inputs.get(name, ())]
-        made += [Term(each, tuple(others)) for each in itertools.product(*linear)]
-    return tuple(made)
+        made += [(each, tuple(others)) for each in itertools.product(*linear)]
+    return made
 
 
-def labels_of(text: str, ndim: int) -> Labels:
-    """Return the labels of a tensor as text, of which ``...`` has all that are left."""
-    dims = _dims(text)
-    return dims.labels(ndim, ndim - dims.num_fixed, lambda name: (), keep=False)
+def _placement(
+    labels: Labels, reads: Sequence[Input], terms: _Products, made: Operand
+) -> Placement | None:
+    """Return the placement of an output with these labels that is computed of ``reads``."""
+    if len(labels) != made.ndim or any(len(i.labels) != i.operand.ndim for i in reads):
+        return None
+    if any(i.operand.placement is None for i in reads):
+        return None
+    partial = {i for i in reads if isinstance(i.operand.placement, Partial)}
+    if any(not keeps_sums(i.operand.dtype, made.dtype) for i in partial):
+        return None
+    split = [(i, i.operand.shard) for i in reads if i.operand.shard is not None]
+    if not split:
+        if not partial:
+            return REPLICATED
+        return PARTIAL if _is_sum(terms, partial, set()) else None
+    first, shard = split[0]
+    assert shard is not None
+    label = first.labels[shard.dim]
+    sizes = sizes_along(first.operand, shard.dim)
+    if label is None or not all(_is_split_alike(i, label, shard, sizes) for i in reads):
+        return None
+    if label in labels:
+        dim = labels.index(label)
+        if partial or labels.count(label) > 1 or sizes_along(made, dim) != sizes:
+            return None
+        return replace(shard, dim=dim)
+    if shard.pieces is not None or not _is_sum(terms, partial, {i for i, _ in split}):
+        return None
+    return PARTIAL
+
+
+def _is_split_alike(i: Input, label: Hashable, shard: Shard, sizes: tuple[int, ...]) -> bool:
+    """Whether the operand is split at the label as the others are, or lacks it and is whole."""
+    at = [dim for dim, own in enumerate(i.labels) if own == label]
+    own = i.operand.shard
+    if own is not None:
+        alike = at == [own.dim] and replace(own, dim=0) == replace(shard, dim=0)
+        return alike and sizes_along(i.operand, own.dim) == sizes
+    if not at:
+        return True
+    is_whole = isinstance(i.operand.placement, Replicate)
+    return is_whole and i.broadcasts and all(set(sizes_along(i.operand, dim)) == {1} for dim in at)
+
+
+def _is_sum(terms: _Products, partial: set[Input], split: set[Input]) -> bool:
+    """Whether every term is a partial sum: a product with one partial sum, or one that is summed
+    over the split dim.
+    """
+    for linear, other in terms:
+        sums = [i for i in (*linear, *other) if i in partial]
+        if any(i in split for i in (*linear, *other)):
+            if sums:
+                return False
+        elif len(sums) != 1 or sums[0] in other:
+            return False
+    return bool(terms)
+
+
+def keeps_sums(source: torch.dtype, result: torch.dtype) -> bool:
+    """Whether a cast of partial sums results in partial sums of the cast."""
+    if source is torch.bool or result is torch.bool:
+        return False
+    is_integer = not (result.is_floating_point or result.is_complex)
+    return not (is_integer and (source.is_floating_point or source.is_complex))
+
+
+def sizes_along(operand: Operand, dim: int) -> tuple[int, ...]:
+    """Return the local sizes along ``dim``, by rank."""
+    return tuple(shape[dim] for shape in operand.shapes)
+
+
+# ---- For rules that are functions ----------------------------------------------------------------
+
+
+def as_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """Return dims counted from the start; None and an empty list are all dims."""
+    if isinstance(dims, int):
+        dims = [dims]
+    if not dims:
+        return tuple(range(ndim))
+    return tuple(dim % max(ndim, 1) for dim in dims)
+
+
+def operand_of(operation: Operation) -> Operand:
+    """Return the only tensor among the arguments."""
+    (operand,) = operation.operands
+    return operand
+
+
+def words(text: str) -> list[str]:
+    """Split a text into a list of names."""
+    return text.split()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from flex_model.layouts.propagation.labels import as_dims, operand_of, sizes_along
-from flex_model.layouts.propagation.text_forms import form
+from flex_model.layouts.propagation.operation import rule
+from flex_model.layouts.propagation.text_forms import as_dims, form, operand_of, sizes_along
 
 _POINTWISE = {
-    "_fused_dropout": "self:... -> ...+",
+    "_fused_dropout native_dropout": ":... -> ...+",
     "feature_dropout feature_alpha_dropout": "input:nc_ -> nc_",  # drops whole channels
     "view_as_real": "self:... -> ...* = self",
     "view_as_complex": "self:...* -> ... = self",
@@ -16,8 +16,8 @@ _REDUCTIONS = {
     "sum": "self:... -> ...[-dim] = self",
     "nansum count_nonzero": "self:... -> ...[-dim] = !self",
     "mean": "self:...[dim] -> ...[-dim] = self",
-    "amax amin argmax argmin all any prod var std var_mean std_mean linalg_vector_norm logsumexp "
-    "median nanmedian kthvalue mode aminmax nanmean special_logsumexp norm": (
+    "max min amax amin argmax argmin all any prod var std var_mean std_mean linalg_vector_norm "
+    "logsumexp median nanmedian kthvalue mode aminmax nanmean special_logsumexp norm": (
         ":...[dim] -> ...[-dim]+"
     ),
     "trace": "self:** -> = self",
@@ -109,7 +109,7 @@ _LAYERS = {
     "im2col": "self:...*** -> ...** = self",
     "col2im": "self:...** -> ...*** = self",
     "pixel_shuffle pixel_unshuffle": "self:...*** -> ...*** = self",
-    "channel_shuffle": "self:n*... -> n*... = self",
+    "channel_shuffle native_channel_shuffle": "self:n*... -> n*... = self",
     "grid_sampler_2d grid_sampler_3d": "input:nc_ grid:n...* -> nc... = input*!grid",
     "_cdist_forward": "x1:~...p* x2:~...r* -> ...pr",
     # One step of a recurrent layer on a GPU. The gates are (rows, features).
@@ -150,8 +150,9 @@ _OF_COMPUTED_DIMS = {
 
 _TEXTS = _POINTWISE | _REDUCTIONS | _SCANS | _PRODUCTS | _SHAPES | _INDEXING | _LAYERS
 
-RULES = {name: form(text) for names, text in _TEXTS.items() for name in names.split()} | {
-    name: rule for names, rule in _OF_COMPUTED_DIMS.items() for name in names.split()
-}
+for names, text in _TEXTS.items():
+    rule(names)(form(text))
+for names, function in _OF_COMPUTED_DIMS.items():
+    rule(names)(function)
 # It is passed the number of rows, which is the rank's own.
-RULES_OF_ROWS = {"native_group_norm": RULES["group_norm"]}
+rule("native_group_norm", "N")(form(_LAYERS["group_norm"]))

@@ -5,37 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from string import ascii_lowercase
 
 from flex_model.distributed.placement import Placement, Replicate, Shard
-from flex_model.layouts.propagation.labels import (
-    Input,
-    Labels,
-    Output,
-    Placements,
-    Term,
-    operand_of,
-    resolve,
-    sizes_along,
-)
-from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, rule
 from flex_model.layouts.propagation.reshaping import Sizes, reshaped
-from flex_model.layouts.propagation.text_forms import form
+from flex_model.layouts.propagation.text_forms import Placements, form, operand_of, sizes_along
 
 # ---- Shapes --------------------------------------------------------------------------------------
 
 
-def full_sizes_of(operation: Operation, name: str) -> Sizes:
-    """Return the sizes that the unsharded program passes; empty if none of them is known."""
-    sizes = operation.full_sizes.get(name)
-    return () if sizes is None else tuple(sizes)
-
-
 def _flexible(operation: Operation, name: str) -> int | None:
     """Return the index of the size that was passed as -1."""
-    found = {
-        next((dim for dim, size in enumerate(sizes) if size == -1), None)
-        for sizes in operation.by_rank(name)
-    }
+    found = {sizes.index(-1) if -1 in sizes else None for sizes in operation.by_rank(name)}
     (dim,) = found
     return dim
 
@@ -51,13 +33,14 @@ def _resolved(sizes: Sizes, numel: int) -> Sizes:
     return tuple(left if size == -1 else size for size in sizes)
 
 
+@rule("view reshape _unsafe_view _reshape_alias", "size shape stride")
 def view(operation: Operation) -> Placements:
     """Reshape (``view``, ``reshape`` and the like) to given sizes."""
     operand, made = operation["self"], operation.outputs[0]
     if "dtype" in operation.arguments[0]:
         return _reinterpreted(operand, made)
     name = "size" if "size" in operation.arguments[0] else "shape"
-    sizes = _resolved(full_sizes_of(operation, name), math.prod(operand.full_shape))
+    sizes = _resolved(operation.full_sizes.get(name, ()), math.prod(operand.full_shape))
     return [reshaped(operand, made, sizes, _flexible(operation, name))]
 
 
@@ -69,14 +52,16 @@ def _reinterpreted(operand: Operand, made: Operand) -> Placements:
     return [operand.placement if is_kept and is_split_or_whole else None]
 
 
+@rule("unflatten", "sizes")
 def unflatten(operation: Operation) -> Placements:
     """Divide one dim; the others keep their sizes."""
     operand, made = operand_of(operation), operation.outputs[0]
     dim, full = operation["dim"] % operand.ndim, operand.full_shape
     count = len(operation.arguments[0]["sizes"])
-    if operand.shard is not None and operand.shard.dim != dim:
-        return [_moved(operand.shard, dim, count - 1)]
-    sizes = full_sizes_of(operation, "sizes") or (None,) * count
+    shard = operand.shard
+    if shard is not None and shard.dim != dim:
+        return [replace(shard, dim=shard.dim + (count - 1) * (shard.dim > dim))]
+    sizes = operation.full_sizes.get("sizes", ()) or (None,) * count
     flexible = _flexible(operation, "sizes")
     if flexible is not None:
         sizes = (*sizes[:flexible], -1, *sizes[flexible + 1 :])
@@ -87,39 +72,33 @@ def unflatten(operation: Operation) -> Placements:
     return [reshaped(operand, made, sizes, flexible, are_stated)]
 
 
+@rule("flatten")
 def flatten(operation: Operation) -> Placements:
     """Join the dims from ``start_dim`` to ``end_dim``, of which the call gives no sizes."""
-    operand, made = operation["self"], operation.outputs[0]
-    full, ndim = operand.full_shape, max(operand.ndim, 1)
-    first, last = operation["start_dim"] % ndim, operation["end_dim"] % ndim
-    if operand.shard is not None and not first <= operand.shard.dim <= last:
-        return [_moved(operand.shard, first, first - last)]
+    operand, full = operation["self"], operation["self"].full_shape
+    first, last = (operation[name] % max(operand.ndim, 1) for name in ("start_dim", "end_dim"))
     joined = (*full[:first], math.prod(full[first : last + 1]), *full[last + 1 :])
-    return [reshaped(operand, made, joined)]
-
-
-def _moved(shard: Shard, dim: int, by: int) -> Shard:
-    """Return the same split, where there are more or fewer dims in the place of ``dim``."""
-    return replace(shard, dim=shard.dim + by) if shard.dim > dim else shard
+    return [reshaped(operand, operation.outputs[0], joined)]
 
 
 # ---- Dims that are moved -------------------------------------------------------------------------
 
 
+@rule("permute")
 def permute(operation: Operation) -> Placements:
-    operand, dims = operation["self"], operation["dims"]
-    labels: Labels = tuple(range(operand.ndim))
-    terms = (Term((Input(operand, labels),)),)
-    return resolve(operation, [Output(tuple(labels[dim] for dim in dims), terms=terms)])
+    before = ascii_lowercase[: operation["self"].ndim]
+    after = "".join(before[dim] for dim in operation["dims"])
+    return form(f"self:{before} -> {after} = self")(operation)
 
 
 # ---- Expanding and repeating ---------------------------------------------------------------------
 
 
+@rule("expand", "size")
 def expand(operation: Operation) -> Placements:
     """Expand dims of size 1, and add dims in front."""
     operand, made = operation["self"], operation.outputs[0]
-    return [_expanded(operand, made, full_sizes_of(operation, "size"))]
+    return [_expanded(operand, made, operation.full_sizes.get("size", ()))]
 
 
 def _expanded(operand: Operand, made: Operand, full: Sizes) -> Placement | None:
@@ -154,25 +133,19 @@ def _expanded(operand: Operand, made: Operand, full: Sizes) -> Placement | None:
     return Shard(split[0]) if is_split_once else None
 
 
+@rule("repeat", "repeats")
 def repeat(operation: Operation) -> Placements:
     """Repeat along dims. Along a split dim each copy is a part, split as the operand. Of a whole
     tensor each rank may make some of the copies.
     """
     operand, made = operation["self"], operation.outputs[0]
     name = "repeats"
-    stated, placement = full_sizes_of(operation, name), operand.placement
-    missing = made.ndim - len(operation.by_rank(name)[0])
-    repeats: Sequence[int | None] = (*(1,) * max(missing, 0), *(stated or operation[name]))
-    split = []
-    for dim, times in enumerate(repeats):
-        by_rank = [
-            of_rank[dim - missing] if dim >= missing else 1 for of_rank in operation.by_rank(name)
-        ]
-        if all(one == times for one in by_rank):
-            continue
-        if times != sum(by_rank):
-            return [None]
-        split.append(dim)
+    stated, placement = operation.full_sizes.get(name, ()), operand.placement
+    of_ranks = operation.by_rank(name)
+    repeats: Sequence[int | None] = stated or operation[name]
+    split = [dim for dim, times in enumerate(repeats) if any(o[dim] != times for o in of_ranks)]
+    if any(repeats[dim] != sum(own[dim] for own in of_ranks) for dim in split):
+        return [None]
     if split:
         return [Shard(split[0]) if len(split) == 1 and placement == REPLICATED else None]
     if isinstance(placement, Shard):
@@ -184,6 +157,7 @@ def repeat(operation: Operation) -> Placements:
     return [placement]
 
 
+@rule("repeat_interleave")
 def repeat_interleave(operation: Operation) -> Placements:
     """Repeat each index along ``dim``; without ``dim``, of the flattened tensor."""
     operand, times, dim = operation["self"], operation["repeats"], operation["dim"]
@@ -198,16 +172,3 @@ def repeat_interleave(operation: Operation) -> Placements:
 
 #: Operations that keep the elements in their order, and are passed the new sizes.
 TO_SIZES = ("view", "reshape", "_unsafe_view")
-
-RULES_OF_SIZES = {
-    **dict.fromkeys((*TO_SIZES, "_reshape_alias"), view),
-    "unflatten": unflatten,
-    "expand": expand,
-    "repeat": repeat,
-}
-
-RULES = {
-    "flatten": flatten,
-    "permute": permute,
-    "repeat_interleave": repeat_interleave,
-}
