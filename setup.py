@@ -356,7 +356,4 @@ CUDA = choose_cuda()
 if __name__ == "__main__":
     if isinstance(CUDA, str):
         print(f"flex_model: building without CUDA: {CUDA}", file=sys.stderr)
-    setup(
-        ext_modules=extensions(),
-        cmdclass={"build": Build, "build_ext": BuildExtensions},
-    )
+    setup(ext_modules=extensions(), cmdclass={"build": Build, "build_ext": BuildExtensions})

@@ -5,10 +5,7 @@ import pytest
 from emulated_gpus import run_tests
 from tests.cuda.emulated import build
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(build.compiler() is None, reason="no g++"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(build.compiler() is None, reason="no g++")]
 
 
 def test_gpu_tests_in_several_processes():

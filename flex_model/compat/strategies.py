@@ -94,11 +94,7 @@ class _Route:
     """The gather of one site's tensors and the scatter that undoes it, planned for each tensor."""
 
     def __init__(
-        self,
-        fmps: ParallelState,
-        axis: str,
-        example: Tensor | None,
-        expected_shape: ExpectedShape,
+        self, fmps: ParallelState, axis: str, example: Tensor | None, expected_shape: ExpectedShape
     ) -> None:
         self._site = f"routing of {'an activation' if axis == 'grid' else 'a parameter'}"
         check_state(fmps, self._site)

@@ -68,12 +68,7 @@ class Communicator(GroupPool):
     where they take them.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        timeout_s: float,
-        device: torch.device | None = None,
-    ) -> None:
+    def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
         self.meter = costs.Meter()  # of the current run
         self.edited = ""  # the hook whose edit just changed its tensor; compared over ranks
         self.defers = False  # whether what is of a GPU is looked at when the run or backward ends

@@ -226,13 +226,7 @@ class GroupPool:
             f"{type(error).__name__}: {error}."
         )
 
-    def call(
-        self,
-        transfer: str,
-        axes: tuple[Axis, ...],
-        *args: Any,
-        num_bytes: int = 0,
-    ) -> Any:
+    def call(self, transfer: str, axes: tuple[Axis, ...], *args: Any, num_bytes: int = 0) -> Any:
         """Call a method of the transport. On any error the groups are aborted, so that no rank
         waits for it.
 

@@ -48,9 +48,7 @@ def scale(factor: float, **where: Unpack[SelectionArguments]) -> Edit:
 
 
 def clamp(
-    min: float | None = None,
-    max: float | None = None,
-    **where: Unpack[SelectionArguments],
+    min: float | None = None, max: float | None = None, **where: Unpack[SelectionArguments]
 ) -> Edit:
     """Limit values to a range; ``clamp(5.0, 5.0, units=7)`` sets a unit to a value.
 

@@ -83,11 +83,7 @@ class Edit:
         self.parameters = tuple(dict.fromkeys(parameters))
 
     def __call__(
-        self,
-        current_module: nn.Module | None,
-        inputs: Tensor,
-        save_ctx: Namespace,
-        modules: Any,
+        self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
     ) -> Tensor:
         scope, hook = Scope(current_module, save_ctx, modules), self._hook
         if hook is not None:

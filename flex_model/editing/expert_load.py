@@ -40,11 +40,7 @@ class ExpertLoad:
 
 @torch.no_grad()
 def expert_load(
-    flex: FlexModel,
-    batches: Iterable[Inputs],
-    blocks: Iterable[str],
-    *,
-    groups: Iterable[str] = (),
+    flex: FlexModel, batches: Iterable[Inputs], blocks: Iterable[str], *, groups: Iterable[str] = ()
 ) -> dict[str, ExpertLoad]:
     """Count, by block, the tokens that go to each expert and to each two of them.
 

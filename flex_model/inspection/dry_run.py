@@ -27,13 +27,7 @@ from flex_model.inspection.edit_checks import (
     Finding,
     check_edits,
 )
-from flex_model.inspection.shapes_only import (
-    Look,
-    Seen,
-    layout_from_shapes,
-    on_shapes,
-    run_watched,
-)
+from flex_model.inspection.shapes_only import Look, Seen, layout_from_shapes, on_shapes, run_watched
 from flex_model.integrations import dtensor
 from flex_model.layouts.follow import Follower
 from flex_model.names import find_parameter
@@ -252,9 +246,7 @@ def _seen_parameter(core: HookCore, registration: Registration) -> Seen:
 
 
 def summary(
-    core: HookCore,
-    registrations: dict[int, Registration],
-    calls: Sequence[Sequence[Seen]],
+    core: HookCore, registrations: dict[int, Registration], calls: Sequence[Sequence[Seen]]
 ) -> DryRun:
     """Rows of the hooks, from what all ranks saw at each call, in the order of registration and of
     their shapes; and what is found in their editing functions. Collective where hooks edit.

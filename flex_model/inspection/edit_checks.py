@@ -385,9 +385,7 @@ def check_edits(
 
 
 def _merged(
-    core: HookCore,
-    registrations: Sequence[Registration],
-    found: Mapping[int, Sequence[Finding]],
+    core: HookCore, registrations: Sequence[Registration], found: Mapping[int, Sequence[Finding]]
 ) -> dict[int, list[Finding]]:
     """The findings of all ranks, the same ones once. Collective."""
     local = [[asdict(finding) for finding in found.get(r.index, ())] for r in registrations]

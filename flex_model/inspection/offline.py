@@ -27,14 +27,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.inspection.call_costs import CallCosts, HookedTensor
 from flex_model.inspection.dry_run import DryRun, DryRunRow, merged_rows, row_of, with_costs
 from flex_model.inspection.shapes_only import Seen, run_watched, shapes_only
-from flex_model.inspection.tree import (
-    ModelTree,
-    Node,
-    is_called,
-    looks,
-    named,
-    set_tensors,
-)
+from flex_model.inspection.tree import ModelTree, Node, is_called, looks, named, set_tensors
 from flex_model.integrations.torch_private import forget_meshes
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.mesh_proofs import MeshProofs
@@ -76,12 +69,7 @@ class OfflineRun:
 
 
 def run_on_shapes(
-    model: str,
-    tp: int,
-    dp: int,
-    inputs: list[Input] | None = None,
-    *,
-    show_progress: bool = False,
+    model: str, tp: int, dp: int, inputs: list[Input] | None = None, *, show_progress: bool = False
 ) -> OfflineRun:
     """Run ``model`` on shapes, on ``tp`` x ``dp`` ranks. Local.
 

@@ -61,12 +61,7 @@ def without_values(*roots: nn.Module) -> Iterator[FakeTensorMode]:
 
 
 @contextlib.contextmanager
-def shapes_only(
-    root: nn.Module,
-    mesh: Mesh,
-    follower: Follower,
-    arguments: Any,
-) -> Iterator[Any]:
+def shapes_only(root: nn.Module, mesh: Mesh, follower: Follower, arguments: Any) -> Iterator[Any]:
     """Enter fake tensor mode and yield ``arguments`` with fake tensors, for a run of the model that
     ``follower`` records. Afterwards it is as ``without_values`` leaves it.
 
@@ -176,11 +171,7 @@ def _keep_ddp_out(root: nn.Module, stack: contextlib.ExitStack) -> None:
 # ---- FSDP2: full parameters in place of gathered ones -------------------------------------------
 
 
-def _stand_in_for_fsdp2(
-    root: nn.Module,
-    mesh: Mesh,
-    fake_mode: FakeTensorMode,
-) -> None:
+def _stand_in_for_fsdp2(root: nn.Module, mesh: Mesh, fake_mode: FakeTensorMode) -> None:
     """Remove FSDP2's hooks and replace the parameters that they would gather by fake ones."""
     if any(fsdp.is_fsdp1(module) for module in root.modules()):
         raise ValueError("FSDP1 gathers its flattened parameters in ways that need their values")
@@ -292,11 +283,7 @@ def run_watched(
 
 
 def on_shapes(
-    core: HookCore,
-    name: str,
-    args: Any,
-    kwargs: Any,
-    look: Callable[[Follower, Any], list[Seen]],
+    core: HookCore, name: str, args: Any, kwargs: Any, look: Callable[[Follower, Any], list[Seen]]
 ) -> list[list[Seen]]:
     """Call ``look(follower, inputs)``, which runs the model, on shapes alone and without hooks,
     while the follower records the operations; return the result of all ranks of the mesh, call by

@@ -16,13 +16,7 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Placement, Shape, ShardLayout
 from flex_model.errors import HookError
 from flex_model.inspection import text
-from flex_model.inspection.shapes_only import (
-    Look,
-    Seen,
-    layout_from_shapes,
-    on_shapes,
-    run_watched,
-)
+from flex_model.inspection.shapes_only import Look, Seen, layout_from_shapes, on_shapes, run_watched
 from flex_model.integrations import dtensor
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.statements import Site

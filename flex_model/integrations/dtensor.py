@@ -14,13 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flex_model.distributed.mesh import Axis, Mesh
-from flex_model.distributed.placement import (
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-    ShardLayout,
-)
+from flex_model.distributed.placement import Partial, Placement, Replicate, Shard, ShardLayout
 from flex_model.integrations.torch_private import (
     FUNCTIONAL_COLLECTIVES,
     local_shape_and_offset,

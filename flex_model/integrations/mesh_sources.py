@@ -60,11 +60,7 @@ def find_all(root: nn.Module) -> tuple[list[Source], list[str], list[str]]:
 
 
 def axes_of_dims(
-    names: Sequence[str] | None,
-    sizes: Sequence[int],
-    *,
-    is_fsdp2: bool,
-    replicates_first: bool,
+    names: Sequence[str] | None, sizes: Sequence[int], *, is_fsdp2: bool, replicates_first: bool
 ) -> tuple[str, ...] | None:
     """Return our axis for each dim of a parameter's mesh; None if it can't be inferred. Pure.
 

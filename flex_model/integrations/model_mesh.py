@@ -235,9 +235,7 @@ def pipeline_refusal(module: nn.Module, pp_size: int) -> str:
     )
 
 
-def merge(
-    sources: Sequence[Source],
-) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+def merge(sources: Sequence[Source]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """Return this rank's group along each axis from all sources, and the name of its source. Pure.
 
     Along dp the largest group counts: some layers may be sharded over only a part of the ranks

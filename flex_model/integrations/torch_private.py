@@ -30,10 +30,7 @@ from torch.autograd import profiler as _profiler
 from torch.nn.utils import stateless
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device, _pytree
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 # ---- Tensors without values. Without them: no runs on shapes -------------------------------------
 

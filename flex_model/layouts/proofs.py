@@ -201,11 +201,7 @@ class AxisProofs:
             self.difference = self.difference or entry.name.removeprefix("aten::")
 
     def _place(
-        self,
-        value: Value,
-        placements: Iterable[Placement | None],
-        shapes: Sequence[Any],
-        text: str,
+        self, value: Value, placements: Iterable[Placement | None], shapes: Sequence[Any], text: str
     ) -> None:
         found = set(placements)
         self.shapes[value] = tuple(map(tuple, shapes))

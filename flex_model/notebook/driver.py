@@ -25,11 +25,7 @@ from flex_model.notebook.wire import MemoryFile, Packer, Parcel, Reference, Unpa
 from flex_model.runs.interrupts import deferred
 
 _JOIN_S = 300  # includes the import of torch on each rank
-_KINDS = {
-    "flex": remote.RemoteFlexModel,
-    "mapping": remote.RemoteMapping,
-    "other": remote.Remote,
-}
+_KINDS = {"flex": remote.RemoteFlexModel, "mapping": remote.RemoteMapping, "other": remote.Remote}
 
 
 class Ranks:

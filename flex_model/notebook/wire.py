@@ -131,10 +131,7 @@ class Unpacker:
     """
 
     def __init__(
-        self,
-        payload: Any,
-        resolve: Callable[[Reference], Any],
-        device: torch.device | None = None,
+        self, payload: Any, resolve: Callable[[Reference], Any], device: torch.device | None = None
     ) -> None:
         self._block = map_file(payload) if isinstance(payload, tuple) else bytearray(payload)
         self._resolve, self._device = resolve, device

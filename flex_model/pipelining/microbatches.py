@@ -303,13 +303,7 @@ def join_records(
             )
         try:
             whole = [
-                join(
-                    parts,
-                    stated(name),
-                    rows,
-                    rows_of(name, kind, stage),
-                    kind in _BACKWARD,
-                )
+                join(parts, stated(name), rows, rows_of(name, kind, stage), kind in _BACKWARD)
                 for parts in zip(*lists, strict=True)
             ]
             for tensor in whole:

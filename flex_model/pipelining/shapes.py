@@ -15,12 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from flex_model.distributed.tensor_dicts import (
-    DTYPE_OF_NAME,
-    Description,
-    describe,
-    exchange_json,
-)
+from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, Description, describe, exchange_json
 from flex_model.integrations.torch_pipelining import is_traced, to_meta
 from flex_model.integrations.torch_private import unchanged
 from flex_model.pipelining.instrumented_stage import InstrumentedStage, sendable

@@ -19,12 +19,7 @@ from flex_model.distributed.failure import FAILED
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.distributed.serialization import decode, encode
-from flex_model.distributed.tensor_dicts import (
-    describe,
-    exchange_json,
-    from_rank,
-    gather_tensors,
-)
+from flex_model.distributed.tensor_dicts import describe, exchange_json, from_rank, gather_tensors
 from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed
 from flex_model.hooks import save_ctx
 from flex_model.hooks.random_state import renew_seed

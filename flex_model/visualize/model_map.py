@@ -150,10 +150,7 @@ def modules_of(core: HookCore) -> Modules:
 
 
 def model_map(
-    core: HookCore,
-    records: Mapping[str, list[Tensor]],
-    modules: Modules,
-    timeline: Timeline | None,
+    core: HookCore, records: Mapping[str, list[Tensor]], modules: Modules, timeline: Timeline | None
 ) -> ModelMap:
     """Return the map of a FlexModel. Local."""
     registrations = core.table.registrations
@@ -182,11 +179,7 @@ def model_map(
 
 
 def _mark(
-    registration: Registration,
-    modules: Modules,
-    core: HookCore,
-    layout: SiteLayout,
-    cost: HookCost,
+    registration: Registration, modules: Modules, core: HookCore, layout: SiteLayout, cost: HookCost
 ) -> HookMark:
     function = registration.hook_function
     module = registration.clean_name

@@ -327,5 +327,5 @@ TWO_RANKS = {
 }
 
 FOUR_RANKS = {
-    "state the tensor before its dims are joined": (lambda: fused("joined"), lambda: fused("fc")),
+    "state the tensor before its dims are joined": (lambda: fused("joined"), lambda: fused("fc"))
 }

@@ -18,11 +18,7 @@ from tests import device_maps, models
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 several = pytest.mark.skipif(NUM_GPUS < 2, reason="one GPU")
-PLACES = {
-    "two GPUs": (0, 1, 1),
-    "CPU and GPU": ("cpu", 0, "cpu"),
-    "disk and GPUs": (1, "disk", 0),
-}
+PLACES = {"two GPUs": (0, 1, 1), "CPU and GPU": ("cpu", 0, "cpu"), "disk and GPUs": (1, "disk", 0)}
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,7 @@ from flex_model import FlexModel, HookError, HookFunction
 from tests import models
 from tests.cuda.processes import Model
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
 class Recomputed(Model):

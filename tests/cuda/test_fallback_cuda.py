@@ -12,10 +12,7 @@ from flex_model.integrations.torch_private import FakeTensorMode
 from tests.cuda.processes import run_ranks
 
 EMULATED = "tests.cuda.emulated.runtime" in sys.modules
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 needs_emulation = pytest.mark.skipif(not EMULATED, reason="the kernels work on this GPU")
 
 

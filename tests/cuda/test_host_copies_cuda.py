@@ -9,10 +9,7 @@ import torch
 from tests.cuda.processes import run_ranks, waits_are_errors
 from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 ops = torch.ops.flex_model
 
 CASES = [

@@ -6,10 +6,7 @@ import torch
 import flex_model
 from tests.ops.test_ops import blocks, check_plan, plan_of, random_tensor, same_bits
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 ops = torch.ops.flex_model
 
 DTYPES = [torch.bool, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.complex128]

@@ -14,10 +14,7 @@ from flex_model.distributed.transports.transport import UnavailableError
 from tests.cuda.processes import run_ranks
 from tests.ops.test_ops import blocks, plan_of
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
 def run(tmp_path, num_ranks, share, *means):
@@ -173,9 +170,7 @@ def of_one_rank(kind, store, limit_s=20.0):
     group = SimpleNamespace(rank=0, size=1, timeout_s=60.0, ranks=(0,), number=0, store=store)
     group.bounded_store = BoundedStore(store, limit_s)
     on_cpu = SimpleNamespace(
-        group=group,
-        exchange=lambda tensor: tensor.unsqueeze(0),
-        exchange_bytes=lambda data: [data],
+        group=group, exchange=lambda tensor: tensor.unsqueeze(0), exchange_bytes=lambda data: [data]
     )
     return kind(on_cpu, lambda works: None, torch.device("cuda:0"))
 

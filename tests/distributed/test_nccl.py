@@ -200,11 +200,7 @@ def test_tensors_go_by_their_device():
     assert way.name == "gpu"
     assert way.all_gather(torch.zeros(1), None, 2) == ["cpu", "cpu"]
     assert way.all_gather(OnGpu(), None, 1) == ["gpu"]
-    some = [
-        on_gpu("a"),
-        Gathered("b", [0], torch.zeros(1), 2),
-        on_gpu("c"),
-    ]
+    some = [on_gpu("a"), Gathered("b", [0], torch.zeros(1), 2), on_gpu("c")]
     expected = [("gpu", "a"), ("cpu", "b"), ("cpu", "b"), ("gpu", "c")]
     assert way.gather_to_first(some) == expected
     assert way.gather_to_first(some[::2]) == [("gpu", "a"), ("gpu", "c")]

@@ -43,10 +43,7 @@ def test_what_has_no_memory_is_refused_by_name():
         plain(torch.eye(2).to_sparse())
 
 
-WRONG = {
-    "none": [None],
-    "short": [SHORT, SHARD[:0]],
-}
+WRONG = {"none": [None], "short": [SHORT, SHARD[:0]]}
 
 
 @pytest.mark.ranks(1)

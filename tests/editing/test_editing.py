@@ -113,9 +113,7 @@ class Harness:
         model = models.llama(use_cache=False)
         if sharding == "pp":
             pipe = pipeline(
-                model,
-                (tokens()[:2],),
-                split_spec={"model.layers.1": SplitPoint.BEGINNING},
+                model, (tokens()[:2],), split_spec={"model.layers.1": SplitPoint.BEGINNING}
             )
             stage = pipe.build_stage(dist.get_rank(), torch.device("cpu"))
             self.schedule = ScheduleGPipe(stage, 2, loss_fn=loss_of)

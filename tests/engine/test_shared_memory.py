@@ -151,10 +151,7 @@ def any_transfers(group, rank, seed, count):
             full = empty(len(whole)) if rank == 0 else None
             again = torch.empty_like(whole) if rank == 0 else None
             group.gather_to_first(
-                [
-                    (plan, list(range(size)), mine, full),
-                    (plan, list(range(size)), mine, again),
-                ]
+                [(plan, list(range(size)), mine, full), (plan, list(range(size)), mine, again)]
             )
             if rank == 0:
                 assert torch.equal(full, whole)

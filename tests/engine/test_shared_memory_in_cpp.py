@@ -105,11 +105,7 @@ LIMITS = {
         3 * GIB,
     ),
     "v2, in a container": (
-        {
-            "proc/self/cgroup": "0::/",
-            f"{V2}/memory.max": 4 * GIB,
-            f"{V2}/memory.current": 1 * GIB,
-        },
+        {"proc/self/cgroup": "0::/", f"{V2}/memory.max": 4 * GIB, f"{V2}/memory.current": 1 * GIB},
         3 * GIB,
     ),
     "v1, of the job": (

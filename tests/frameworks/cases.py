@@ -117,10 +117,7 @@ CASES = {
     "fsdp2-4": Case("FSDP2", "decoder", 4, P(data_parallel, kind="fsdp2")),
     "hsdp-4": Case("HSDP", "decoder", 4, P(data_parallel, kind="hsdp")),
     "tp-fsdp2-4": Case(
-        "parallelize_module tp 2 x FSDP2",
-        "decoder",
-        4,
-        P(tensor_and_data_parallel, kind="tp"),
+        "parallelize_module tp 2 x FSDP2", "decoder", 4, P(tensor_and_data_parallel, kind="tp")
     ),
     "sp-fsdp2-4": Case(
         "parallelize_module sp 2 x FSDP2", "decoder", 4, P(tensor_and_data_parallel, kind="sp")

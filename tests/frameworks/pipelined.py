@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import (
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import parallelize_module
 
 import pipelines
 from frameworks.decoder_model import (

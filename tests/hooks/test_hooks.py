@@ -529,9 +529,7 @@ def test_no_backward_hook_runs_for_a_graph_without_groups():
 
 
 @pytest.mark.parametrize(
-    "pattern",
-    ["fc", re.compile(r"^fc\d$"), nn.Linear],
-    ids=["substring", "regex", "type"],
+    "pattern", ["fc", re.compile(r"^fc\d$"), nn.Linear], ids=["substring", "regex", "type"]
 )
 def test_create_hook_group_by(pattern):
     flex, records = wrap("act")

@@ -106,10 +106,7 @@ def test_names_of_arguments_and_leaves():
 @torch.no_grad()
 def test_a_transformers_model():
     tokens, records = torch.randint(32, (2, 5)), {}
-    names = {
-        "position_embeddings.0": "model.layers.1.self_attn",
-        "hidden_states": "model.layers.1",
-    }
+    names = {"position_embeddings.0": "model.layers.1.self_attn", "hidden_states": "model.layers.1"}
     with FlexModel(models.llama(), records) as flex:
         for name, module in names.items():
             flex.register_forward_pre_hook(HookFunction(module, None, None, name, output_name=name))

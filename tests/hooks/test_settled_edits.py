@@ -11,14 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import models
-from flex_model import (
-    FlexModel,
-    HookError,
-    HookFunction,
-    HookMismatchError,
-    Select,
-    sequential,
-)
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError, Select, sequential
 from flex_model.integrations import torch_private
 
 NUM_LAYERS = 3

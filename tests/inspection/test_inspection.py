@@ -200,10 +200,7 @@ def test_verify_compares_gradients_and_leaves_the_model_s_own():
     of_forward = flex.verify(reference, rows)
     assert [row.kind for row in of_forward.rows] == ["forward"]
     wrong = flex.verify(reference, rows, loss=lambda output: output.square().sum())
-    assert {row.kind for row in wrong.rows if row.differs} == {
-        "full_backward",
-        "full_backward_pre",
-    }
+    assert {row.kind for row in wrong.rows if row.differs} == {"full_backward", "full_backward_pre"}
     assert wrong.first_difference.kind == "full_backward", wrong  # backward runs from the end
 
 

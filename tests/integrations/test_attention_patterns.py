@@ -36,10 +36,7 @@ PATTERN = f"{LAYER}.attention_pattern"
 TOKENS = torch.randint(64, (4, 10), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones_like(TOKENS)
 MASK[[0, 2], :3] = 0  # padded at the left
-SIZES = models.SIZES | {
-    "num_hidden_layers": 2,
-    "head_dim": 8,
-}
+SIZES = models.SIZES | {"num_hidden_layers": 2, "head_dim": 8}
 FAMILIES = {
     "Llama": {},
     "Qwen3": {},  # norms of queries and keys

@@ -172,10 +172,7 @@ TWO = [torch.zeros(2), torch.zeros(3)]
             lambda case: ops.copy_to_host(case[2][0], 1, case[1].code, 1, "auto"),
             r"copy_to_host: `shard` must have 16 bytes by the plan, got 12",
         ),
-        (
-            lambda case: ops.copy_to_host(case[2][0], 0, case[1].code, 0, "auto"),
-            r"`address` is 0",
-        ),
+        (lambda case: ops.copy_to_host(case[2][0], 0, case[1].code, 0, "auto"), r"`address` is 0"),
         (
             lambda case: ops.copy_to_host(case[2][0], 1, case[1].code, 0, "dma"),
             r"`how` must be .* got \"dma\"",

@@ -176,10 +176,7 @@ SCRIPTS |= of_kinds(
     keywords={},
 )
 SCRIPTS |= rebuilt(
-    "copied",
-    ("native-tp-2", "native-tp-4"),
-    user_scripts.copied,
-    model="a copy of a hooked one",
+    "copied", ("native-tp-2", "native-tp-4"), user_scripts.copied, model="a copy of a hooked one"
 )
 
 # ---- Quantised weights ---------------------------------------------------------------------------

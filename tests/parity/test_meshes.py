@@ -31,10 +31,7 @@ def test_two_models_on_two_halves_of_the_world():
     model = models.mlp(hidden=8 + which)
     records = {}
     flex = FlexModel(
-        models.tensor_parallel(model, half),
-        records,
-        tensor_parallel_size=2,
-        process_group=half,
+        models.tensor_parallel(model, half), records, tensor_parallel_size=2, process_group=half
     )
     flex.register_forward_hook(HookFunction("fc1", editing_function=mixing_features))
     expected, seen = run(model)

@@ -162,11 +162,7 @@ class Odd(torch.Tensor):
         return Odd(result) if isinstance(result, torch.Tensor) else result
 
 
-ODD = {
-    "Odd": Odd,
-    "meta": lambda x: x.to("meta"),
-    "sparse": lambda x: x.to_sparse(),
-}
+ODD = {"Odd": Odd, "meta": lambda x: x.to("meta"), "sparse": lambda x: x.to_sparse()}
 
 
 @pytest.mark.ranks(2)

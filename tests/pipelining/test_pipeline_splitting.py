@@ -82,12 +82,7 @@ class Tower(nn.Module):
         return self.out(self.norm(hidden))
 
 
-SMALL = SIZES | {
-    "num_hidden_layers": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL = SIZES | {"num_hidden_layers": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT2 = {
     "vocab_size": 64,
     "n_embd": 32,
@@ -110,11 +105,7 @@ FAMILIES = {
     "gemma3": ("Gemma3", {**SMALL, "head_dim": 8, "sliding_window": 4}, "model.layers"),
     "gpt2": ("GPT2", GPT2, "transformer.h"),
     "gpt-neox": ("GPTNeoX", SMALL, "gpt_neox.layers"),
-    "opt": (
-        "OPT",
-        {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32},
-        "model.decoder.layers",
-    ),
+    "opt": ("OPT", {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}, "model.decoder.layers"),
 }
 
 
@@ -232,12 +223,7 @@ def test_stages_keep_names_types_and_parameters(name):
 def test_where_a_list_is_split():
     model = seeded(Tower)
     x = random(4, 5, dtype=torch.float32)
-    points = {
-        "layers.0": BEGINNING,
-        "layers.1": BEGINNING,
-        "layers.2": END,
-        "layers.3": END,
-    }
+    points = {"layers.0": BEGINNING, "layers.1": BEGINNING, "layers.2": END, "layers.3": END}
     pipe = pipeline(model, (x,), split_spec=points, method="modules")
     assert pipe.num_stages == 5
     owned = [

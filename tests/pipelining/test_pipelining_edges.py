@@ -14,26 +14,8 @@ from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError, HookMismatchError
 from flex_model.pipelining import SplitPoint, pipeline
 from flex_model.pipelining.instrumented_stage import stages_of
-from pipelines import (
-    ALL,
-    SINGLE,
-    Transposed,
-    make_mlp,
-    make_schedule,
-    my_indices,
-    part,
-    unsplit,
-)
-from test_pipelining import (
-    MSE,
-    assert_near,
-    check,
-    check_parameters,
-    data,
-    is_last,
-    mix,
-    rank_of,
-)
+from pipelines import ALL, SINGLE, Transposed, make_mlp, make_schedule, my_indices, part, unsplit
+from test_pipelining import MSE, assert_near, check, check_parameters, data, is_last, mix, rank_of
 from tiers import grid_but
 
 every = pytest.mark.parametrize("kind", grid_but(ALL, ALL[1], ALL[4]))

@@ -8,11 +8,7 @@ from torch import nn
 
 import models
 from flex_model import FlexModel, HookError, HookFunction
-from flex_model.pipelining import (
-    ScheduleGPipe,
-    SplitPoint,
-    pipeline,
-)
+from flex_model.pipelining import ScheduleGPipe, SplitPoint, pipeline
 from pipelines import ALL, alone_group, my_indices
 from shared_edits import mixing_units as mix
 

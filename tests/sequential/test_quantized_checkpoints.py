@@ -12,16 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import quantized_layers
 from flex_model import FlexModel, HookFunction, sequential
-from quantized_folders import (
-    DEQUANTISED,
-    REFUSED,
-    fp8,
-    from_pretrained,
-    llama,
-    plain,
-    read,
-    write,
-)
+from quantized_folders import DEQUANTISED, REFUSED, fp8, from_pretrained, llama, plain, read, write
 
 pytest.importorskip("safetensors")
 transformers = pytest.importorskip("transformers")
@@ -151,11 +142,7 @@ EXPERTS = "model.layers.1.mlp.experts"
     [
         (fp8, without(f"{WEIGHT}_scale_inv"), rf"'{WEIGHT}' has no scales"),
         (fp8, put(f"{WEIGHT}_g_idx", torch.zeros(32)), "_g_idx' is beside a quantised weight"),
-        (
-            fp8,
-            put(WEIGHT, torch.zeros(32, 32, dtype=torch.bfloat16)),
-            "has no quantised tensor",
-        ),
+        (fp8, put(WEIGHT, torch.zeros(32, 32, dtype=torch.bfloat16)), "has no quantised tensor"),
         (
             DEQUANTISED["fp8 of experts"],
             without(f"{EXPERTS}.2.up_proj.weight_scale_inv"),

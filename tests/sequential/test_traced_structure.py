@@ -120,14 +120,8 @@ def test_what_a_helper_returns_otherwise(forward, name):
     ("forward", "other"),
     [
         (lambda self, x: self.around(x, 3 if x.shape[0] > 10 else 2), MANY),
-        (
-            lambda self, x: self.around(x.float(), 3 if x.dtype == torch.float64 else 2),
-            X.double(),
-        ),
-        (
-            lambda self, x: self.around(x, 3 if x.requires_grad else 2),
-            X.clone().requires_grad_(),
-        ),
+        (lambda self, x: self.around(x.float(), 3 if x.dtype == torch.float64 else 2), X.double()),
+        (lambda self, x: self.around(x, 3 if x.requires_grad else 2), X.clone().requires_grad_()),
     ],
 )
 def test_properties_of_a_tensor(forward, other):

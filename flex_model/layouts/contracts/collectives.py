@@ -72,11 +72,7 @@ def _source_index(base: str, num_operands: int, output: int) -> int:
 
 
 def infer_placement(
-    proofs: AxisProofs,
-    base: str,
-    reduction: str,
-    axes: tuple[str, ...],
-    operand: Operand,
+    proofs: AxisProofs, base: str, reduction: str, axes: tuple[str, ...], operand: Operand
 ) -> Placement | None:
     """Return the placement of a collective's result along the axis of ``proofs``.
 

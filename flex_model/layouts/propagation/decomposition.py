@@ -23,13 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from flex_model.distributed.placement import Placement
 from flex_model.integrations.compiled import DispatchMode
 from flex_model.integrations.torch_private import decomposition_of, disabled_modes
-from flex_model.layouts.propagation.operation import (
-    REPLICATED,
-    Operand,
-    Operation,
-    Shape,
-    differ,
-)
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, Shape, differ
 from flex_model.layouts.propagation.text_forms import Placements, words
 
 _FILLS = {"zeros", "ones", "full", "scalar_tensor", "new_zeros", "new_ones", "new_full"}

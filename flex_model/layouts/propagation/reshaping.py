@@ -138,10 +138,7 @@ def _scaled(widths: tuple[int, ...], before: int, after: int) -> tuple[int, ...]
 
 
 def _by_groups(
-    operand: Operand,
-    made: Operand,
-    placement: Shard,
-    readings: list[Reading],
+    operand: Operand, made: Operand, placement: Shard, readings: list[Reading]
 ) -> Reading | None:
     """Return the reading in the smallest group of dims in which the split dim is joined and
     divided.

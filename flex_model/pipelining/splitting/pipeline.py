@@ -21,11 +21,7 @@ from flex_model.integrations import torch_pipelining
 from flex_model.integrations.torch_pipelining import GraphStage, PipeInfo, RecvInfo, has_gradient
 from flex_model.integrations.torch_private import unchanged
 from flex_model.pipelining.splitting.clones import clone_tree, is_hook_of_flex_model, users_hooks
-from flex_model.pipelining.splitting.recording import (
-    check_split_spec,
-    find_difference,
-    tensors_in,
-)
+from flex_model.pipelining.splitting.recording import check_split_spec, find_difference, tensors_in
 from flex_model.pipelining.splitting.splitter import run_stages, split_modules
 from flex_model.pipelining.stages import note_tied
 
@@ -367,10 +363,7 @@ class ModulePipe(nn.Module):
         return self.get_submodule(_stage_name(stage_idx))
 
     def build_stage(
-        self,
-        stage_index: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
+        self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> PipelineStage:
         """A stage for any schedule, its module moved to ``device``. Local.
 

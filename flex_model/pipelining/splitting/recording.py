@@ -272,10 +272,7 @@ def find_block_list(
     name = parents.pop()
     blocks = _members(name, module.get_submodule(name))
     if not _is_run_in_order(blocks, calls):
-        wrong = next(
-            (b for b in blocks if list(calls).count(b) != 1),
-            blocks[0],
-        )
+        wrong = next((b for b in blocks if list(calls).count(b) != 1), blocks[0])
         raise ValueError(
             f'cannot split {type(module).__name__} in {name!r} with method="modules": its blocks '
             f"are not run once each, in order ({wrong!r} was called "

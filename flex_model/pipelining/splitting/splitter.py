@@ -28,12 +28,7 @@ from torch.utils import _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flex_model import pytree
-from flex_model.integrations.absent_tensor import (
-    AbsentError,
-    Placeholder,
-    names_in,
-    without_values,
-)
+from flex_model.integrations.absent_tensor import AbsentError, Placeholder, names_in, without_values
 from flex_model.pipelining.splitting.clones import clone_tree
 from flex_model.pipelining.splitting.recording import (
     BlockList,
@@ -198,11 +193,7 @@ def find_parts(model: nn.Module, blocks: BlockList, called: Iterable[str]) -> Pa
 
 
 def build(
-    model: nn.Module,
-    recording: Recording,
-    parts: Parts,
-    index: int,
-    held: set[str],
+    model: nn.Module, recording: Recording, parts: Parts, index: int, held: set[str]
 ) -> nn.Module:
     """Make a stage that holds these parts, and stand-ins of the others."""
     blocks, crossings = recording.blocks, recording.crossings
