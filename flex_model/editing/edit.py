@@ -69,7 +69,6 @@ class Edit:
         text: The ``repr``.
         apply: ``(full, scope) -> Tensor | None``.
         parameters: Names of the model's weights that it needs in full.
-        hook: The HookFunction that has these weights and calls this edit, if it was made by ``at``.
     """
 
     def __init__(
@@ -77,23 +76,20 @@ class Edit:
         text: str,
         apply: Callable[[Tensor, Scope], Tensor | None],
         parameters: Iterable[str] = (),
-        hook: HookFunction | None = None,
     ) -> None:
-        self._text, self._apply, self._hook = text, apply, hook
+        self._text = text
+        self._apply = apply
         self.parameters = tuple(dict.fromkeys(parameters))
 
     def __call__(
         self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
     ) -> Tensor:
-        scope, hook = Scope(current_module, save_ctx, modules), self._hook
-        if hook is not None:
-            scope = replace(scope, site=hook.module_name, parameters=hook.parameters)
-        elif self.parameters:
+        if self.parameters:
             raise RuntimeError(
                 f"{self!r} needs the full weights {list(self.parameters)}; register it with "
                 "edit.at(module_name), which makes the HookFunction that names them"
             )
-        return self.apply(inputs, scope)
+        return self.apply(inputs, Scope(current_module, save_ctx, modules))
 
     def apply(self, full: Tensor, scope: Scope) -> Tensor:
         """Return the edited tensor; ``full`` itself if nothing changes. Local."""
@@ -116,7 +112,7 @@ class Edit:
                 f"at: {self!r} edits one tensor, got unpack_idx={hook.unpack_idx}; give it one "
                 "HookFunction for each"
             )
-        hook.editing_function = Edit(repr(self), self.apply, self.parameters, hook)
+        hook.editing_function = AtSite(self, hook)
         return hook
 
     def __or__(self, other: Any) -> Edit:
@@ -127,6 +123,25 @@ class Edit:
 
     def __repr__(self) -> str:
         return self._text
+
+
+class AtSite:
+    """The editing function of a HookFunction made by ``Edit.at``: it passes the hook's weights. No
+    Edit: notebooks send edits and hooks apart from each other, and each would be needed first.
+    """
+
+    def __init__(self, edit: Edit, hook: HookFunction) -> None:
+        self.edit, self._hook = edit, hook
+
+    def __call__(
+        self, current_module: nn.Module | None, inputs: Tensor, save_ctx: Namespace, modules: Any
+    ) -> Tensor:
+        hook = self._hook
+        scope = Scope(current_module, save_ctx, modules, hook.module_name, hook.parameters)
+        return self.edit.apply(inputs, scope)
+
+    def __repr__(self) -> str:
+        return repr(self.edit)
 
 
 def chain(*edits: Callable[..., Tensor | None]) -> Edit:
