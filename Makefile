@@ -88,13 +88,16 @@ cuda-emulated: build  ## the CUDA code on the CPU: the tests of a GPU, and the l
 hosts: build  ## several hosts on this machine: network namespaces, as root
 	pytest -q -rs -m hosts tests/hosts
 
-.PHONY: gpu gpu-build gpu-test gpu-sanitize gpu-bench
+.PHONY: sass gpu gpu-build gpu-test gpu-sanitize gpu-bench
 
 gpu: venv  ## where there is a GPU: build, tests, compute-sanitizer, benchmarks (gpu-build, gpu-test, ...)
 	$(PYTHON) .ci/gpu.py
 
 gpu-build gpu-test gpu-sanitize gpu-bench: gpu-%: venv
 	$(PYTHON) .ci/gpu.py $*
+
+sass: venv  ## what nvcc makes of the kernels: registers, spills, accesses and instructions
+	$(PYTHON) -m tests.cuda.sass
 
 docs: $(DOCS_STAMP)  ## the documentation as a site in site/; links that lead nowhere fail
 	@mkdir -p build  # without --quiet, which would not count warnings

@@ -1,127 +1,100 @@
-"""The machine code that nvcc makes of the kernels: no GPU is needed."""
+"""What nvcc makes of the kernels stays as fast as it is: no GPU is needed."""
 
 import functools
-import importlib.util
-import os
 import re
-import shutil
-import subprocess
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-SOURCES = Path(__file__).parents[1] / "csrc"
+from tests.cuda import sass
+
+pytestmark = pytest.mark.skipif(sass.find_tools() is None, reason="no nvcc or no nvdisasm")
 REGISTERS, THREADS = 65536, 128  # of a multiprocessor; of a block
 
 
-def find_tools():
-    """nvcc and nvdisasm, which Triton brings along."""
-    folders = [str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")), os.environ["PATH"]]
-    if (triton := importlib.util.find_spec("triton")) is not None and triton.origin is not None:
-        folders.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))
-    return [shutil.which(tool, path=os.pathsep.join(folders)) for tool in ("nvcc", "nvdisasm")]
-
-
-NVCC, NVDISASM = find_tools()
-pytestmark = pytest.mark.skipif(not (NVCC and NVDISASM), reason="no nvcc or no nvdisasm")
-
-
-def output(*command):
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-@dataclass(frozen=True)
-class Kernel:
-    name: str
-    registers: int  # of a thread
-    spilled: int  # bytes of a thread that are in memory for want of registers
-    instructions: list[str]  # without the predicates before them
-
-
-def accesses(instructions):
-    """Loads and stores of global memory."""
-    return [text for text in instructions if re.match(r"(LD|ST)G?\.", text)]
-
-
-def name_of(symbol):
-    name = output("c++filt", symbol).strip().removeprefix("void ").split("(flex_model")[0]
-    return re.sub(r"flex_model::|\(anonymous namespace\)::", "", name).split("(")[0]
-
-
-def instructions_of(cubin):
-    """By symbol."""
-    found = {}
-    for line in output(NVDISASM, "-c", cubin).splitlines():
-        if section := re.match(r"\s*\.section\s+(\S+?),", line):
-            instructions = found.setdefault(section[1].removeprefix(".text."), [])
-        elif match := re.match(r"\s*/\*[0-9a-f]{4,}\*/\s+(.*?)\s*;", line):
-            instructions.append(re.sub(r"^@!?U?P\w+\s+", "", match[1]))
-    return found
-
-
 @functools.cache
-def copies_on(architecture, folder):
-    """The kernels that copy boxes, compiled for an architecture."""
-    found = []
-    for source in sorted((SOURCES / "cuda").glob("*.cu")):
-        flags = f"-O3 -std=c++17 -arch={architecture} -I{SOURCES} -Xptxas -v".split()
-        cubin = folder / f"{source.stem}.cubin"
-        log = output(NVCC, *flags, "-cubin", source, "-o", cubin)
-        used = re.findall(
-            r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
-            r".*?Used (\d+) registers",
-            log,
-            re.S,
-        )
-        instructions = instructions_of(cubin) if used else {}
-        for symbol, *spilled, registers in used:
-            bytes_spilled = sum(map(int, spilled))
-            kernel = Kernel(name_of(symbol), int(registers), bytes_spilled, instructions[symbol])
-            found += [kernel] * kernel.name.startswith("copy_")
+def copies_on(architecture):
+    found = [k for k in sass.kernels(architecture) if k.name.startswith("copy_")]
     # Batches; after a barrier or not; hinted or not; widths of chunks, of windows.
     assert len(found) == 2 * 2 * 2 * (5 + 3)
     return found
 
 
+@pytest.fixture
+def copies():
+    return [kernel for kernel in copies_on("sm_90") if "AfterBarrier" not in kernel.name]
+
+
 def blocks_at_once(name):
-    text = (SOURCES / "cuda" / "box_copy_kernels.cuh").read_text()
+    text = (sass.ROOT / "csrc" / "cuda" / "box_copy_kernels.cuh").read_text()
     return int(re.search(rf"\b{name} = (\d+)", text)[1])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("sass")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-def test_all_blocks_of_a_full_grid_run_at_once(architecture, folder):
+def test_all_blocks_of_a_full_grid_run_at_once(architecture):
     """A grid has so many; a block that has to wait for another one would run alone at the end. And
     no register is spilled for that.
     """
-    if architecture not in output(NVCC, "--list-gpu-code").split():
+    if architecture not in sass.architectures():
         pytest.skip("nvcc does not know it")
-    for kernel in copies_on(architecture, folder):
+    for kernel in copies_on(architecture):
         blocks = blocks_at_once("kWindowBlocks" if "windows" in kernel.name else "kChunkBlocks")
         allocated = -(-kernel.registers // 8) * 8  # in units of 8 per thread
         assert blocks * THREADS * allocated <= REGISTERS, kernel.name
         assert kernel.spilled == 0, kernel.name
 
 
-def test_loads_see_what_peers_wrote(folder):
-    """None goes through the cache of constants, which is not coherent; a barrier, of one wait, is
-    over before a copy's accesses.
-    """
-    copies = {kernel.name: kernel.instructions for kernel in copies_on("sm_90", folder)}
-    for name, instructions in copies.items():
-        if "AfterBarrier" in name:
-            alone = copies[re.sub(r"AfterBarrier<(.*?> ?)>", r"\1", name).replace("  ", " ")]
-            (wait,) = [i for i, text in enumerate(instructions) if "BAR.SYNC" in text]
-            assert len(accesses(instructions[wait:])) >= len(accesses(alone)), name
+BITS = {"uint4": "128", "uint2": "64", "unsigned int": "32", "unsigned short": "16"}
+
+
+def test_accesses_are_as_wide_as_chunks(copies):
+    """And only those of large copies leave the cache first, as a window's loads never do."""
+    for kernel in copies:
+        unit, streams = re.match(r"\w+<([\w ]+), (\w+),", kernel.name).groups()
+        hint = " EF" if streams == "true" else ""
+        if kernel.name.startswith("copy_chunks"):
+            bits = BITS.get(unit, "8") + hint
+            assert (kernel.loads, kernel.stores) == ([bits] * 4, [bits] * 4), kernel.name
         else:
-            assert not any("CONSTANT" in access for access in accesses(instructions)), name
-            is_store = [access.startswith("ST") for access in accesses(instructions)]
-            assert is_store == sorted(is_store), name  # all loads come first
+            assert kernel.loads == ["128"] * 8, kernel.name
+            assert kernel.stores.count("128" + hint) == 4, kernel.name
+            assert len(set(kernel.stores)) == 2, kernel.name
+
+
+def test_loads_see_what_peers_wrote(copies):
+    """None goes through the cache of constants, which is not coherent."""
+    for kernel in copies:
+        loads = [i for i in kernel.instructions if sass.is_load(i)]
+        assert not any("CONSTANT" in load for load in loads), kernel.name
+
+
+def test_all_loads_of_a_thread_come_before_its_stores(copies):
+    for kernel in copies:
+        is_store = [sass.is_store(i) for i in kernel.instructions if sass.is_access(i)]
+        assert is_store == sorted(is_store), kernel.name
+
+
+def test_instructions(copies):
+    """The copy of 64 bytes: all that comes before its accesses and between them. A division per
+    piece instead of one per thread makes `size` 504.
+    """
+    for kernel in copies:
+        is_chunks = kernel.name.startswith("copy_chunks")
+        assert kernel.path <= (145 if is_chunks else 345), kernel.name
+        assert kernel.size <= (320 if is_chunks else 820), kernel.name
+
+
+def test_a_barrier_costs_copies_nothing_else(copies):
+    """It is over before their first access, so they need no more registers."""
+    alone = {kernel.name: kernel for kernel in copies}
+    for kernel in copies_on("sm_90"):
+        if "AfterBarrier" in kernel.name:
+            copy = alone[re.sub(r"AfterBarrier<(.*?> ?)>", r"\1", kernel.name).replace("  ", " ")]
+            assert kernel.registers <= copy.registers, kernel.name
+            assert kernel.size <= copy.size + 80, kernel.name
+            waits = [i for i, text in enumerate(kernel.instructions) if "BAR.SYNC" in text]
+            flags = len(kernel.loads) - len(copy.loads) + len(kernel.stores) - len(copy.stores)
+            accesses = [i for i, text in enumerate(kernel.instructions) if sass.is_access(text)]
+            after = [i for i in accesses if i > waits[0]]
+            assert (len(waits), flags) == (1, 6), kernel.name
+            assert len(after) >= len(copy.loads) + len(copy.stores), kernel.name
