@@ -305,10 +305,8 @@ class Follower:
         communicator.check_consistency(
             Header("inputs", site=self.log.num_syncs), "what a forward has run so far"
         )
-        mesh = communicator.mesh
         digests = communicator.exchange(torch.tensor([digest])).flatten().tolist()
-        lines = (mesh.ranks_along(("tp",), place) for place in range(len(digests)))
-        if all(digests[place] == digests[line[0]] for line in lines for place in line):
+        if communicator.mesh.equal_along("tp", digests):
             return [chunk] * len(digests)
         packed = chunk.pack()
         lengths = communicator.exchange(torch.tensor([len(packed)])).flatten().tolist()

@@ -276,7 +276,7 @@ class Statements(list[Statement]):
             axis
             for axis, placement in placed.items()
             if isinstance(placement, Shard)
-            and len(prints.mesh.ranks_along((axis,))) > 1
+            and prints.mesh.size(axis) > 1
             and prints.equal_along(axis)
         ]
         if not axes or site.name in self._warned or _is_one_number(shard):
