@@ -215,7 +215,8 @@ def branch(c, s):
     """Control flow that depends on values which all ranks share."""
     need(c.tp and c.program.dp == 1 and s.dim_of("tp") is None and s.is_float)
     c.needs_follow = True
-    c.add("if h.sum() > 0:", "    h = h * 2", "else:", "    h = h.flip(-1) + 1")
+    # Not 0 or an integer: the sum of what a norm or a softmax returns is one, up to its rounding.
+    c.add("if h.sum() > 0.7:", "    h = h * 2", "else:", "    h = h.flip(-1) + 1")
     c.site(s.made())
     return s.made()
 
