@@ -1,9 +1,9 @@
 """The log of one forward: the operations as one rank ran them, in a form that ranks can exchange.
 
 A *value* is a number that stands for a tensor, the same on all ranks as long as they run the same
-operations: values are numbered from the last *marker*, the begin or end of a module or a comparison
-of the logs, whose name is part of them. Weights and inputs are values by name, and have no entry:
-`Log.sources` holds what is known of each that was used.
+operations: values are numbered from the last *marker*, the begin or end of a module, a collective
+or a comparison of the logs, whose name is part of them. Weights and inputs are values by name, and
+have no entry: `Log.sources` holds what is known of each that was used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Log:
         self._seen: set[Value] = set()
         self.num_syncs = 0
         self._segment, self._index = 0, 0
-        self._calls: dict[str, int] = {}  # by module path: number of calls
+        self._calls: dict[Any, int] = {}  # by module, or kind of collective: number of calls
         self._digest = hashlib.blake2b(digest_size=8)
 
     def add(self, entry: Entry) -> None:
@@ -68,17 +68,29 @@ class Log:
 
     def enter(self, name: str) -> str:
         """Log that a module's forward begins; return the path to pass to ``exit``."""
-        number = self._calls[name] = self._calls.get(name, 0) + 1
-        path = f"{name}/{number}"
+        path = f"{name}/{self._count(name)}"
         self._mark(logged.Enter(path))
         return path
 
     def exit(self, path: str) -> None:
         self._mark(logged.Exit(path))
 
+    def meet(self, name: str, axes: tuple[str, ...]) -> None:
+        """Number values from here on: the ranks of these axes call the collective now, in the same
+        order, whatever each has run before: ``F.linear(x, w, bias if rank == 0 else None)``.
+        """
+        self._number_from((name, axes, self._count((name, axes))))
+
+    def _count(self, what: Any) -> int:
+        number = self._calls[what] = self._calls.get(what, 0) + 1
+        return number
+
     def _mark(self, entry: logged.Enter | logged.Exit | logged.Sync) -> None:
         self.add(entry)
-        digest = hashlib.blake2b(repr(entry).encode(), digest_size=5).digest()
+        self._number_from(entry)
+
+    def _number_from(self, marker: tuple[Any, ...]) -> None:
+        digest = hashlib.blake2b(repr(marker).encode(), digest_size=5).digest()
         self._segment, self._index = int.from_bytes(digest, "little"), 0
 
     @property

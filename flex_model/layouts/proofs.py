@@ -339,14 +339,14 @@ def align(
 ) -> Iterator[tuple[Entry, ...]]:
     """Yield the entries of all ranks, one tuple for each that all of them have.
 
-    Where ranks ran different operations, those are left out, up to the next begin or end of a
-    module that all of them reach. The results of the operations left out have no entry, so they are
-    not known.
+    Where ranks ran different operations, those are left out, up to the next collective, or begin or
+    end of a module, that all of them reach. The results of the operations left out have no entry,
+    so they are not known.
 
     Args:
         skipped: Called with every entry, of any rank, that is left out.
     """
-    marks = ({_form(entry) for entry in log if isinstance(entry, logged.MARKERS)} for log in logs)
+    marks = ({_form(entry) for entry in log if _is_marker(entry)} for log in logs)
     common = set.intersection(*marks)
     for segments in itertools.zip_longest(*(_cut(log, common) for log in logs), fillvalue=[]):
         alike = list(itertools.takewhile(_are_alike, zip(*segments)))
@@ -360,10 +360,17 @@ def _cut(log: Sequence[Entry], markers: set[Any]) -> list[list[Entry]]:
     """Return the log in segments, of which all but the first begin with one of these markers."""
     segments: list[list[Entry]] = [[]]
     for entry in log:
-        if isinstance(entry, logged.MARKERS) and _form(entry) in markers:
+        if _is_marker(entry) and _form(entry) in markers:
             segments.append([])
         segments[-1].append(entry)
     return segments
+
+
+def _is_marker(entry: Entry) -> bool:
+    """Whether its form stands for one place in the program: a collective's has its result."""
+    if isinstance(entry, logged.Collective):
+        return bool(entry.outputs)
+    return isinstance(entry, logged.MARKERS)
 
 
 def _are_alike(entries: Sequence[Entry]) -> bool:

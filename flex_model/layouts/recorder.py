@@ -450,6 +450,8 @@ class Recorder(DispatchMode):
                 if isinstance(value, int):
                     self.values.note(tensor, value)
             return result
+        if axes and "tp" in axes:
+            self.log.meet(name, axes)
         outputs, writes = self._outputs(made, bool(written))
         self.received.update(output.value for output in outputs)
         reduction = self._reduction(func._schema, args)

@@ -128,6 +128,11 @@ def broadcast(x):
     return x
 
 
+def more_on_rank_0(x):
+    """As a row-parallel layer adds its bias before the sum: on one rank."""
+    return x if dist.get_rank() else x + torch.ones(x.shape[1])
+
+
 # What each rank does with its shard and the whole; what the unsharded program does.
 KNOWN = {
     "sum": (lambda p, h: total(p.sum(1)), lambda h: h.sum(1)),
@@ -141,6 +146,14 @@ KNOWN = {
     "gathered rows": (lambda p, h: one_tensor(p.t()).t(), lambda h: h),
     "broadcast of replicas": (lambda p, h: broadcast(h), lambda h: h),
     "in its place": (lambda p, h: total(in_its_place(p)), lambda h: h),
+    "more on rank 0, then summed": (
+        lambda p, h: total(more_on_rank_0(p).sum(1)).cos(),
+        lambda h: (h.sum(1) + 3).cos(),
+    ),
+    "more on rank 0, then gathered": (
+        lambda p, h: torch.cat(parts(more_on_rank_0(p)), 1).cos(),
+        lambda h: (h + torch.tensor([1, 1, 1, 0, 0, 0])).cos(),
+    ),
     "replicas, scattered": (lambda p, h: scattered(h), lambda h: 2 * h),
     "a partial sum, scattered": (lambda p, h: scattered(p @ p.t()), lambda h: h @ h.t()),
     "partial sums, added to zeros": (
