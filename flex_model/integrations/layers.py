@@ -23,6 +23,9 @@ _STATED_SIZES = (
 )
 
 
+BY_SIZES = "the sizes that its layer states"  # the source of a layout
+
+
 def parameter_layout(
     module: nn.Module, leaf_name: str, parameter: Tensor, mesh: Mesh
 ) -> ShardLayout | None:
@@ -54,7 +57,7 @@ def parameter_layout(
         return None
     is_split = leaf_name == "weight" or split == 0
     tp: Placement = Shard(split) if is_split else Replicate()
-    return ShardLayout(tp=tp, source="the sizes that its layer states")
+    return ShardLayout(tp=tp, source=BY_SIZES)
 
 
 def as_computed_with(

@@ -61,6 +61,11 @@ def refusal(
                 "; where ranks are given shards as inputs, state these: kind='forward_pre' of "
                 "re.compile('^$'), with the input's index="
             )
+        if axis == "tp" and lost.startswith((" (lost at chunk", " (lost at split")):
+            advice += (
+                "; where a layer's shard has a part of each of several fused tensors (q, k and v), "
+                "state the parts of its weight: kind='parameter', tp=Shard(0), part_sizes="
+            )
         if OF_OTHERS in lost or DIFFERS in lost:
             advice += (
                 "; where the model goes through a set (for kind in set(layer_types): ...), "

@@ -186,10 +186,10 @@ class Weights:
     def _placements(
         self, name: str, module: nn.Module, leaf: str, tensor: Tensor
     ) -> tuple[Placements, Sizes]:
-        dp, tp = self._stated_by_model(module, leaf, tensor)
+        statement = self._statements.of_parameter(name, module)
+        dp, tp = self._stated_by_model(module, leaf, tensor, statement)
         if dtensor.is_dtensor(tensor) and stated_by_dtensor(tensor, self._mesh) is None:
             return (None, None), None
-        statement = self._statements.of_parameter(name, module)
         if statement is not None:
             dp, tp = dp or encode(statement.dp), tp or encode(statement.tp)
         sizes = None if statement is None else statement.sizes
@@ -202,14 +202,22 @@ class Weights:
             tp = encode(Replicate())
         return (dp or encode(Replicate()), tp), sizes
 
-    def _stated_by_model(self, module: nn.Module, leaf: str, tensor: Tensor) -> Placements:
-        """Return the placements that a DTensor or the layer states."""
+    def _stated_by_model(
+        self, module: nn.Module, leaf: str, tensor: Tensor, statement: Statement | None
+    ) -> Placements:
+        """Return the placements that a DTensor or the layer states. Where the layer's sizes show a
+        split dim, the user's statement may say of which parts it consists.
+        """
         dp, tp = stated_by_dtensor(tensor, self._mesh) or (None, None)
         if tp is not None:
             tp = encode(layers.as_computed_with(module, leaf, tensor, decode(tp)))
         if self._mesh.tp_size > 1 and not self._states_along_tp(tensor, leaf):
             layout = layers.parameter_layout(module, leaf, tensor, self._mesh)
             tp = None if layout is None else encode(layout.tp)
+            parts = None if statement is None else statement.tp
+            is_by_sizes = layout is not None and layout.source == layers.BY_SIZES
+            if is_by_sizes and isinstance(parts, Shard) and encode(Shard(parts.dim)) == tp:
+                tp = encode(parts)
         return dp, tp
 
     def _states_along_tp(self, tensor: Tensor, leaf: str) -> bool:
@@ -222,7 +230,8 @@ class Weights:
     def refuted(self, statement: Statement) -> str:
         """Return how the model contradicts a statement about parameters; empty if it does not."""
         for name, module, leaf in self._statements.targets(statement):
-            own = dict(zip(AXES, self._stated_by_model(module, leaf, getattr(module, leaf))))
+            tensor = getattr(module, leaf)
+            own = dict(zip(AXES, self._stated_by_model(module, leaf, tensor, statement)))
             for axis, stated in statement.placed.items():
                 if own[axis] is not None and encode(stated) != own[axis]:
                     return (

@@ -121,6 +121,32 @@ def test_fused_parts_of_unequal_sizes(kind):
 
 
 @pytest.mark.ranks(2)
+def test_parts_of_a_layer_that_states_its_sizes():
+    """Such a layer was taken for consecutive shards, and the statement of its parts refused."""
+    x, whole, sharded = models.random(3, 4), Fused(), Fused(dist.get_rank())
+    sharded.qk.out_features = 6
+    with FlexModel(sharded, records := {}, tensor_parallel_size=2, timeout=20) as flex:
+        with pytest.raises(ValueError, match="its layer states that it is split along dim 0"):
+            flex.annotate_layout("qk.weight", kind="parameter", tp=Shard(1))
+        flex.annotate_layout("qk.weight", kind="parameter", tp=Shard(0), part_sizes=(4, 2))
+        flex.register_forward_hook(HookFunction("qk", None, mixing_features))
+        flex.register_hook(HookFunction("qk.weight", output_name="gradient"))
+        made = flex(x)
+        made.square().sum().backward()
+        found = flex.get_module_parameter("qk.weight")
+        expected = mixing_features(None, whole(x), None, None)
+        shares = [part.chunk(2, 1)[dist.get_rank()] for part in expected.split((4, 2), 1)]
+        assert_close(made, torch.cat(shares, 1))
+        flex.set_module_parameter("qk.weight", 2 * whole.qk.weight.detach())
+        assert_close(sharded.qk.weight, 2 * Fused(dist.get_rank()).qk.weight)
+    if dist.get_rank() == 0:
+        expected.square().sum().backward()
+        assert_close(records["qk"], [whole(x).detach()])
+        assert_close(found, whole.qk.weight.detach())
+        assert_close(records["gradient"], [whole.qk.weight.grad])
+
+
+@pytest.mark.ranks(2)
 def test_a_statement_against_a_proof_is_an_error():
     mesh = init_device_mesh("cpu", (2,))
     plan = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
