@@ -31,6 +31,7 @@ from flex_model.errors import HookError, HookMismatchError, UnpackIndexError, ag
 from flex_model.integrations.torch_private import current_graph_task
 
 _TEXT_BYTES = 2048
+_MUST = "register the same hooks in the same order and run the same model"
 _GRACE_S = 10.0  # how long a rank whose model failed tries to report it
 MODE_BITS = 2
 
@@ -200,8 +201,10 @@ class Communicator(GroupPool):
             if (other.kind, other.site, other.sequence) != place:
                 where += "" if forward is None else f", {forward.describe()}"
                 kinds = {one.kind for one in headers}
-                one_is_over = "end of the run" in kinds and len(kinds) > 1
-                raise self.mismatch(where, "are at different places", one_is_over)
+                must = _MUST + self.more_calls * ("end of the run" in kinds and len(kinds) > 1)
+                if kinds == {"parameter"}:
+                    must = "make the same calls, for parameters and gradients that all ranks have"
+                raise self.mismatch(where, "are at different places", must)
             if other.dtype != header.dtype:
                 raise self.mismatch(f"{where} with {header.dtype}", "have different dtypes")
         if any(bool(other.flags & Header.EDITED) != bool(edited) for other in headers):
@@ -308,23 +311,22 @@ class Communicator(GroupPool):
         lines = [f"\n  rank {self.mesh.rank_at(place)}: {text}" for place, text in enumerate(texts)]
         return "\nLast steps:" + "".join(lines)
 
-    def mismatch(self, description: str, what: str, one_is_over: bool = False) -> HookMismatchError:
+    def mismatch(self, description: str, what: str, must: str = _MUST) -> HookMismatchError:
         """Return the error to raise on every rank after an exchange in which ranks differed.
         Collective.
 
         Args:
-            one_is_over: Whether the run of some ranks is over, and that of others is not.
+            must: What every rank must do.
         """
         texts = self.exchange_text(description)
         self.failure.agree()
         listed = "; ".join(
             f"rank {self.mesh.rank_at(place)} is at {text}" for place, text in enumerate(texts)
         )
-        calls = self.more_calls if one_is_over else ""
         return agreed(
             HookMismatchError(
-                f"ranks {what}: {listed}. Every rank must register the same hooks in the same "
-                f"order and run the same model{calls} ({see('ranks-differ')}){self._steps_of_all()}"
+                f"ranks {what}: {listed}. Every rank must {must} "
+                f"({see('ranks-differ')}){self._steps_of_all()}"
             )
         )
 

@@ -112,7 +112,7 @@ class Parameters:
             gradient = found.gradient
             there = gradient is not None
             what = f"the gradient of parameter {clean(self._root, name)!r}"
-            self._agree(f"{what}, which is {'there' * there or None}", name, there)
+            self._agree(f"{what}, which it {'has' if there else 'does not have'}", name, there)
             if gradient is None:
                 return None
             found_name = f"{name}.grad"
@@ -157,6 +157,8 @@ class Parameters:
     def iterate(self, *, raw: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield clean names and full parameters, one at a time, tied ones once."""
         names = {name: clean(self._root, name) for name in self._names()}
+        last = list(names.values())[-1:]
+        self._agree(f"all its {len(names)} parameters, up to {last}", *names.values())
         if not raw:
             names = {
                 name: quantized.name_of_values(self._root, name, shown)
@@ -469,7 +471,11 @@ class Parameters:
                     )
                 )
             stored = quantized.stored_name(self._root, name)
-            full_name, module, parameter = find_parameter(self._root, stored)
+            try:
+                full_name, module, parameter = find_parameter(self._root, stored)
+            except ValueError:
+                self._agree(f"parameter {name!r}, which it does not have", name, "missing")
+                raise
             if wrapper is None and sharded:
                 parameter = fsdp.sharded_parameter(self._root, stored, parameter)
             kept: Tensor = parameter

@@ -308,6 +308,26 @@ def test_iterating_over_parameters_needs_known_layouts():
 
 
 @pytest.mark.ranks(2)
+def test_a_parameter_that_only_one_rank_has_is_an_error_on_all():
+    """A row-parallel layer may have its bias on one rank: the others waited, or met other calls."""
+    model = nn.Linear(2, 4, bias=dist.get_rank() == 0)
+    with FlexModel(model, tensor_parallel_size=2, timeout=20) as flex:
+        flex.annotate_layout("", kind="parameter", tp=Replicate())
+        calls = [
+            lambda: list(flex.iterate_parameters()),
+            lambda: flex.get_module_parameter("bias"),
+            lambda: flex.get_module_gradient("bias"),
+            lambda: flex.set_module_parameter("bias", torch.ones(4)),
+        ]
+        for call in calls:
+            with pytest.raises(HookMismatchError, match=r"'bias'.*that all ranks have"):
+                call()
+        with pytest.raises(ValueError, match="has no parameter 'biass'; nearest"):
+            flex.get_module_parameter("biass")
+        assert flex.get_module_parameter("weight").shape == (4, 2)
+
+
+@pytest.mark.ranks(2)
 def test_ranks_that_should_share_a_parameter_and_differ_are_an_error():
     model = models.TWO_RANKS["dtensor"].shard(models.mlp())
     with torch.no_grad():
