@@ -32,6 +32,11 @@ from flex_model.integrations.torch_private import current_graph_task
 
 _TEXT_BYTES = 2048
 _MUST = "register the same hooks in the same order and run the same model"
+_LEFT_OVER = (
+    "This rank's output is of a collective that it has not waited for, and that the failed ranks "
+    "may never have called: the model's next ones would be paired with it. Start the processes "
+    "again, or make the model's process groups anew."
+)
 _GRACE_S = 10.0  # how long a rank whose model failed tries to report it
 MODE_BITS = 2
 
@@ -71,6 +76,7 @@ class Communicator(GroupPool):
 
     def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
         self.meter = costs.Meter()  # of the current run
+        self.is_awaited = True  # whether the forward has waited for the collectives of its output
         self.edited = ""  # the hook whose edit just changed its tensor; compared over ranks
         self.defers = False  # whether what is of a GPU is looked at when the run or backward ends
         self._deferred_in = -1  # the last backward pass that ends by `finish_transfers`
@@ -301,7 +307,11 @@ class Communicator(GroupPool):
             if other.state != OK
         ]
         here = "" if state != OK else f" (this rank was at: {where})"
-        error = _kind_of(cause)(f"{'; '.join(failed)}{here}{self._steps_of_all()}")
+        text, kind = f"{'; '.join(failed)}{here}", _kind_of(cause)
+        if not self.is_awaited and any(other.state == FAILED for other in headers):
+            error = self.abort(f"{text}. {_LEFT_OVER}", kind)
+        else:
+            error = kind(f"{text}{self._steps_of_all()}")
         error.__cause__ = cause
         return agreed(error)
 

@@ -319,7 +319,7 @@ class GroupPool:
 
     def _unusable(self, reason: str) -> HookError:
         return HookError(
-            f"this FlexModel can't be used any more, because an earlier wait failed: {reason} "
+            f"this FlexModel can't be used any more, because of an earlier failure: {reason} "
             "Call restore() and wrap the model again on every rank; your own process groups still "
             f"work ({see('a-rank-is-missing')})"
         )

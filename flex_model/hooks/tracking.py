@@ -21,6 +21,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import ActiveHooks
 from flex_model.integrations import (
     compiled,
+    dtensor,
     fsdp,
     mesh_sources,
     past_positions,
@@ -238,6 +239,8 @@ class Tracking:
         if not forward.leave():
             return
         forward.close()
+        awaited = [True] if failed else map(dtensor.is_awaited, _tensors(output))
+        self._communicator.is_awaited = all(awaited)
         if failed:
             self._note_proofs(forward)
         else:

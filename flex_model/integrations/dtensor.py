@@ -66,6 +66,14 @@ def wait(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_awaited(tensor: Any) -> bool:
+    """Whether the collective that makes the tensor, if one does, was waited for. Local."""
+    module = sys.modules.get(FUNCTIONAL_COLLECTIVES)
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    of_collective = () if module is None else module.AsyncCollectiveTensor
+    return not isinstance(local, of_collective) or local.completed
+
+
 BOTH: Axis = "dp x tp"  # a dim over all ranks: experts that are split over both axes
 
 

@@ -6,6 +6,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
 import models
@@ -117,6 +120,31 @@ class FailingBackward(models.MLP):
 
     def _maybe(self, x, where):
         return _FailingGradient.apply(x, self) if self.where == where else x
+
+
+@pytest.mark.ranks(2)
+def test_a_collective_that_the_failed_rank_never_called_ends_the_flex_model():
+    """The sum of the other rank's output was paired with this one's next: silent wrong numbers."""
+    fails, plan = [False], {"0": ColwiseParallel(), "1": RowwiseParallel()}
+
+    def hook(module, args):
+        if fails[0] and dist.get_rank() == 1:
+            raise MemoryError("out of memory")
+
+    model = models.seeded(nn.Sequential, nn.Linear(6, 8), nn.Linear(8, 6)).double()
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    model[1].register_forward_pre_hook(hook)
+    flex = FlexModel(model, {}, timeout=20)
+    flex.register_forward_hook(HookFunction("0"))
+    with torch.no_grad():
+        flex(BATCH)
+        fails[0] = True
+        with pytest.raises(MemoryError if dist.get_rank() else HookError, match="out of memory"):
+            flex(BATCH)
+        fails[0] = False
+        with pytest.raises(HookError, match=r"can't be used.*has not waited for"):
+            flex(BATCH)
+    flex.restore()
 
 
 @pytest.mark.ranks(2)
