@@ -329,6 +329,7 @@ REFUSED = {
     "sorted": lambda model, h: h.sort(0).values,
     "argsorted": lambda model, h: h[h.detach()[:, 0, 0].argsort()],
     "turned round": lambda model, h: h.flip(0),
+    "restrided": lambda model, h: (h * 2).as_strided_(h.shape, (LENGTH * WIDTH, 1, LENGTH)),
     "rolled": lambda model, h: h.roll(1, 0),
     "shuffled": lambda model, h: h[torch.randperm(h.shape[0])],
     "the best": lambda model, h: h.topk(2, 0).values,
