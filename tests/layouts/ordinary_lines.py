@@ -176,6 +176,18 @@ def checked(model, h):
     return h * (2 if size else 1)
 
 
+def inner_products(model, h):
+    last = torch.tensordot(h, model.fc.weight, 1) + torch.inner(h, model.fc.weight)
+    return last * torch.tensordot(h, model.table[:, :LENGTH], ([1], [1])).mean(-1)[:, None]
+
+
+def losses_of_tokens(model, h):
+    classes, scores = kinds(h), h.mT[..., None, None].log_softmax(1)
+    losses = F.cross_entropy(h.mT, classes, reduction="none", label_smoothing=0.1)
+    others = F.nll_loss(scores, classes[..., None, None], reduction="none")
+    return h * (losses[..., None] + others[..., 0])
+
+
 def instance_norm(model, h):
     return F.instance_norm(h, weight=model.tables["steps"][0], eps=1e-2)
 
