@@ -68,6 +68,7 @@ _FOLLOWED = {
     torch._C._nn.cross_entropy_loss: torch.ops.aten.cross_entropy_loss.default,
     torch._C._nn.nll_loss_nd: torch.ops.aten.nll_loss_nd.default,
     torch.instance_norm: _INSTANCE_NORM,
+    torch._C._nn.pad: torch.ops.aten.pad.default,
     torch._C._nn.pad_sequence: torch.ops.aten.pad_sequence.default,
     torch._VF._pad_packed_sequence: torch.ops.aten._pad_packed_sequence.default,
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,

@@ -331,6 +331,7 @@ REFUSED = {
     "turned round": lambda model, h: h.flip(0),
     "restrided": lambda model, h: (h * 2).as_strided_(h.shape, (LENGTH * WIDTH, 1, LENGTH)),
     "rolled": lambda model, h: h.roll(1, 0),
+    "in a circle": lambda model, h: F.pad(h.transpose(0, 2), (1, 0), "circular").transpose(0, 2),
     "shuffled": lambda model, h: h[torch.randperm(h.shape[0])],
     "the best": lambda model, h: h.topk(2, 0).values,
     "masked": lambda model, h: h[h.detach()[:, 0, 0] > h.detach()[:, 0, 0].min()],
