@@ -67,6 +67,9 @@ _FOLLOWED = {
     torch._VF.tensordot: torch.ops.aten.tensordot.default,  # type: ignore[attr-defined]
     torch._C._nn.cross_entropy_loss: torch.ops.aten.cross_entropy_loss.default,
     torch._C._nn.nll_loss_nd: torch.ops.aten.nll_loss_nd.default,
+    torch.bilinear: torch.ops.aten.bilinear.default,
+    torch._VF.stft: torch.ops.aten.stft.default,  # type: ignore[attr-defined]
+    torch.istft: torch.ops.aten.istft.default,
     torch.instance_norm: _INSTANCE_NORM,
     torch._C._nn.pad: torch.ops.aten.pad.default,
     torch._C._nn.pad_sequence: torch.ops.aten.pad_sequence.default,

@@ -181,6 +181,18 @@ def inner_products(model, h):
     return last * torch.tensordot(h, model.table[:, :LENGTH], ([1], [1])).mean(-1)[:, None]
 
 
+def bilinear(model, h):
+    return F.bilinear(h, h.sin(), h.new_ones(WIDTH, WIDTH, WIDTH).tril())
+
+
+def spectrum(model, h):
+    """Of each row's signal, and back."""
+    signals, window = h.flatten(1), torch.hann_window(WIDTH).double()
+    bins = torch.stft(signals, WIDTH, 3, window=window, return_complex=True) * 2
+    length = signals.shape[1]
+    return torch.istft(bins, WIDTH, 3, window=window, length=length).view(h.shape)
+
+
 def losses_of_tokens(model, h):
     classes, scores = kinds(h), h.mT[..., None, None].log_softmax(1)
     losses = F.cross_entropy(h.mT, classes, reduction="none", label_smoothing=0.1)

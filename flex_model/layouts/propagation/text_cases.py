@@ -84,7 +84,8 @@ def solve_triangular(operation: Operation) -> Placements:
 
 @rule(
     "_linalg_solve_ex linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _linalg_eigh "
-    "_linalg_svd linalg_qr linalg_lu_factor_ex cholesky_solve"
+    "_linalg_svd linalg_qr linalg_lu_factor_ex cholesky_solve linalg_matrix_exp linalg_pinv "
+    "linalg_lstsq"
 )
 def of_matrices(operation: Operation) -> Placements:
     """Solve or factor matrices, each of a batch alone."""
