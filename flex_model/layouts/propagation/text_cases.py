@@ -65,6 +65,8 @@ def einsum(operation: Operation) -> Placements:
 def tensordot(operation: Operation) -> Placements:
     """Contract some dims of two tensors, or their last ones."""
     one, other = operation["self"], operation["other"]
+    if not one.ndim or not other.ndim:
+        return [None] * len(operation.outputs)
     labels, of_other = ascii_lowercase[: one.ndim], list(ascii_uppercase[: other.ndim])
     dims, of_dims = (operation.get(name, [-1]) for name in ("dims_self", "dims_other"))
     for dim, to in zip(dims, of_dims):
