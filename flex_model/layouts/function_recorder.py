@@ -47,6 +47,7 @@ _TENSOR_SPLIT = torch.ops.aten.tensor_split
 
 _OF_BOTH = {  # functions of torch, and methods of tensors
     "matmul": _MATMUL,
+    "inner": torch.ops.aten.inner.default,
     "reshape": _RESHAPE,
     "flatten": torch.ops.aten.flatten.using_ints,
     "unflatten": _UNFLATTEN,
@@ -63,7 +64,14 @@ _FOLLOWED = {
     F.linear: torch.ops.aten.linear.default,
     F.one_hot: torch.ops.aten.one_hot.default,
     torch.einsum: _EINSUM,
+    torch._VF.tensordot: torch.ops.aten.tensordot.default,  # type: ignore[attr-defined]
+    torch._C._nn.cross_entropy_loss: torch.ops.aten.cross_entropy_loss.default,
+    torch._C._nn.nll_loss_nd: torch.ops.aten.nll_loss_nd.default,
+    torch.bilinear: torch.ops.aten.bilinear.default,
+    torch._VF.stft: torch.ops.aten.stft.default,  # type: ignore[attr-defined]
+    torch.istft: torch.ops.aten.istft.default,
     torch.instance_norm: _INSTANCE_NORM,
+    torch._C._nn.pad: torch.ops.aten.pad.default,
     torch._C._nn.pad_sequence: torch.ops.aten.pad_sequence.default,
     torch._VF._pad_packed_sequence: torch.ops.aten._pad_packed_sequence.default,
     F.scaled_dot_product_attention: torch.ops.aten.scaled_dot_product_attention.default,

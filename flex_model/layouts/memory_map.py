@@ -68,6 +68,12 @@ def place(tensor: Tensor) -> tuple[Any, Geometry]:
     return (None, ()) if storage is None else (storage, geometry(local))
 
 
+def elements_of(tensor: Tensor) -> Geometry:
+    """Return the tensor's position without strides of dims of size 1: that of its elements."""
+    offset, shape, strides, dtype = geometry(plain(tensor))
+    return offset, shape, tuple(s for n, s in zip(shape, strides) if n != 1), dtype
+
+
 def overlap(first: Geometry, second: Geometry) -> bool:
     """Whether they may share memory: their extents overlap, and they are not disjoint boxes of one
     tensor, such as ``x[:, :1]`` and ``x[:, 1:]``.

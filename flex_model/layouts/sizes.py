@@ -11,6 +11,7 @@ for each of them. For any other recorder, such as one of a later forward, it is 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,9 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
         "xor",
     )
 }  # fmt: skip
+ROUNDINGS: dict[str, Callable[[Any], int]] = {
+    "round": round, "floor": math.floor, "ceil": math.ceil,
+}  # fmt: skip
 
 _LEAVES = ("dim", "number")
 
@@ -39,14 +43,14 @@ def evaluate(expression: Expression, leaf: Callable[[Expression], Any]) -> Any:
         return expression[1]
     if kind == "dim":
         return leaf(expression)
-    left, right = (evaluate(operand, leaf) for operand in expression[1:])
-    if left is None or right is None:
+    numbers = [evaluate(operand, leaf) for operand in expression[1:]]
+    if None in numbers:
         return None
     if kind == "same":
-        return left if left == right else None
+        return numbers[0] if numbers[0] == numbers[1] else None
     try:
-        return OPERATIONS[kind](left, right)
-    except (ZeroDivisionError, OverflowError):
+        return ROUNDINGS[kind](*numbers) if kind in ROUNDINGS else OPERATIONS[kind](*numbers)
+    except (ArithmeticError, ValueError):
         return None
 
 
@@ -62,6 +66,8 @@ def divides_by(expression: Expression, number: int) -> bool:
 
 def has_factors(expression: Expression) -> bool:
     """Whether it is a product of sizes and plain numbers."""
+    if expression[0] in ROUNDINGS:
+        return has_factors(expression[1])
     if expression[0] != "mul":
         return False
     return any(operand[0] == "number" or has_factors(operand) for operand in expression[1:])
@@ -188,6 +194,18 @@ def _method(name: str, reflected: bool) -> Callable[[Any, Any], Any]:
     return method
 
 
+def _rounding(name: str) -> Callable[..., Any]:
+    compute = ROUNDINGS[name]
+
+    def method(self: Any, *digits: Any) -> Any:
+        if digits:
+            return round(plain(self), *digits)
+        expressions = {key: (name, expression) for key, expression in self.expressions.items()}
+        return tagged(compute(plain(self)), expressions)
+
+    return method
+
+
 def _comparison(name: str) -> Any:
     compare = COMPARISONS[name]
 
@@ -206,6 +224,8 @@ for _kind in (Size, SizeRatio):
         if _kind is Size or _name not in _OF_INTEGERS:
             setattr(_kind, f"__{_name}__", _method(_name, reflected=False))
             setattr(_kind, f"__r{_name}__", _method(_name, reflected=True))
+    for _name in ROUNDINGS:
+        setattr(_kind, f"__{_name}__", _rounding(_name))
     for _name in COMPARISONS:
         setattr(_kind, f"__{_name}__", _comparison(_name))
 

@@ -76,7 +76,14 @@ SAMPLES = [
         for r in REDUCTIONS
         for s in (0.0, 0.1)
     ],
-    on_classes("cross_entropy_loss", IMAGE, PIXELS, args=(0, -100)),
-    sample("cross_entropy_loss", X, PROBABLE, program=lambda op, x, t: op(x, t, None, 2)),
-    sample("cross_entropy_loss", X, PROBABLE, program=lambda op, x, t: op(x, t, None, 0)),
+    *[
+        on_classes(name, IMAGE[..., None], PIXELS[..., None], WEIGHT, args=(r, 2))
+        for name in ("cross_entropy_loss", "nll_loss_nd")
+        for r in REDUCTIONS
+    ],
+    *[
+        on("cross_entropy_loss", x, p, args=(None, r, -100, 0.1))
+        for r in REDUCTIONS
+        for x, p in ((X, PROBABLE), (IMAGE, IMAGE.softmax(1)))
+    ],
 ]

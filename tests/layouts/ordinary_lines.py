@@ -1,5 +1,7 @@
 """Lines of ordinary code that compute with rows, for `ordinary.around`."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -176,6 +178,30 @@ def checked(model, h):
     return h * (2 if size else 1)
 
 
+def inner_products(model, h):
+    last = torch.tensordot(h, model.fc.weight, 1) + torch.inner(h, model.fc.weight)
+    return last * torch.tensordot(h, model.table[:, :LENGTH], ([1], [1])).mean(-1)[:, None]
+
+
+def bilinear(model, h):
+    return F.bilinear(h, h.sin(), h.new_ones(WIDTH, WIDTH, WIDTH).tril())
+
+
+def spectrum(model, h):
+    """Of each row's signal, and back."""
+    signals, window = h.flatten(1), torch.hann_window(WIDTH).double()
+    bins = torch.stft(signals, WIDTH, 3, window=window, return_complex=True) * 2
+    length = signals.shape[1]
+    return torch.istft(bins, WIDTH, 3, window=window, length=length).view(h.shape)
+
+
+def losses_of_tokens(model, h):
+    classes, scores = kinds(h), h.mT[..., None, None].log_softmax(1)
+    losses = F.cross_entropy(h.mT, classes, reduction="none", label_smoothing=0.1)
+    others = F.nll_loss(scores, classes[..., None, None], reduction="none")
+    return h * (losses[..., None] + others[..., 0])
+
+
 def instance_norm(model, h):
     return F.instance_norm(h, weight=model.tables["steps"][0], eps=1e-2)
 
@@ -301,9 +327,30 @@ def cached(model, h):
     return cache + h
 
 
+def rows_of_a_ratio(model, h):
+    """As window attention counts them."""
+    windows = h.repeat_interleave(4, 0)
+    ratio = windows.shape[0] / 4
+    one, two, three = round(ratio), math.floor(ratio + 0.5), math.ceil(ratio)
+    joined = windows.view(one, 4, LENGTH, WIDTH).sin().view(two * 4, LENGTH, WIDTH)
+    return joined.view(three, 4, LENGTH, WIDTH).mean(1)
+
+
 def chunked(model, h):
     """A few rows at once, and halves of them."""
     parts = torch.cat([part.sin().cumsum(1) for part in h.split(2)])
     rows = torch.cat([row - row.mean() for row in h.chunk(h.shape[0])])
     half = (h.shape[0] + 1) // 2
     return parts + rows + torch.cat([h[:half] * 2, h[half:] * 2])
+
+
+def padded_in_a_circle(model, h):
+    images = F.pad(h[:, None], (1, 1, 0, 1), mode="circular")[:, 0]
+    return images[:, 1:, 2:] * F.pad(h, (1, -1))
+
+
+def pooled(model, h):
+    """To one position: torch restrides the result of a tensor whose features come last."""
+    images = h[:, :, None].permute(0, 3, 1, 2)
+    of_both = F.adaptive_avg_pool2d(images, 1)[..., 0] + F.adaptive_avg_pool1d(h.mT, 1)
+    return h * of_both.mT

@@ -21,6 +21,15 @@ def lower(*shape):
     return (0.1 * floats(*shape, size)).tril(-1) + torch.eye(size, dtype=torch.float64)
 
 
+def spectral(name, x, **more):
+    """By windows of 8."""
+
+    def program(op, x, window):
+        return op(x, 8, 4, None, window, **more)
+
+    return sample(name, x, torch.hann_window(8).double() + 0.1, program=program, takes_empty=False)
+
+
 def over(name, *more_args, x=X, dims=(0, -1), **kwargs):
     """Along some dims, with and without ``keepdim``."""
     return [
@@ -126,6 +135,9 @@ ALONG = [
     *[on("_fft_c2c", torch.complex(Z, Z), args=([d], 0, True)) for d in (0, 2)],
     *[on("_fft_r2c", Z, args=([d], 0, True)) for d in (0, 2)],
     *[on("_fft_c2r", torch.complex(Z, Z), args=([d], 0, n)) for d, n in ((0, 2), (2, 10))],
+    spectral("stft", floats(16), return_complex=True),
+    spectral("stft", X.repeat(1, 3), return_complex=True),
+    spectral("istft", torch.complex(floats(4, 5, 6), floats(4, 5, 6))),
 ]
 
 
@@ -185,6 +197,12 @@ PRODUCTS = [
     sample("_linalg_solve_ex", lower(4), floats(4, 6)),
     sample("_linalg_solve_ex", lower(2, 4), floats(4, 6)),
     sample("cholesky_solve", floats(2, 4, 6), lower(2, 4)),
+    sample("linalg_matrix_exp", lower(4, 3)),
+    sample("linalg_pinv.atol_rtol_tensor", floats(4, 3, 2)),
+    sample("linalg_lstsq", floats(4, 3, 2), floats(4, 3, 5)),
+    sample("linalg_lstsq", floats(4, 3, 2), floats(4, 3)),
+    sample("bilinear", Z, floats(2, 4, 3), floats(8, 6, 3)),
+    sample("bilinear", X, floats(4, 3), floats(8, 6, 3), floats(8)),
     sample("linear", floats(2, 4, 6), floats(8, 6)),
     sample("linear", floats(4, 6), floats(8, 6), floats(8)),
     sample("linear", floats(6), floats(8, 6), floats(8)),
@@ -205,6 +223,11 @@ PRODUCTS = [
     einsum("i,j->ij", floats(4), floats(6)),
     einsum("ij,jk,kl->il", floats(4, 6), floats(6, 3), floats(3, 2)),
     einsum("bij,ij->b", floats(2, 4, 6), floats(1, 6)),
+    sample("inner", Z, floats(3, 6)),
+    sample("inner", floats(6), floats(6)),
+    on("tensordot", Z, floats(6, 4, 8), args=([1, -1], [1, 0])),
+    on("tensordot", Z, floats(1, 6, 3), args=([1, 2], [0, 1])),
+    on("tensordot", X, floats(3, 2), args=([], [])),
     grouped_mm(floats(32, 16), floats(4, 16, 32), [8, 16, 24, 32]),
     grouped_mm(floats(4, 16, 32), floats(32, 32), [8, 16, 24, 32]),
     sample("_grouped_mm", floats(4, 16, 32).bfloat16(), floats(4, 32, 16).bfloat16(), atol=0.5),

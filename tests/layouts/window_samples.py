@@ -1,5 +1,8 @@
 """Ways to call convolutions, pools, interpolation, distances and recurrent layers."""
 
+import torch
+import torch.nn.functional as F
+
 from product_samples import on
 from virtual_ranks import floats, sample
 
@@ -75,6 +78,19 @@ def windows():
     yield on("_adaptive_avg_pool2d", P2, args=([2, 2],), takes_empty=False)
     yield on("_adaptive_avg_pool3d", P3, args=([2, 2, 2],), takes_empty=False)
     yield on("avg_pool2d", P2[0], args=([2, 2],), takes_empty=False)
+    for n in (2, 3):
+        pool = getattr(F, f"max_pool{n}d")
+        sizes = ([4] * n, *([[2] * n, [0] * n] if n == 3 else ()))
+        at = pool(floats(2, 4, *[4] * n), 2, return_indices=True)
+        yield on(f"max_unpool{n}d", *at, args=sizes, takes_empty=False)
+        yield sample(
+            f"fractional_max_pool{n}d",
+            OF[n],
+            torch.rand(2, 4, n).double(),
+            program=lambda op, x, at, n=n: op(x, [2] * n, [2] * n, at),
+            takes_empty=False,
+            together=((0, 0), (1, 1)),
+        )
 
 
 def grid(n):

@@ -61,6 +61,22 @@ def einsum(operation: Operation) -> Placements:
     return form(text)(replace(operation, arguments=(named,) * operation.num_ranks))
 
 
+@rule("inner tensordot")
+def tensordot(operation: Operation) -> Placements:
+    """Contract some dims of two tensors, or their last ones."""
+    one, other = operation["self"], operation["other"]
+    if not one.ndim or not other.ndim:
+        return [None] * len(operation.outputs)
+    labels, of_other = ascii_lowercase[: one.ndim], list(ascii_uppercase[: other.ndim])
+    dims, of_dims = (operation.get(name, [-1]) for name in ("dims_self", "dims_other"))
+    for dim, to in zip(dims, of_dims):
+        of_other[to] = labels[dim]
+    kept = [label for label in (*labels, *of_other) if (label in labels) != (label in of_other)]
+    equation = f"{labels},{''.join(of_other)}->{''.join(kept)}"
+    given = {"equation": equation, "tensors": [one, other]}
+    return einsum(replace(operation, arguments=(given,) * operation.num_ranks))
+
+
 @rule("linalg_solve_triangular")
 def solve_triangular(operation: Operation) -> Placements:
     """Solve ``A X = B``, or ``X A = B``: for each column, or row, of ``B``."""
@@ -70,7 +86,8 @@ def solve_triangular(operation: Operation) -> Placements:
 
 @rule(
     "_linalg_solve_ex linalg_inv_ex linalg_cholesky_ex _linalg_det _linalg_slogdet _linalg_eigh "
-    "_linalg_svd linalg_qr linalg_lu_factor_ex cholesky_solve"
+    "_linalg_svd linalg_qr linalg_lu_factor_ex cholesky_solve linalg_matrix_exp linalg_pinv "
+    "linalg_lstsq"
 )
 def of_matrices(operation: Operation) -> Placements:
     """Solve or factor matrices, each of a batch alone."""
@@ -203,17 +220,19 @@ def batch_norm(operation: Operation) -> Placements:
     return form(f"input:{x} {by_channel} -> {x} ; c ; c{running}")(operation)
 
 
-@rule("nll_loss_forward nll_loss2d_forward")
+@rule("nll_loss_forward nll_loss2d_forward nll_loss_nd cross_entropy_loss")
 def nll_loss(operation: Operation) -> Placements:
-    """Return the loss of classes, and the total weight of all targets, by which a mean is
-    divided.
+    """Return the loss of classes, or of their probabilities, and the total weight of all targets,
+    by which a mean is divided.
     """
     reduction = operation["reduction"]  # none, mean, sum
     if reduction == 1:
         return [None] * len(operation.outputs)
     loss = "" if reduction else "n..."
+    of_target = "n*..." if operation["target"].ndim == operation["self"].ndim else "n..."
+    scores = "!self" if operation.name == "cross_entropy_loss" else "self"
     return form(
-        f"self:n*... target:n... weight?:* -> {loss} = self*!target*!weight "
+        f"self:n*... target:{of_target} weight?:* -> {loss} = {scores}*!target*!weight "
         "; = !self*!target*!weight"
     )(operation)
 

@@ -28,6 +28,8 @@ _SCANS = {
     "cumprod cummax cummin logcumsumexp sort argsort topk log_softmax softmax special_softmax "
     "special_log_softmax _softmax _log_softmax _safe_softmax glu": ":...[dim] -> ...[dim]+",
     "cumsum _fft_c2c _fft_r2c _fft_c2r": "self:...[dim] -> ...[dim] = self",
+    "stft": "self:...* window?:* -> ...** = self*!window",
+    "istft": "self:...** window?:* -> ...* = self*!window",
     "flip roll rot90": "self:...[dims] -> ...[dims] = self",
     "searchsorted": (
         "sorted_sequence:* self:... sorter?:* -> ... | "
@@ -45,6 +47,9 @@ _PRODUCTS = {
     "vdot": "self:i other:i -> = self*other",
     "_addmm_activation": "self:~i* mat1:i* mat2:** -> i*",
     "linear": "input:...i weight:oi bias?:o -> ...o = input*weight + bias",
+    "bilinear": (
+        "input1:...i input2:...j weight:oij bias?:o -> ...o = input1*input2*weight + bias"
+    ),
     "linalg_cross": "self:~...[dim] other:~...[dim] -> ...[dim] = self*other",
     # Groups of rows or columns end at ``offs``.
     "_grouped_mm": (
@@ -106,6 +111,10 @@ _LAYERS = {
     "_upsample_nearest_exact3d upsample_trilinear3d": ":...*** -> ...*** = self + input",
     "reflection_pad1d replication_pad1d upsample_nearest1d _upsample_nearest_exact1d "
     "upsample_linear1d": ":...* -> ...* = self + input",
+    "max_unpool2d": "self:...** indices:...** -> ...** = self*!indices",
+    "max_unpool3d": "self:...*** indices:...*** -> ...*** = self*!indices",
+    "fractional_max_pool2d": "self:...** random_samples:...* -> ...**+",
+    "fractional_max_pool3d": "self:...*** random_samples:...* -> ...***+",
     "im2col": "self:...*** -> ...** = self",
     "col2im": "self:...** -> ...*** = self",
     "pixel_shuffle pixel_unshuffle": "self:...*** -> ...*** = self",
