@@ -119,8 +119,12 @@ class ActivationStore:
     def annotate(self, **values: Any) -> None:
         """Annotate the next batch: with tensors, such as ``token_ids``, or JSON values.
 
-        Call it on every rank before the run, with what the rank passes to the model: tensors that
-        differ over data-parallel ranks are rows of one batch, and are read as one tensor. Local.
+        Call it on every rank before the run, with what the rank passes to the model. A tensor with
+        as many rows on each data-parallel rank as that rank's inputs (along ``batch_dim``, else
+        dim 0) is read as one tensor with the rows of all; where the lengths differ, padded with 0.
+        Any other tensor must be the same on all ranks. One that all rows share, and that happens
+        to have as many entries, is taken for rows unless ``FlexModel(batch_dim={name: None})`` says
+        otherwise. JSON values are rank 0's. Local.
         """
         for name, value in values.items():
             if isinstance(value, Tensor):

@@ -365,7 +365,7 @@ class RowTable:
                     self.blocks.append(Block(batch, call, shape, math.prod(shape)))
         fitting = {name for name, dtypes in found.items() if self._is_column(dtypes)}
         self.mask = None if mask == DEFAULT_MASK and not is_annotated else mask
-        self.annotations = sorted(found) if annotations is None else list(annotations)
+        self.annotations = sorted(fitting) if annotations is None else list(annotations)
         for name in (*self.annotations, *([self.mask] if self.mask else ())):
             if name not in fitting:
                 raise ValueError(
