@@ -316,7 +316,7 @@ class ActivationStore:
         world: int = 1,
         epochs: int = 1,
         mask: str | None = "attention_mask",
-        annotations: Sequence[str] | None = None,
+        annotations: str | Sequence[str] | None = None,
     ) -> RowLoader:
         """Return shuffled rows of records for training, as a torch ``IterableDataset``.
 
@@ -347,10 +347,16 @@ class ActivationStore:
         Raises:
             KeyError: as ``tensors``.
             ValueError: the records of a batch are not aligned, or those of a name differ in width
-                or dtype; ``world`` does not divide ``batch_rows``; there is less than one batch.
+                or dtype; ``names`` is empty; ``world`` does not divide ``batch_rows``; there is
+                less than one batch.
         """
         chosen = self._checked([names] if isinstance(names, str) else names)
-        table = RowTable(self._reader, chosen, mask, annotations)
+        if names is not None and not chosen:
+            raise ValueError(
+                f"loader: names has no name; give some of {self.names}, or None for all records"
+            )
+        beside = [annotations] if isinstance(annotations, str) else annotations
+        table = RowTable(self._reader, chosen, mask, beside)
         return RowLoader(
             self.folder, self._manifest, table, batch_rows, buffer_rows, seed, rank, world, epochs
         )
