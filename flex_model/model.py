@@ -560,6 +560,12 @@ class FlexModel(nn.Module):
         """Record or edit the gradient of a module's output. As ``register_full_backward_hook``."""
         return self._register(hook_function, "full_backward_pre", settings=settings)
 
+    def register_backward_hook(self, hook: Any) -> Any:
+        """Register a hook of torch. TypeError for a HookFunction."""
+        if isinstance(hook, HookFunction):
+            raise TypeError("register_backward_hook is torch's; call register_full_backward_hook")
+        return super().register_backward_hook(hook)
+
     def register_hook(self, hook_function: HookFunction) -> HookHandle:
         """Record or edit a parameter's gradient, in full and averaged over data-parallel ranks.
 
@@ -1203,6 +1209,7 @@ class FlexModel(nn.Module):
         Raises:
             ValueError: an unknown name, a shape that the parameter does not have, values that
                 differ between ranks, or a quantised or compressed weight.
+            TypeError: no tensor, or a complex one for a real parameter.
         """
         self._check_collective()
         self._runner.parameters.set(parameter_name, full, expected_shape, experts)

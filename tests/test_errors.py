@@ -90,6 +90,7 @@ REFUSED = [
         for kind in OTHER_KINDS
     ],
     (lambda f: f.register_forward_hook(lambda *args: None), TypeError, "HookFunction"),
+    (lambda f: f.register_backward_hook(HookFunction("fc1")), TypeError, "call register_full_back"),
     (lambda f: FlexModel("model"), TypeError, r"nn.Module"),
     (lambda f: FlexModel(models.mlp(), edit_on="rank1"), ValueError, r"(?s)edit_on.*rank1"),
     (lambda f: FlexModel(models.mlp(), output_ranks="some"), ValueError, r"(?s)output_ranks.*some"),

@@ -22,6 +22,18 @@ Rows = tuple[int, ...]
 
 
 @dataclass(frozen=True)
+class BatchRows:
+    """The rows of a forward's inputs, on each data-parallel rank.
+
+    Attributes:
+        is_ragged: Whether hooks pad: batches differ in length, or a rank has no rows.
+    """
+
+    counts: Rows
+    is_ragged: bool
+
+
+@dataclass(frozen=True)
 class Padding:
     """The padding of one rank's shard, at the end of its dims.
 

@@ -112,7 +112,8 @@ def activation_patching(
     Collective over the ranks of the model.
 
     Raises:
-        ValueError: sites or inputs that don't match the model or each other.
+        ValueError: sites or inputs that don't match the model or each other; a file of ``resume``
+            that can't be written, or of another experiment.
         RuntimeError: called during a run.
         HookError: the metric failed, or an edit; on every rank.
     """

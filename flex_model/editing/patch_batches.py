@@ -113,7 +113,23 @@ class Table:
     def __init__(self, runs: Runs, path: str | Path | None, key: dict[str, Any]) -> None:
         self._runs, self._key = runs, key
         self._path = None if path is None else Path(path)
-        self.values: list[float] = [] if path is None else runs.on_rank_0(self._read, ValueError)
+        self.values: list[float] = []
+        if path is not None:
+            self.values = runs.on_rank_0(self._begin, ValueError)
+
+    def _begin(self) -> list[float]:
+        """Return the values that the file has, and write them again: an error comes before all
+        runs.
+        """
+        try:
+            self.values = self._read()
+            self._write()
+        except OSError as error:
+            raise ValueError(
+                f"resume: rank 0 can't read and write {self._path} ({error}); give a file in a "
+                "folder that exists, and that it may write to"
+            ) from None
+        return self.values
 
     def _read(self) -> list[float]:
         assert self._path is not None

@@ -136,14 +136,17 @@ def compare(
 
     Raises:
         ValueError: a folder without a whole fingerprint, of inputs that were not kept; ``own`` for
-            a folder, or of one without tensors. On every rank.
+            a folder, or of one without tensors; a pattern in ``names`` that is none of A's. On
+            every rank.
     """
     if isinstance(b, (str, os.PathLike)):
         if own:
             raise ValueError(
                 "compare: own=True feeds A's inputs to B's modules; give B as a FlexModel"
             )
-        return compared(read_run(a), read_run(b), names)
+        run = read_run(a)
+        check_names(names, run)
+        return compared(run, read_run(b), names)
     if not hasattr(b, "verify"):
         raise TypeError(f"compare: expected a folder or a FlexModel, got {type(b).__name__}")
     found: Any = b.verify(a, names=names, own=own)
@@ -165,6 +168,7 @@ def compare_live(
         run = read_run(a)
         if own and not run.has_tensors:
             raise ValueError(f"compare: own=True needs full tensors; record {a} with tensors=True")
+        check_names(names, run)
         runs.append(run)
         structure, tensors = as_json(run.inputs)
         return [run.has_tensors, structure, describe(tensors)]
@@ -232,14 +236,37 @@ def _shown(site: Summary | Difference) -> str:
     return f"{site.kind} of {text.site(site.name, 0)}, call {site.call}"
 
 
+def check_names(names: Names | None, a: RecordedRun) -> None:
+    """TypeError or ValueError for patterns of ``compare`` that are of no site of A."""
+    expected = "compare: names must be a dict of texts to texts, or to (text, function)"
+    if not isinstance(names, Mapping | None):
+        raise TypeError(f"{expected}; got {type(names).__name__}")
+    for ours, value in (names or {}).items():
+        other, *make = value if isinstance(value, tuple) else (value,)
+        is_text = isinstance(ours, str) and isinstance(other, str)
+        if not is_text or len(make) > 1 or not all(map(callable, make)):
+            raise TypeError(f"{expected}; got {ours!r}: {value!r}")
+    of_a = {site.name for site in a.sites} | {site.rpartition(" of ")[2] for site in a.refused}
+    unused = [ours for ours in names or () if not any(_match(ours, name) for name in of_a)]
+    if unused:
+        raise ValueError(
+            f"compare: {unused} in names match no site of A, whose names are such as "
+            f"{sorted(of_a)[:5]}; give patterns of A's names as keys"
+        )
+
+
+def _match(pattern: str, name: str) -> re.Match[str] | None:
+    whole = name if pattern or not name else f".{name}"  # all is below the model
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)") + r"(\..*)?", whole)
+
+
 def partner_of(name: str, names: Names | None) -> tuple[str, Callable[[Tensor], Tensor] | None]:
     """Return B's name for one of A's, and what makes A's tensor of B's, of a module that a pattern
     names with one. The same name where no pattern matches.
     """
     names = names or {}
     for ours in sorted(names, key=lambda one: (-one.count("."), one.count("*"))):
-        whole = name if ours or not name else f".{name}"  # all is below the model
-        matched = re.fullmatch(re.escape(ours).replace(r"\*", r"([^.]+)") + r"(\..*)?", whole)
+        matched = _match(ours, name)
         if matched is None:
             continue
         value = names[ours]

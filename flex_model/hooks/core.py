@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.mesh import Mesh
+from flex_model.errors import HookError
 from flex_model.hooks.digests import HookDigests
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.handlers import HookHandlers
@@ -171,6 +172,14 @@ class HookCore:
         self, function: HookFunction, kind: str, targets: Sequence[Any], *args: Any, **kwargs: Any
     ) -> Sequence[Registration]:
         """Register as ``HookTable.register`` does; set the function's ``save_ctx``, ``modules``."""
+        edit_of = self.communicator.edit_of
+        if edit_of and not self.communicator.is_local:
+            site = describe_hook(function.module_name, kind, function.unpack_idx)
+            raise HookError(
+                f"{edit_of}: its editing function registers a {site}, and ranks must agree on "
+                "hooks while no function runs; register it before the run, and choose the runs "
+                "that it is active in with groups="
+            )
         if self.of_parameters is not self.communicator:
             self._check_own_batch(function, kind)
         registrations = self.table.register(function, kind, targets, *args, **kwargs)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from flex_model.distributed.padding import Rows
+from flex_model.distributed.padding import BatchRows
 from flex_model.hooks.registration import Registration
 from flex_model.layouts.cache import ForwardLayouts, Key, Place
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
@@ -23,7 +23,7 @@ class Evidence:
         pair: Placements along dp and tp; for a followed forward, after the ranks compared it.
         gradient: Placements of its gradient, after the forward; ``gradient_obstacles``: why others
             are not known, by axis.
-        rows: In a forward of batches of different lengths: the rows of each data-parallel rank.
+        rows: The rows of each data-parallel rank; None where no input of its forward has some.
         obstacles: By axis without known placement: the operation where the proof fails.
         follower: The follower of its forward, while that runs.
         words: See `Follower.words`, of the module that is called.
@@ -38,7 +38,7 @@ class Evidence:
     words: tuple[str, ...] = ()
     edited: Any = None
     needs_gradient: bool = False
-    rows: Rows | None = None
+    rows: BatchRows | None = None
     obstacles: dict[str, str] = field(default_factory=dict)
     gradient_obstacles: dict[str, str] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ class Forward:
     seen: dict[Place, tuple[Evidence, tuple[int, ...]]] = field(default_factory=dict)
     stack: ExitStack | None = None
     parameters: list[Registration] = field(default_factory=list)
-    rows: Rows | None = None
+    rows: BatchRows | None = None
 
     def enter(self) -> bool:
         """Enter the wrapped module; return whether it is called inside itself."""
@@ -132,8 +132,8 @@ class Forward:
         self.key, self.layouts = key, layouts
         self.rows = None if layouts is None else layouts.rows
 
-    def note_rows(self, rows: Rows | None) -> None:
-        """Note that the batches of the data-parallel ranks have different lengths."""
+    def note_rows(self, rows: BatchRows | None) -> None:
+        """Note the rows of the data-parallel ranks."""
         self.rows = rows
 
     def follow(self, follower: Follower, stack: ExitStack) -> None:

@@ -228,9 +228,10 @@ class LayoutFinder:
         """Return the padding of all ranks' tensors, in a forward of batches of different lengths;
         None elsewhere, and where the layout along dp is not known.
         """
-        rows, registration = call.evidence.rows, call.registration
-        if rows is None or registration.kind == "tensor":
+        batch, registration = call.evidence.rows, call.registration
+        if batch is None or not batch.is_ragged or registration.kind == "tensor":
             return None
+        rows = batch.counts
         if not registration.pads:
             per_rank = zip(rows, shapes[:: self._mesh.tp_size])
             if any(not own and math.prod(shape) for own, shape in per_rank):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash, sites_hash
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.padding import Rows
+from flex_model.distributed.padding import BatchRows
 from flex_model.distributed.placement import Partial, Placement, Replicate
 from flex_model.errors import agreed
 from flex_model.hooks.evidence import Evidence, Forward, Part
@@ -187,7 +187,9 @@ class Tracking:
             stack.enter_context(follower)
             forward.follow(follower, stack.pop_all())
 
-    def seed(self, follower: Follower, args: Any, kwargs: Any, pads: bool = False) -> Rows | None:
+    def seed(
+        self, follower: Follower, args: Any, kwargs: Any, pads: bool = False
+    ) -> BatchRows | None:
         """Give the follower the placements of the inputs. Collective; see `seed_inputs`."""
         self._kept.adopt(states_of((args, kwargs)))
         return seed_inputs(

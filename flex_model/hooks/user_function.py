@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.plain import is_renamed, plain
 from flex_model.errors import HookError
 from flex_model.hooks.function import name_of
 from flex_model.hooks.hook_call import HookCall
@@ -202,7 +203,8 @@ def changed(
         )
     check_result(registration, result, (tuple(shape), dtype, device))
     assert isinstance(result, Tensor)
-    return result
+    # Transfers, and the model, take no class that the function brought in.
+    return plain(result) if is_renamed(result) else result
 
 
 def kind_of(tensor: Tensor) -> Kind:

@@ -36,6 +36,8 @@ from flex_model.layouts.statements import Statements
 
 Input = tuple[Shape, str]  # full sizes, name of the dtype
 _TOKENS = 8
+# What a plan of tensor parallelism splits.
+_DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 
 class CannotInspectError(RuntimeError):
@@ -196,6 +198,7 @@ def _run(
     followers: list[Follower] = []
     for rank in progress(range(num_simulated), "ranks", show_progress):
         mesh = Mesh(ranks, rank, 1, dp, tp)
+        module: nn.Module | None = None
         with _fake_ranks(rank, num_simulated):
             try:
                 module = make(tp)
@@ -207,7 +210,8 @@ def _run(
             except Exception as error:
                 raise CannotInspectError(
                     f"the model can't be built or run without values ({type(error).__name__}: "
-                    f"{str(error)[:600]}); run it with values, and call flex.layouts()"
+                    f"{str(error)[:600]}){_not_divided(module, tp)}; run it with values, and call "
+                    "flex.layouts()"
                 ) from error
             if rank == 0:
                 nodes = {
@@ -221,6 +225,13 @@ def _run(
         follower.infer_from(MeshProofs(Mesh(ranks, rank, 1, dp, tp)), chunks)
         concluded.append([seen.concluded(follower) for seen in observed])
     return OfflineRun(Mesh(ranks, 0, 1, dp, tp), nodes, list(zip(*concluded * num_equal)))
+
+
+def _not_divided(module: nn.Module | None, tp: int) -> str:
+    """Return which sizes of a configuration tensor-parallel ranks can't divide evenly, in words."""
+    sizes = {name: getattr(getattr(module, "config", None), name, None) for name in _DIVIDED}
+    uneven = [f"{name} {n}" for name, n in sizes.items() if isinstance(n, int) and n % tp]
+    return f"; {tp} tensor-parallel ranks do not divide {', '.join(uneven)}" if uneven else ""
 
 
 def _observe(root: nn.Module, mesh: Mesh, inputs: Sequence[Input]) -> tuple[list[Seen], Follower]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.distributed.header import site_hash, sites_hash
-from flex_model.distributed.padding import Rows
+from flex_model.distributed.padding import BatchRows
 from flex_model.distributed.placement import Shape
 from flex_model.errors import HookError
 from flex_model.layouts.arguments import describe
@@ -55,7 +55,7 @@ class ForwardLayouts:
         gradients: Placements of the gradients of tensors that have one; ``obstacles``: by axis, why
             such a placement is not known.
         comparisons: The comparisons of sizes in the forward: operator and numbers on this rank.
-        rows: Of batches of different lengths: the rows of each data-parallel rank.
+        rows: The rows of each data-parallel rank; None where no input has some.
         settled: By a registration's index and a call number: what later forwards of this key, or
             that it predicts, gather the hook's tensor by.
     """
@@ -68,7 +68,7 @@ class ForwardLayouts:
     buffers: dict[str, Pair] = field(default_factory=dict)
     attributes: dict[tuple[int, int], Pair] = field(default_factory=dict)
     comparisons: list[tuple[str, Any, Any]] = field(default_factory=list)
-    rows: Rows | None = None
+    rows: BatchRows | None = None
     settled: dict[tuple[int, int | None], Any] = field(default_factory=dict)
 
     def branches(self) -> list[bool]:
@@ -244,7 +244,11 @@ def _grown(before: ForwardLayouts | None, after: ForwardLayouts) -> ForwardLayou
     grown = {place: tuple(2 * n - o for o, n in zip(*both)) for place, both in shapes.items()}
     compared = zip(before.comparisons, after.comparisons)
     comparisons = [(by, 2 * n - o, 2 * m - p) for (_, o, p), (by, n, m) in compared]
-    return replace(after, shapes=grown, comparisons=comparisons)
+    rows = after.rows
+    if before.rows and rows:
+        counts = tuple(2 * n - o for o, n in zip(before.rows.counts, rows.counts))
+        rows = replace(rows, counts=counts)
+    return replace(after, shapes=grown, comparisons=comparisons, rows=rows)
 
 
 class Conditions:

@@ -11,7 +11,7 @@ from torch import Tensor
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.padding import Rows
+from flex_model.distributed.padding import BatchRows
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.errors import agreed
 from flex_model.integrations import dtensor, torch_private
@@ -34,7 +34,7 @@ def seed_inputs(
     kept: KeptTensors,
     pads: bool = False,
     has_rows: bool = True,
-) -> Rows | None:
+) -> BatchRows | None:
     """Add the inputs of a forward to what the follower knows. Collective.
 
     Args:
@@ -45,8 +45,7 @@ def seed_inputs(
         has_rows: Whether the inputs hold rows of the batch here, not those of a stand-in.
 
     Returns:
-        With ``pads``, where the batches of the data-parallel ranks differ in more than their number
-        of rows, or a rank has none: that number on each of these ranks. None elsewhere.
+        The rows of the data-parallel ranks; None where there is one, or no input has rows.
 
     Raises:
         ValueError: whether an input holds rows of the batch can't be known. On every rank.
@@ -69,7 +68,7 @@ def seed_inputs(
     stated_dp = {i for i, one in statements.items() if one.dp is not None}
     states = [i for i, one in enumerate(inputs) if one.is_state and kept.source(one.tensor) is None]
     along_dp: dict[int, Placement | None] = {}
-    rows: Rows | None = None
+    rows: BatchRows | None = None
     if mesh.dp_size > 1:
         line = mesh.ranks_along(("dp",), 0)
         try:
@@ -92,9 +91,8 @@ def seed_inputs(
         is_stand_in = [not table[place][0][3] for place in line]
         if any(is_stand_in) and not pads:
             raise agreed(ValueError(refusal_of_stand_in("the active hooks")))
-        if pads:
-            inputs_along = [(along_dp[i], [shapes[i][place] for place in line]) for i in passed]
-            rows = _rows_of_ragged(inputs_along, is_stand_in)
+        inputs_along = [(along_dp[i], [shapes[i][place] for place in line]) for i in passed]
+        rows = _rows_of(inputs_along, is_stand_in, pads)
 
     def note(i: int, text: str, dp: Placement | None, tp: Placement | None) -> None:
         stated = statements.get(i)
@@ -199,16 +197,17 @@ def refusal_of_stand_in(what: str) -> str:
     )
 
 
-def _rows_of_ragged(
+def _rows_of(
     inputs: Sequence[tuple[Placement | None, Sequence[tuple[int, ...]]]],
     is_stand_in: Sequence[bool],
-) -> Rows | None:
-    """Return the rows of each data-parallel rank, if one has none, or an input of rows differs in
-    another dim; None if no input does.
+    pads: bool,
+) -> BatchRows | None:
+    """Return the rows of each data-parallel rank; None if no input has rows.
 
     Args:
         inputs: The placement along dp and the shapes on all data-parallel ranks.
         is_stand_in: By data-parallel rank: whether it has no rows of the batch.
+        pads: As of ``seed_inputs``.
     """
     split = [(one.dim, shapes) for one, shapes in inputs if isinstance(one, Shard)]
     if not split:
@@ -218,7 +217,7 @@ def _rows_of_ragged(
     differs = any(
         len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1 for dim, shapes in split
     )
-    return rows if differs or 0 in rows else None
+    return BatchRows(rows, pads and (differs or 0 in rows))
 
 
 def _sketch(tensor: Tensor, has_rows: bool) -> Tensor:

@@ -134,7 +134,7 @@ class Parameters:
             )
         got = tuple(full.shape)
         what = f"a new full value of parameter {shown!r}, of shape {got}"
-        self._agree(what, "set", name, got)
+        self._agree(what, "set", name, got, full.is_complex())
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
             local, spec, pick = self._spec(
                 name, found, found.kept, expected_shape, use="write", experts=experts
@@ -145,6 +145,13 @@ class Parameters:
                     ValueError(
                         f"set_module_parameter: {shown!r} has the full shape {shape}"
                         f"{'' if experts is None else ' of these experts'}, got {got}"
+                    )
+                )
+            if full.is_complex() and not local.is_complex():
+                raise agreed(
+                    TypeError(
+                        f"set_module_parameter: {shown!r} is {local.dtype}, got {full.dtype}; give "
+                        "real values"
                     )
                 )
             full = full.detach().to(local.dtype)

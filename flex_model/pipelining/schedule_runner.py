@@ -76,7 +76,11 @@ class ScheduleRunner:
             if not isinstance(output_ptr, dict):
                 config = config_hash(pipeline.local.stages[0].submod)
                 self.session = Session(
-                    output_ptr, pipeline.world, config, self._take_records, pipeline.mesh.dp_size
+                    output_ptr,
+                    pipeline.world,
+                    config,
+                    self._take_records,
+                    dp_size=pipeline.mesh.dp_size,
                 )
         except BaseException:
             pipeline.close()

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from flex_model.distributed.padding import BatchRows
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.evidence import Forward
 from flex_model.hooks.random_state import renew_seed, seed_of_state
@@ -35,6 +36,7 @@ class BatchRun:
         save_ctx: The batch's own ``save_ctx``, passed to its editing functions.
         seed: None where no hook edits.
         records: By name, those that wait for the batches before this one.
+        rows: As of ``Run``, after it has run.
     """
 
     index: int
@@ -46,6 +48,7 @@ class BatchRun:
     is_in_run: bool = False
     forward: Forward = field(default_factory=Forward)
     calls: dict[int, list[Any]] = field(default_factory=dict)
+    rows: BatchRows | None = None
 
     def exchange(self, core: HookCore) -> None:
         """Exchange the state of this batch with the core's, at its begin and end."""
@@ -56,6 +59,10 @@ class BatchRun:
             self.calls = core.table.exchange_calls(self.calls)
             names = [r.hook_function.record_name for r in core.table.registrations]
             self.records = core.records.exchange(names, self.records)
+
+    def note_rows(self, rows: BatchRows | None) -> None:
+        """Keep the rows of the batch."""
+        self.rows = rows
 
     def choose(self, choice: tuple[Choice, Choice]) -> None:
         """Keep the choice of hooks that the batch has made."""
@@ -134,8 +141,9 @@ class BatchRuns:
         """
         runs, of_batch = self._core.runs, dict[str, Any](batch=batch.index, nodes=self._nodes)
         of_batch |= {"save_ctx": batch.save_ctx, "seed": batch.seed}
-        with OutermostRun(partial(runs.begin, self._choice, **of_batch), runs.end):
+        with OutermostRun(partial(runs.begin, self._choice, **of_batch), runs.end) as run:
             result = call()
+            batch.note_rows(run.rows)
             before = torch.default_generator.get_state()
         if self._has_edits and not torch.equal(before, torch.default_generator.get_state()):
             self._num_drawn += 1  # an edit drew, on some rank

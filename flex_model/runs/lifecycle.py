@@ -377,7 +377,7 @@ class Runs:
                 if self.session is not None and not self.session.is_sequential:
                     # All records of the run; gradients may follow.
                     has_gradients = any(r.kind in _GRADIENTS for r in self._table.registrations)
-                    self.session.end_run(not has_gradients)
+                    self.session.end_run(not has_gradients, run.rows)
         except BaseException as raised:
             self._batch_failed(run)
             self._drop_records(run, raised)
@@ -523,7 +523,8 @@ class Runs:
 
     def open_store(self, store: ActivationStore, config: str | None) -> None:
         """Send records to the store from now on. Collective."""
-        self.session = Session(store, self._communicator, config, self._records.take)
+        batch_dim = self._tracking.batch_dim
+        self.session = Session(store, self._communicator, config, self._records.take, batch_dim)
         self._records.keep_parts(not self._communicator.is_local)
 
     def close_store(self) -> None:

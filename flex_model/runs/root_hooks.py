@@ -127,6 +127,8 @@ class RootHooks:
             run = self.runs.current
             later = None if run is None else run.pending_replicas
             self._tracking.begin(args, kwargs, self._table.active_hooks, part=part, later=later)
+            if run is not None:
+                run.note_rows(self._tracking.forward.rows)
 
     def _beside(self, part: Part) -> list[int]:
         """Return the hooks outside of a part of the model."""

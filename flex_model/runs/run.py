@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from flex_model.integrations.torch_private import next_sequence
 
 if TYPE_CHECKING:
+    from flex_model.distributed.padding import BatchRows
     from flex_model.hooks.random_state import RandomCalls
     from flex_model.layouts.replicas import PendingReplica
     from flex_model.records.records import PendingRecord
@@ -75,6 +76,7 @@ class Run:
         backward_task: The backward pass at whose end its records will be delivered; -1 if none
             runs.
         entry: Its number among the runs of a store.
+        rows: Those of the inputs of its first forward that has some.
         save_ctx, batch, nodes: For a batch of a sequential run: its own ``save_ctx``, its index,
             and which batch made which nodes. None: the FlexModel's, no batch, one thread.
     """
@@ -99,6 +101,7 @@ class Run:
     last_node: int = OPEN
     backward_task: int = -1
     entry: int = 0
+    rows: BatchRows | None = None
     save_ctx: Namespace | None = None
     batch: int | None = None
     nodes: NodesByBatch | None = None
@@ -131,6 +134,10 @@ class Run:
     def enter_store(self, entry: int) -> None:
         """Set the run's number among those of a store."""
         self.entry = entry
+
+    def note_rows(self, rows: BatchRows | None) -> None:
+        """Note the rows of the inputs of a forward."""
+        self.rows = self.rows or rows
 
     def cut(self) -> None:
         """Note that ``run_until`` ended a forward early."""
@@ -182,3 +189,4 @@ class Run:
         part.end()
         self.seed, self.has_drawn = part.seed, part.has_drawn
         self.is_recomputed |= part.is_recomputed
+        self.rows = part.rows

@@ -103,7 +103,7 @@ class StoredRecords(AbstractContextManager["StoredRecords"]):
             for key, name in _NOTES.items()
             if isinstance(arguments.get(key), Tensor)
         }
-        self._session.append(records, self._hashes.pop(batch.index), notes)
+        self._session.append(records, self._hashes.pop(batch.index), notes, batch.hooks.rows)
 
     def end_window(self) -> None:
         """Write what a window of batches recorded, while the next one runs."""

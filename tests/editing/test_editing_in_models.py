@@ -169,6 +169,11 @@ def test_batches_of_patches_and_an_interrupted_map(flex, tmp_path):
     assert len(calls) == 2
     with pytest.raises(ValueError, match="values of another experiment, with other positions"):
         run(positions=[1])
+    for path in (tmp_path / "no" / "folder", tmp_path):
+        calls.clear()
+        with pytest.raises(ValueError, match=r"resume: rank 0 can't read and write .* give a file"):
+            editing.activation_patching(flex, TOKENS, OTHER, sites, metric, resume=path)
+        assert not calls
     rows = editing.Site("model.layers.0", where={"rows": 0})
     with pytest.raises(ValueError, match="leave rows= out"):
         editing.activation_patching(flex, TOKENS, OTHER, [rows], metric, batch=2)

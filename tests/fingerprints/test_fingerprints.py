@@ -1,6 +1,7 @@
 """Folders of fingerprints, and their comparison on one process."""
 
 import copy
+import re
 import weakref
 
 import pytest
@@ -157,6 +158,8 @@ def test_an_error_on_rank_0_alone_is_raised_on_all_ranks(tmp_path, monkeypatch):
 
     with pytest.raises(RuntimeError, match="no such part"):
         flex.verify(tmp_path / "a", X, names={"fc1": ("fc1", part)})
+    with pytest.raises(ValueError, match=r"\['fc3'\] in names match no site of A"):
+        flex.verify(tmp_path / "a", X, names={"fc3": "fc1"})
 
     def full_disk(path, chunks, syncs):
         raise OSError("no space left")
@@ -282,6 +285,15 @@ def test_parts_of_a_fused_projection_are_compared_by_names(tmp_path):
     assert (found.first.name, found.first.kind) == ("layers.1", "forward")
     assert not found.unmatched and len(found.rows) == 8
     assert found.differences[0] is found.first
+    for wrong, error in (
+        ({**names, "layer.0": "qkv"}, r"ValueError: compare: \['layer.0'\] in names match no site"),
+        ({"head": 3}, "TypeError: compare: names must be a dict .* got 'head': 3"),
+        ({"head": ("out", 3)}, "TypeError: compare: names must be a dict .* got 'head'"),
+        ("head", "TypeError: compare: names must be a dict .* got str"),
+    ):
+        with pytest.raises((ValueError, TypeError)) as raised:
+            flex_model.compare(a, b, wrong)
+        assert re.match(error, f"{raised.typename}: {raised.value}")
     # Without full tensors there are no parts; that is said, not guessed.
     fingerprint(b, fused, X)
     found = flex_model.compare(a, b, names)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import models
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookError, HookFunction
 from tiers import ways
 
 BATCH = models.random(4, 6)
@@ -415,6 +415,25 @@ def test_records_are_complete_when_forward_and_backward_return():
         assert lengths(records) == ({"fc1": 1} if dist.get_rank() == 0 else {})
         output.sum().backward()
         assert lengths(records) == ({"fc1": 1, "fc2": 1} if dist.get_rank() == 0 else {})
+
+
+@pytest.mark.ranks(2)
+def test_a_hook_that_an_editing_function_registers_is_refused_and_later_runs_work():
+    parallelism = models.TWO_RANKS["tp"]
+    flex = FlexModel(parallelism.shard(models.mlp()), {}, **parallelism.sizes)
+    calls = []
+
+    def register(module, full, save_ctx, modules):
+        calls.append(full)
+        if len(calls) == 1:
+            flex.register_forward_hook(HookFunction("fc2"))
+
+    flex.register_forward_hook(HookFunction("fc1", None, register))
+    with pytest.raises(HookError, match=r"registers a forward hook on 'fc2'.* before the run"):
+        flex(BATCH)
+    flex(BATCH)
+    assert len(calls) == 2 and set(flex.hook_functions) == {"fc1"}
+    flex.restore()
 
 
 # ---- save_ctx ------------------------------------------------------------------------------------

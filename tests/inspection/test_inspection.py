@@ -464,6 +464,8 @@ def test_inspect_of_a_hugging_face_config_needs_no_weights(is_tied, tmp_path, ca
     assert "0 to 1  LlamaDecoderLayer" in out
     assert "down_proj" in out and "[dp S(0), tp S(2)] -> " in out
     assert "known after a run" not in out
+    assert cli.main(["inspect", str(tmp_path), "--tp", "3"]) == 1
+    assert "3 tensor-parallel ranks do not divide num_attention_heads 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,8 @@ def test_writing_a_wrong_shape_is_an_error_on_every_rank():
     before = flex.get_module_parameter("fc1.weight", (8, 6))
     with pytest.raises(ValueError, match=r"fc1.weight"):
         flex.set_module_parameter("fc1.weight", torch.zeros(9, 6, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"'fc1.weight' is torch.float64, got torch.complex64"):
+        flex.set_module_parameter("fc1.weight", torch.zeros(8, 6, dtype=torch.complex64))
     assert torch.equal(flex.get_module_parameter("fc1.weight", (8, 6)), before)
 
 

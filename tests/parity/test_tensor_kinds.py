@@ -111,9 +111,13 @@ def edited(module, full, save_ctx, modules):
     return full * full.flip(-1)
 
 
+def edited_as_subclass(module, full, save_ctx, modules):
+    return edited(module, full, save_ctx, modules).as_subclass(Renamed)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("edit_on", ["all", "rank0"])
-@pytest.mark.parametrize("edit", [None, edited])
+@pytest.mark.parametrize("edit", [None, edited, edited_as_subclass])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tensors_that_are_computed_first(kind, edit, edit_on):
     rank, found = dist.get_rank(), []

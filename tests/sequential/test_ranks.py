@@ -29,6 +29,11 @@ class Blocks(nn.Module):
         return x
 
 
+class Masked(Blocks):
+    def forward(self, input_ids, attention_mask):
+        return super().forward(input_ids * attention_mask)
+
+
 BATCHES = [models.random(rows, 6, seed=rows) for rows in (2, 4, 6, 4)]
 SHARDED = {name: models.TWO_RANKS[name] for name in ("tp", "dtensor")}
 
@@ -95,6 +100,21 @@ def test_each_rank_has_its_own_rows():
     model.blocks[1].register_forward_hook(lambda m, a, output: output - output.mean(0))
     for output, batch in zip(outputs, BATCHES):
         assert_close(output, way.my_rows(model(batch)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("window", [None, 2])
+def test_equal_rows_of_the_ranks_are_annotations_of_all_rows(window, tmp_path):
+    way = models.TWO_RANKS["dp"]
+    flex = FlexModel(models.seeded(Masked).double(), {}, **way.sizes)
+    flex.register_forward_hook(HookFunction("blocks.1"))
+    batches = [{"input_ids": batch, "attention_mask": torch.ones_like(batch)} for batch in BATCHES]
+    sequential.run(flex, batches, window=window, store=ActivationStore(tmp_path))
+    flex.restore()
+    dist.barrier()
+    store = ActivationStore(tmp_path)
+    for i, batch in enumerate(BATCHES):
+        assert store.annotations(i)["attention_mask"].shape == (2 * len(batch), 6)
 
 
 @pytest.mark.ranks(2)

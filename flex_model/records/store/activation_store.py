@@ -119,8 +119,12 @@ class ActivationStore:
     def annotate(self, **values: Any) -> None:
         """Annotate the next batch: with tensors, such as ``token_ids``, or JSON values.
 
-        Call it on every rank before the run, with what the rank passes to the model: tensors that
-        differ over data-parallel ranks are rows of one batch, and are read as one tensor. Local.
+        Call it on every rank before the run, with what the rank passes to the model. A tensor with
+        as many rows on each data-parallel rank as that rank's inputs (along ``batch_dim``, else
+        dim 0) is read as one tensor with the rows of all; where the lengths differ, padded with 0.
+        Any other tensor must be the same on all ranks. One that all rows share, and that happens
+        to have as many entries, is taken for rows unless ``FlexModel(batch_dim={name: None})`` says
+        otherwise. JSON values are rank 0's. Local.
         """
         for name, value in values.items():
             if isinstance(value, Tensor):
@@ -312,7 +316,7 @@ class ActivationStore:
         world: int = 1,
         epochs: int = 1,
         mask: str | None = "attention_mask",
-        annotations: Sequence[str] | None = None,
+        annotations: str | Sequence[str] | None = None,
     ) -> RowLoader:
         """Return shuffled rows of records for training, as a torch ``IterableDataset``.
 
@@ -343,10 +347,16 @@ class ActivationStore:
         Raises:
             KeyError: as ``tensors``.
             ValueError: the records of a batch are not aligned, or those of a name differ in width
-                or dtype; ``world`` does not divide ``batch_rows``; there is less than one batch.
+                or dtype; ``names`` is empty; ``world`` does not divide ``batch_rows``; there is
+                less than one batch.
         """
         chosen = self._checked([names] if isinstance(names, str) else names)
-        table = RowTable(self._reader, chosen, mask, annotations)
+        if names is not None and not chosen:
+            raise ValueError(
+                f"loader: names has no name; give some of {self.names}, or None for all records"
+            )
+        beside = [annotations] if isinstance(annotations, str) else annotations
+        table = RowTable(self._reader, chosen, mask, beside)
         return RowLoader(
             self.folder, self._manifest, table, batch_rows, buffer_rows, seed, rank, world, epochs
         )

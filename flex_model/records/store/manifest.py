@@ -95,12 +95,18 @@ class Manifest:
 
         Raises:
             ValueError: it is not one, or was changed.
+            NotADirectoryError: the folder is a file.
         """
         path, is_ours = folder / MANIFEST, False
         try:
             text = path.read_bytes()
         except FileNotFoundError:
             return None
+        except NotADirectoryError:
+            raise NotADirectoryError(
+                f"ActivationStore: {folder} is a file, or below one; give the path of a folder, "
+                "which is made if it does not exist"
+            ) from None
         try:
             found = json.loads(text)
             is_ours = found["format"] == FORMAT and found["version"] == VERSION

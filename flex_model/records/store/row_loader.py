@@ -16,7 +16,7 @@ import math
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -136,7 +136,7 @@ class RowLoader(IterableDataset[Rows]):
         Raises:
             ValueError: it is of another store, or of a loader with other arguments.
         """
-        if state["stream"] != self._stream:
+        if not isinstance(state, Mapping) or state.get("stream") != self._stream:
             raise ValueError(
                 f"loader: this state is not of this stream: the records of {self._folder} have "
                 "changed since, or the loader had other names, batch_rows, buffer_rows, seed or "
@@ -365,7 +365,7 @@ class RowTable:
                     self.blocks.append(Block(batch, call, shape, math.prod(shape)))
         fitting = {name for name, dtypes in found.items() if self._is_column(dtypes)}
         self.mask = None if mask == DEFAULT_MASK and not is_annotated else mask
-        self.annotations = sorted(found) if annotations is None else list(annotations)
+        self.annotations = sorted(fitting) if annotations is None else list(annotations)
         for name in (*self.annotations, *([self.mask] if self.mask else ())):
             if name not in fitting:
                 raise ValueError(

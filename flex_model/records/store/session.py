@@ -22,14 +22,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flex_model.distributed import memory, values
 from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.placement import Replicate, Shard, ShardLayout
-from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, exchange_json
+from flex_model.distributed.padding import BatchRows
+from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, agreed, see
+from flex_model.layouts.sources import BatchDim
 from flex_model.records.store.activation_store import ActivationStore
+from flex_model.records.store.annotations import described, parts_of, parts_of_first
 from flex_model.records.store.files import FolderLock, Writer, safetensors_of, write_whole
 from flex_model.records.store.manifest import (
     MANIFEST_ASIDE,
@@ -56,6 +56,7 @@ class Session:
     Args:
         config: The hash of the model's configuration; None if it has none.
         take: Returns this rank's records of the open batch, and forgets them.
+        batch_dim: The FlexModel's.
         dp_size: For a pipeline, whose rank 0 has all records in full; else None.
 
     Attributes:
@@ -76,6 +77,7 @@ class Session:
         communicator: Communicator,
         config: str | None,
         take: Callable[[], dict[str, list[Any]]],
+        batch_dim: BatchDim = 0,
         dp_size: int | None = None,
     ) -> None:
         if communicator.mesh.left_out:
@@ -88,7 +90,7 @@ class Session:
         self.store, self.number = store, 0
         self.in_run = self.is_sequential = False
         self._communicator, self._take, self._dp_size = communicator, take, dp_size
-        self._rank = communicator.mesh.rank
+        self._batch_dim, self._rank = batch_dim, communicator.mesh.rank
         self._numbers = itertools.count(1)
         self._writer = Writer(store.max_bytes)
         self._failure = ""
@@ -158,15 +160,21 @@ class Session:
     def end_backward(self, number: int) -> None:
         self._num_backwards -= number == self.number
 
-    def end_run(self, is_whole: bool) -> None:
-        """Open the batch of a run with delivered records; ``is_whole``: no gradients follow."""
+    def end_run(self, is_whole: bool, rows: BatchRows | None = None) -> None:
+        """Open the batch of a run with delivered records.
+
+        Args:
+            is_whole: Whether no gradients follow.
+            rows: Those of its inputs.
+        """
         self.in_run = False
         annotations = self.store.take_annotations()
         notes = {name: v for name, v in annotations.items() if not isinstance(v, Tensor)}
         batch = self._open = Batch({}, notes=notes)
         if is_whole:
             self._end_batch()
-        self.synchronize(batch, {name: v for name, v in annotations.items() if name not in notes})
+        tensors = {name: v for name, v in annotations.items() if name not in notes}
+        self.synchronize(batch, tensors, rows)
 
     def leave_run(self) -> None:
         """Note that the run has ended without a batch of its own."""
@@ -182,17 +190,21 @@ class Session:
             self.number = next(self._numbers)
 
     def append(
-        self, records: Mapping[str, Sequence[Any]], inputs: str, notes: Mapping[str, Tensor]
+        self,
+        records: Mapping[str, Sequence[Any]],
+        inputs: str,
+        notes: Mapping[str, Tensor],
+        rows: BatchRows | None,
     ) -> None:
         """Add the next batch, whole. Collective.
 
         Args:
             inputs: The hash of its inputs.
-            notes: Its annotations.
+            notes, rows: Its annotations, and the rows of its inputs.
         """
         batch = Batch(as_parts(records), inputs)
         self._add(batch)
-        self.synchronize(batch, notes)
+        self.synchronize(batch, notes, rows)
 
     def _end_batch(self) -> None:
         batch, self._open = self._open, None
@@ -225,13 +237,14 @@ class Session:
         self,
         batch: Batch | None = None,
         notes: Mapping[str, Tensor] | None = None,
+        rows: BatchRows | None = None,
         ends_group: bool = False,
     ) -> None:
         """Exchange what is written, and errors; end the group of batches if rank 0 finds it large
         or old, or if all ranks request it. Collective.
 
         Args:
-            batch, notes: A batch, and the annotations to add to it.
+            batch, notes, rows: A batch, the annotations to add to it, and the rows of its inputs.
 
         Raises:
             HookError: a rank could not write.
@@ -269,7 +282,7 @@ class Session:
                     parts = parts_of_first(notes, self._dp_size)
                 else:
                     of_ranks = [one["notes"] for one in gathered]
-                    parts = parts_of(self._communicator, notes, of_ranks)
+                    parts = parts_of(self._communicator, notes, of_ranks, self._batch_dim, rows)
             except ValueError as problem:
                 self._failure = str(problem)
                 raise agreed(problem) from None
@@ -604,54 +617,3 @@ def index_of(
     return Index(
         first, last, session, batches, list(layouts), records, annotations, tuple(statistics)
     )
-
-
-def described(name: str, tensor: Tensor) -> list[Any]:
-    """Return what ranks exchange of a tensor, as JSON: name, dtype, shape and fingerprint."""
-    print_ = values.fingerprint(tensor).tolist()
-    return [name, str(tensor.dtype), list(tensor.shape), print_]
-
-
-def parts_of(
-    communicator: Communicator, notes: Mapping[str, Tensor], per_rank: Sequence[Sequence[Any]]
-) -> dict[str, RecordShard]:
-    """Return this rank's shard of each tensor. Data-parallel ranks have rows of one batch, as for a
-    model's inputs, unless all have equal tensors.
-
-    Args:
-        per_rank: By rank, the results of ``described`` there, with the same names and dtypes.
-
-    Raises:
-        ValueError: the ranks' tensors do not fit together; the same on all ranks.
-    """
-    mesh, found = communicator.mesh, {}
-    for tensor, rows in zip(notes.values(), zip(*per_rank)):
-        name, dtype = rows[0][:2]
-        shapes = [tuple(shape) for _, _, shape, _ in rows]
-        try:
-            if len({len(shape) for shape in shapes}) > 1:
-                raise ValueError("ranks give different numbers of dims")
-            prints = values.Fingerprints.of(mesh, [row[3] for row in rows])
-            if not prints.equal_along("tp"):
-                raise ValueError("tensor-parallel ranks give different values")
-            is_same = len(set(shapes)) == 1 and prints.equal_along("dp")
-            layout = ShardLayout(dp=Replicate() if is_same else Shard(0))
-            spec = TensorSpec.of(communicator, layout, shapes, DTYPE_OF_NAME[dtype])
-        except (ValueError, IndexError) as error:
-            raise ValueError(
-                f"annotate({name}=...): {error}; give what this rank gives to the model, the same "
-                "on the ranks of one data-parallel row"
-            ) from None
-        kept = memory.copy(tensor) if spec.rank_0_gathers else None
-        found[name] = RecordShard(RecordLayout.of(spec, tensor.dtype), kept)
-    return found
-
-
-def parts_of_first(notes: Mapping[str, Tensor], dp_size: int) -> dict[str, RecordShard]:
-    """Return rank 0's tensors, in a pipeline. ValueError where it lacks rows of the batch."""
-    if dp_size != 1:
-        raise ValueError(
-            "annotate: in a pipeline with data-parallel ranks, rank 0 does not have the whole "
-            "batch; annotate with what JSON can hold (tokens.tolist())"
-        )
-    return {name: RecordShard.whole(memory.copy(tensor)) for name, tensor in notes.items()}

@@ -173,9 +173,20 @@ def test_what_is_not_aligned_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'attention_mask' does not have a value"):
         store.loader(batch_rows=8)
     with pytest.raises(ValueError, match=r"'attention_mask' .* \['label', 'token_ids'\] have"):
-        store.loader(batch_rows=8, mask=None)
+        store.loader(batch_rows=8, mask=None, annotations=["attention_mask"])
+    assert sorted(next(iter(store.loader(batch_rows=8, mask=None))).annotations) == [
+        "label",
+        "token_ids",
+    ]
     loader = store.loader(batch_rows=8, mask=None, annotations=["token_ids"])
     assert list(next(iter(loader)).annotations) == ["token_ids"]
+    loader = store.loader(batch_rows=8, mask=None, annotations="token_ids")
+    assert list(next(iter(loader)).annotations) == ["token_ids"]
+    with pytest.raises(ValueError, match=r"names has no name; give some of \['0', '1'\]"):
+        store.loader([])
+    for state in ({}, None):
+        with pytest.raises(ValueError, match="not of this stream"):
+            loader.load_state_dict(state)
     with pytest.raises(ValueError, match="the annotation 'odd' does not have a value"):
         store.loader(batch_rows=8, mask=None, annotations=["odd"])
     with pytest.raises(KeyError, match="no record 'mlp'"):

@@ -4,6 +4,7 @@ Weights and inputs are small whole numbers, so sums are exact in any order.
 """
 
 import errno
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -503,3 +504,76 @@ def test_a_dry_run_predicts_the_cost_of_a_store(tmp_path):
         assert (dry.forward.headers, dry.forward.payloads) == counted
         for row, cost in zip(dry, flex.explain()):
             assert (row.forward.bytes_by_rank or (0, 0))[dist.get_rank()] == cost.bytes_moved
+
+
+TABLE = torch.arange(36).view(9, 4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("counts", [(2, 2), (3, 1)])
+def test_equal_rows_of_data_parallel_ranks_are_rows(counts, tmp_path):
+    way, rank = models.TWO_RANKS["dp"], dist.get_rank()
+    expected = []
+    with hooked(way.shard(exact()), ActivationStore(tmp_path), **way.sizes) as flex:
+        for i in range(4):  # rows grow by one: the third forward is the first that is predicted
+            own = [torch.ones(count + i, WIDTH).double() for count in counts]
+            notes = [{"token_ids": (one * 5).long(), "label": one[:, 0]} for one in own]
+            flex.output_ptr.annotate(**notes[rank], table=TABLE)
+            flex(own[rank])
+            expected.append({name: torch.cat([one[name] for one in notes]) for name in notes[0]})
+    dist.barrier()
+    store = ActivationStore(tmp_path)
+    for i, notes in enumerate(expected):
+        found = store.annotations(i)
+        assert torch.equal(found.pop("table"), TABLE) and found.keys() == notes.keys()
+        for name, value in notes.items():
+            assert torch.equal(found[name], value), name
+    rows = next(iter(store.loader("inp", batch_rows=4)))
+    assert sorted(rows.annotations) == ["label"]
+
+
+@pytest.mark.ranks(2)
+def test_what_may_be_rows_is_stated_or_refused(tmp_path):
+    way, rank = models.TWO_RANKS["dp"], dist.get_rank()
+    rows = torch.ones(len(TABLE), WIDTH).double()
+    settings = {**way.sizes, "batch_dim": {"table": None}}
+    with hooked(way.shard(exact()), ActivationStore(tmp_path / "a"), **settings) as flex:
+        flex.output_ptr.annotate(table=TABLE)  # as many entries as rows
+        flex(rows)
+    dist.barrier()
+    assert torch.equal(ActivationStore(tmp_path / "a").annotations(0)["table"], TABLE)
+    for number, batch_dim in enumerate((0, {"table": None})):
+        store = ActivationStore(tmp_path / f"b{number}")
+        flex = hooked(way.shard(exact()), store, **way.sizes, batch_dim=batch_dim)
+        store.annotate(table=torch.full((2 + number, 4), rank))
+        with pytest.raises(
+            ValueError, match=r"annotate\(table=...\): the data-parallel ranks give "
+        ):
+            flex(rows)
+        flex.restore()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("lengths", [(4, 6), (5, None)])
+def test_annotations_are_padded_as_records_are(lengths, tmp_path):
+    rank, store = dist.get_rank(), ActivationStore(tmp_path)
+    settings = {"data_parallel_size": 2, "dp_batch": "global", "batch_dim": {"table": None}}
+    flex = FlexModel(nn.Sequential(nn.Embedding(50, 8), nn.ReLU()), store, **settings)
+    flex.register_forward_hook(HookFunction("1"))
+    tokens = torch.full((2, lengths[rank] or 3), rank + 7)
+    store.annotate(token_ids=tokens, attention_mask=torch.ones_like(tokens), table=TABLE)
+    with nullcontext() if lengths[rank] else flex.no_rows():
+        flex(tokens)
+    flex.restore()
+    dist.barrier()
+    store = ActivationStore(tmp_path)
+    given = [length for length in lengths if length]
+    found, shape = store.annotations(0), (2 * len(given), max(given))
+    assert store.batch(0)["1"][0].shape[:2] == shape
+    own = [torch.full((2, n), i + 7) for i, n in enumerate(lengths) if n]
+    padded = [nn.functional.pad(one, (0, max(given) - one.shape[1])) for one in own]
+    assert torch.equal(found["token_ids"], torch.cat(padded))
+    assert torch.equal(found["attention_mask"], (torch.cat(padded) > 0).long())
+    assert torch.equal(found["table"], TABLE)
+    loader = store.loader("1", batch_rows=1)
+    assert sum(len(rows.origins) for rows in loader) == 2 * sum(given)

@@ -449,6 +449,8 @@ def test_a_folder_with_files_of_others_is_left_alone(tmp_path):
         (tmp_path / name).write_text("mine")
         with pytest.raises(ValueError, match=rf"holds other files \('{name}'\) and no manifest"):
             ActivationStore(tmp_path)
+        with pytest.raises(NotADirectoryError, match="is a file, or below one; give the path of a"):
+            ActivationStore(tmp_path / name)
         (tmp_path / name).unlink()
     with wrapped(ActivationStore(tmp_path)) as flex:
         flex(batches(1)[0])
