@@ -55,6 +55,23 @@ def owned_copy(tensor: Tensor) -> Tensor:
         return memory.copy(tensor)
 
 
+# The user's dict may be of a subclass, whose __setitem__ and __delitem__ are bypassed by
+# `setdefault`, `update` and `pop`.
+
+
+def list_of(records: dict[Any, list[Any]], name: Any) -> list[Any]:
+    """Return the list of a name, made where there is none."""
+    if name not in records:
+        records[name] = []
+    return records[name]
+
+
+def drop(records: dict[Any, list[Any]], name: Any) -> None:
+    """Remove the list of a name, if there is one."""
+    if name in records:
+        del records[name]  # noqa: RUF051
+
+
 Resolve = Callable[..., TensorSpec]  # see `Records.join`
 OnFailure = Callable[["Registration", Exception], None]
 
@@ -111,7 +128,7 @@ class Records:
 
     def clear(self, name: str) -> None:
         """Drop the records of one name."""
-        self.output_ptr.pop(name, None)
+        drop(self.output_ptr, name)
         self.lengths.pop(name, None)
 
     def note_lengths(self, call: HookCall, spec: TensorSpec) -> None:
@@ -126,14 +143,17 @@ class Records:
         self, names: Iterable[str], records: dict[str, list[Tensor]]
     ) -> dict[str, list[Tensor]]:
         """Replace the lists of these names by a batch's; return those that were there."""
-        found = {name: self.output_ptr.pop(name) for name in names if name in self.output_ptr}
-        self.output_ptr.update(records)
+        found = {name: self.output_ptr[name] for name in names if name in self.output_ptr}
+        for name in found:
+            del self.output_ptr[name]
+        for name, tensors in records.items():
+            self.output_ptr[name] = tensors
         return found
 
     def extend(self, records: Mapping[str, list[Any]]) -> None:
         """Append the records of a batch."""
         for name, tensors in records.items():
-            self.output_ptr.setdefault(name, []).extend(tensors)
+            list_of(self.output_ptr, name).extend(tensors)
 
     def put(self, call: HookCall, record: Tensor | None, full: Tensor) -> None:
         """Record ``record``, which has no other owner; if there is none, a copy of ``full``."""
@@ -176,7 +196,7 @@ class Records:
         key: Any = registration.hook_function.record_name
         if self._step is not None:
             key = (key, registration.kind, self._step.section)
-        return self.output_ptr.setdefault(key, [])
+        return list_of(self.output_ptr, key)
 
     def forget(self, context) -> None:
         """Drop the pending records and their places: the run failed."""

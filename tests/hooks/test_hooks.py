@@ -3,6 +3,8 @@
 import copy
 import pickle
 import re
+from collections import OrderedDict, defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -326,6 +328,45 @@ def test_each_forward_begins_the_lists_afresh(is_direct):
     assert lengths(records) == {"fc1": 1, "act": 1}
     oracle = models.mlp()
     assert_close(records["fc1"], [oracle.fc1(oracle.inp(2 * BATCH)).detach()])
+
+
+class Noting(dict):
+    """Keeps its names in an order of its own, as OrderedDict does, and makes values on look-up."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = []
+
+    def __setitem__(self, name, value):
+        self.order.append(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name):
+        self.order.remove(name)
+        super().__delitem__(name)
+
+    def __missing__(self, name):
+        raise AssertionError(name)
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, partial(defaultdict, tuple), Noting])
+@pytest.mark.parametrize("edit", [None, plus_one])
+@pytest.mark.parametrize("way", ways("one", "dtensor"))
+def test_records_go_to_a_subclass_of_dict_by_its_own_methods(way, edit, kind):
+    records = kind()
+    flex = FlexModel(way.shard(models.mlp()), records, output_ranks="all", **way.sizes)
+    for site in ("act", "fc1"):
+        flex.register_forward_hook(HookFunction(site, editing_function=edit))
+    for _ in range(2):
+        flex(BATCH)
+        assert sorted(records) == ["act", "fc1"]
+        assert [len(records[name]) for name in records] == [1, 1]
+    with flex.active([]), flex.active():  # only a part of the run has the hooks
+        flex.module(BATCH)
+    assert [len(records[name]) for name in list(records)] == [1, 1]
 
 
 def test_calls_inside_active_append():
