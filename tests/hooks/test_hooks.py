@@ -408,6 +408,58 @@ def test_a_method_of_the_model_is_one_run(parallelism):
     flex.restore()
 
 
+class Streaming(models.MLP):
+    def forward(self, x):
+        yield from self.stream(x)
+
+    def stream(self, x):
+        for i in range(3):
+            yield super().forward(x * (i + 1))
+
+    async def later(self, x):
+        return super().forward(x)
+
+    async def stream_later(self, x):
+        yield super().forward(x)
+
+
+LATER = {
+    "forward": (lambda flex: flex(BATCH, groups=()), "for part in flex(...)"),
+    "part of a run": (lambda flex: in_active(flex, groups=()), "for part in flex(...)"),
+    "method": (lambda flex: flex.stream(BATCH), "for part in flex.stream"),
+    "coroutine": (lambda flex: flex.later(BATCH), "result = await flex.later(...)"),
+    "async generator": (
+        lambda flex: flex.stream_later(BATCH),
+        "async for part in flex.stream_later",
+    ),
+}
+
+
+def in_active(flex, **groups):
+    with flex.active():
+        return list(flex(BATCH, **groups))
+
+
+@pytest.mark.parametrize("case", LATER)
+@pytest.mark.parametrize("way", ways("one", "dtensor"))
+def test_a_run_of_a_generator_is_refused_since_its_body_runs_later(way, case):
+    run, expected = LATER[case]
+    flex = FlexModel(way.shard(models.seeded(Streaming, 6, 8).double()), records := {}, **way.sizes)
+    assert len(list(flex(BATCH))) == 3  # there is no hook
+    flex.register_forward_hook(HookFunction("fc1", editing_function=negate))
+    with pytest.raises(TypeError, match=re.escape(f"active(groups=...):\n        {expected}")):
+        run(flex)
+    with flex.active([]):
+        bare = list(flex.module(BATCH))
+    assert_close(bare, list(models.seeded(Streaming, 6, 8).double()(BATCH)))
+    edited = in_active(flex)
+    assert (edited[2] - bare[2]).abs().min() > 0
+    with flex.active():
+        assert_close(list(flex.stream(BATCH)), edited)
+    is_first = way is models.ONE_RANK or dist.get_rank() == 0
+    assert lengths(records) == ({"fc1": 3} if is_first else {})
+
+
 def test_hooks_of_inactive_groups_keep_their_records():
     flex, records = wrap("fc1", "act")
     flex.update_hook_groups("fc1", "ours")
