@@ -25,6 +25,7 @@ from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.distributed.transports import host_copies
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.hooks import cuda_graphs
+from flex_model.integrations import torch_private
 from flex_model.layouts import replicas, resolve
 from flex_model.records.snapshots import Snapshot, Snapshots
 from flex_model.records.store.manifest import RecordLayout, RecordShard
@@ -170,6 +171,9 @@ class Records:
 
     def keep(self, call: HookCall, full: Tensor) -> None:
         """Record a copy; that of a GPU's tensor goes to the CPU when the run ends."""
+        if torch_private.is_functorch_tensor(full) or torch_private.is_batched(full):
+            with torch_private.outside_transforms():
+                return self.keep(call, torch_private.unwrapped(full))
         if host_copies.is_on_gpu(full):
             snapshot, slot = self._snapshots.take(full), self._reserve(call)
             call.run.pending_fulls.append(PendingRecord(call, snapshot, None, slot))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import models
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookError, HookFunction, Select
 from tiers import ways
 
 BATCH = models.random(4, 6)
@@ -26,6 +26,10 @@ def plus_one(module, full, save_ctx, modules):
 
 def negate(module, full, save_ctx, modules):
     return -full
+
+
+def doubled(module, full, save_ctx, modules):
+    return full.mul_(2)
 
 
 def wrap(*sites, edit=None, **settings):
@@ -297,6 +301,67 @@ def test_a_backward_hook_survives_an_in_place_successor():
 
 
 # ---- Records -------------------------------------------------------------------------------------
+
+
+TRANSFORMS = {
+    "vmap": lambda run, x: torch.func.vmap(run)(x),
+    "vmap in other dims": lambda run, x: torch.func.vmap(run, in_dims=1)(x.T),
+    "vmaps": lambda run, x: torch.func.vmap(torch.func.vmap(run))(x.view(2, 2, 6)),
+    "grad": lambda run, x: torch.func.grad(lambda x: run(x).sum())(x),
+    "vmap of grad": lambda run, x: torch.func.vmap(torch.func.grad(lambda x: run(x).sum()))(x),
+    "jvp": lambda run, x: torch.func.jvp(run, (x,), (x,)),
+    "jacrev": lambda run, x: torch.func.jacrev(run)(x),
+}
+
+
+@pytest.mark.parametrize("select", [None, Select(units=slice(0, 3))])
+@pytest.mark.parametrize("edit", [None, plus_one, doubled])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_records_of_transformed_functions_are_plain(transform, edit, select):
+    """They were wrappers, which are dead after the transform."""
+    flex = FlexModel(models.mlp(), records := {})
+    flex.register_forward_hook(HookFunction("act", None, edit, select=select))
+    twin = models.mlp()
+    expected = twin.act(twin.fc1(twin.inp(BATCH))).detach()
+    expected = expected if select is None else expected[:, :3]
+    for _ in range(2):
+        TRANSFORMS[transform](flex, BATCH)
+        (record,) = records["act"]
+        assert_close(pickle.loads(pickle.dumps(record)).reshape(4, -1), expected)
+
+
+def test_a_record_inside_a_transform_of_the_model_is_plain():
+    class Mapped(models.MLP):
+        def forward(self, x):
+            return torch.func.vmap(self.act, in_dims=1)(self.fc1(self.inp(x)))
+
+    flex = FlexModel(models.seeded(Mapped, 6, 8).double(), records := {})
+    flex.register_forward_hook(HookFunction("act"))
+    for _ in range(2):
+        expected = flex(BATCH).detach()
+        assert_close(pickle.loads(pickle.dumps(records["act"])), [expected])
+
+
+@pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre"])
+def test_batched_gradients_are_recorded_and_edited(kind):
+    v = torch.eye(5).double()[:, None].expand(5, 4, 5)
+
+    def gradient(model):
+        x = BATCH.clone().requires_grad_()
+        return torch.autograd.grad(model(x), x, v, is_grads_batched=True)[0]
+
+    expected = gradient(models.mlp())
+    flex = FlexModel(models.mlp(), records := {})
+    register = getattr(flex, f"register_{kind}_hook")
+    hook = register(HookFunction("act"))
+    assert_close(gradient(flex), expected)
+    assert records["act"][0].numpy().shape == (5, 4, 8)
+    with pytest.raises(HookError, match=r"transforms of torch\.func .* have no gradient"):
+        torch.func.grad(lambda x: flex(x).sum())(BATCH)
+    hook.remove()
+    register(HookFunction("act", None, lambda m, g, s, ms: g * 2))
+    assert_close(gradient(flex), 2 * expected)
+    assert records["act"][0].numpy().shape == (5, 4, 8)
 
 
 def test_records_are_owned_cpu_copies_without_grad():

@@ -91,6 +91,9 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
     return false;
   }
 
+  if (hook.records_here && !checked(PyObject_CallNoArgs(torch.current_transform.ptr())).is_none()) {
+    return false;
+  }
   const py::object list = hook.records_here ? record_list(hook) : py::none();
   if (hook.records_here && !PyList_CheckExact(list.ptr())) return false;
   const auto record = [&](const py::object& tensor) {
