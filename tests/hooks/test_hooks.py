@@ -61,6 +61,26 @@ def test_the_function_gets_module_tensor_context_and_modules():
     assert modules["probe"] is flex.trainable_modules["probe"]
 
 
+@pytest.mark.filterwarnings("ignore")  # it is deprecated
+@pytest.mark.parametrize("compile_", [torch.jit.script, lambda m: torch.jit.trace(m, BATCH)])
+@pytest.mark.parametrize("name", ["fc.0", "fc", "0", ""])
+def test_a_hook_on_a_module_of_torch_jit_is_refused_and_not_registered(name, compile_):
+    """It stayed registered, and each later change of hooks failed."""
+    script = compile_(nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double())
+    model = script if name in ("0", "") else models.mlp()
+    model.fc = script if model is not script else None
+    flex = FlexModel(model, records := {})
+    around = "hook '', the module" if model is not script else "give the model"
+    with pytest.raises(TypeError, match=f"on '{name}': .* torch.jit has compiled.*{around}"):
+        flex.register_forward_hook(HookFunction(name))
+    assert not flex.hook_functions
+    if model is not script:
+        flex.register_hook(HookFunction("fc.0.weight"))
+        flex.register_forward_hook(HookFunction("fc1"))
+        model.fc(flex(BATCH).new_ones(1, 6)).sum().backward()
+        assert lengths(records) == {"fc1": 1, "fc.0.weight": 1}
+
+
 def test_a_hook_function_can_be_used_again():
     hook = HookFunction("fc1", editing_function=plus_one)
     for _ in range(2):
