@@ -304,14 +304,14 @@ class Registration:
         """TypeError for tensors that are not plain strided ones."""
         kind = kind_of(leaf)
         if kind and kind != "meta":  # a dry run may use meta tensors
-            advice = "hook a module whose tensor is dense"
+            advice = "; hook a module whose tensor is dense"
             if self.kind == "tensor":
                 advice = SPARSE_GRADIENT
             elif kind == "nested":
-                advice += "; nn.TransformerEncoder(..., enable_nested_tensor=False) has no others"
+                advice += " (nn.TransformerEncoder(..., enable_nested_tensor=False) has no others)"
             raise TypeError(
                 f"{self.describe()}: the tensor is {kind}, and only dense strided tensors can be "
-                f"gathered; {advice}"
+                f"gathered{advice}"
             )
 
     def describe(self) -> str:
@@ -319,7 +319,7 @@ class Registration:
         return self.description
 
 
-SPARSE_GRADIENT = "build its module with sparse=False, as nn.Embedding(sparse=False)"
+SPARSE_GRADIENT = "; make its module with sparse=False, as nn.Embedding(..., sparse=False)"
 
 
 def describe_hook(name: str, kind: str, unpack_idx: Any) -> str:

@@ -120,7 +120,7 @@ class Parameters:
                 raise agreed(
                     TypeError(
                         f"get_module_gradient: {what} is {gradient.layout}, expected a dense "
-                        f"tensor; {SPARSE_GRADIENT}"
+                        f"tensor{SPARSE_GRADIENT}"
                     )
                 )
             found_name = f"{name}.grad"
