@@ -64,6 +64,15 @@ def is_agreed(error: BaseException | None) -> bool:
     return False
 
 
+def text_of(error: BaseException) -> str:
+    """Return an exception's class and message, which a user's class may fail to make."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception:
+        return name
+
+
 def see(section: str) -> str:
     """Return a reference to the section of docs/errors.md that explains a message."""
     return f"see docs/errors.md#{section}"

@@ -43,6 +43,7 @@ from flex_model.names import clean, find_module, module_names, wrapped_chain
 from flex_model.parameters import checkpoint
 from flex_model.parameters.trainable import check_name, send_from_rank_0
 from flex_model.records.store import ActivationStore
+from flex_model.runs import later_body
 from flex_model.runs.module import ModuleRunner, check_open
 from flex_model.runs.settings import CHOICES, Settings, check_choice
 from flex_model.selection import Select
@@ -517,8 +518,12 @@ class FlexModel(nn.Module):
         def call(*args: Any, **kwargs: Any) -> Any:
             has_hooks = bool(self._runner.core.table.active)
             refused.check_batching_method(method.__name__, has_hooks)
+            is_inside = self._runner.is_running
             with self._runner.one_run_at_most():
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
+                if has_hooks and not is_inside:
+                    later_body.check_result(result, method.__name__)
+                return result
 
         return call
 

@@ -24,7 +24,9 @@ def clean(module: nn.Module, name: str) -> str:
         is_wrapper = part in _WRAPPED_CHILDREN or (
             part == "module" and type(module).__name__ in _WRAPPER_CLASSES
         )
-        child = getattr(module, "_modules", {}).get(part)  # a child may be falsy: it may have len()
+        children = getattr(module, "_modules", {})  # of a ScriptModule: no dict, and no get()
+        # A child may be falsy: it may have len().
+        child = children[part] if part in children else None  # noqa: SIM401
         is_stage = child is not None and type(module).__name__ == "LocalStages"  # of a pipeline
         if not is_wrapper and not is_stage:
             parts.append(part)
@@ -67,7 +69,7 @@ def find_module(root: nn.Module, name: str) -> nn.Module:
         ValueError: no module has the name; the message has the nearest names.
     """
     check_name(name, "module")
-    with contextlib.suppress(AttributeError):
+    with contextlib.suppress(AttributeError, RuntimeError):  # RuntimeError: of a ScriptModule
         return root.get_submodule(name)
     cleaned: dict[str, nn.Module] = {}
     for full_name, module in root.named_modules(remove_duplicate=False):

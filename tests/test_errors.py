@@ -491,6 +491,30 @@ def test_an_exception_of_the_model_keeps_its_type_and_is_a_hook_error_on_other_r
     flex(BATCH)
 
 
+class MuteError(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.ranks(2))])
+@pytest.mark.parametrize("is_model", [True, False])
+def test_an_exception_without_a_text_is_named_by_its_class(number, is_model):
+    is_failing = number == 1 or dist.get_rank() == 1
+
+    def fails(*args):
+        if is_failing:
+            raise MuteError
+
+    model = nn.Sequential(nn.Identity(), nn.Identity())
+    flex = FlexModel(model, tensor_parallel_size=number, timeout=30)
+    flex.register_forward_hook(HookFunction("0", editing_function=None if is_model else fails))
+    if is_model:
+        model[1].register_forward_hook(fails)
+    kind, text = (MuteError, None) if is_model and is_failing else (HookError, "Mute")
+    with pytest.raises(kind, match=text):
+        flex(BATCH)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_a_rank_that_has_registered_no_hooks_never_comes_and_is_named(transport):

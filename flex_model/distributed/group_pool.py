@@ -29,7 +29,7 @@ from flex_model.distributed.transports.by_device import ByDevice, GpuTransport
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.transport import TensorTransport, TransferError, Transport
-from flex_model.errors import HookError, HookMismatchError, agreed, see
+from flex_model.errors import HookError, HookMismatchError, agreed, see, text_of
 from flex_model.integrations import profiler
 from flex_model.integrations.torch_private import current_transform, is_batched
 
@@ -221,10 +221,7 @@ class GroupPool:
             self.abort(self._abort_reason(error))
 
     def _abort_reason(self, error: BaseException) -> str:
-        return (
-            f"rank {self.mesh.group_rank} left while it was at {self.where}: "
-            f"{type(error).__name__}: {error}."
-        )
+        return f"rank {self.mesh.group_rank} left while it was at {self.where}: {text_of(error)}."
 
     def call(self, transfer: str, axes: tuple[Axis, ...], *args: Any, num_bytes: int = 0) -> Any:
         """Call a method of the transport. On any error the groups are aborted, so that no rank

@@ -21,7 +21,7 @@ from flex_model.distributed import processes
 from flex_model.distributed.bounded_store import AnswerLimit, BoundedStore, in_thread, is_done, read
 from flex_model.distributed.polling import Looks, sleeps
 from flex_model.distributed.roll_call import RollCall
-from flex_model.errors import HookError, see
+from flex_model.errors import HookError, see, text_of
 from flex_model.integrations.torch_private import default_store
 
 # We wait with our own deadline. The backend's and the store's are later: they end what an abandoned
@@ -105,7 +105,7 @@ class Rendezvous:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks, which wait for this one, why it fails. Local."""
-        what = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
+        what = str(error) if isinstance(error, HookError) else text_of(error)
         if self.failures is not None:
             self.failures.tell("broken", f"global rank {self.ranks[self.me]}: {what}")
 

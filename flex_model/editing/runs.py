@@ -19,6 +19,7 @@ from flex_model.inspection.second_core import no_gradients_kept
 from flex_model.integrations import fsdp
 from flex_model.model import FlexModel
 from flex_model.names import check_name
+from flex_model.records.records import drop
 from flex_model.records.store import ActivationStore
 from flex_model.selection.selectors import SelectionArguments
 
@@ -135,7 +136,7 @@ class Runs:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
         for name in self._sites:
-            self._records.pop(name, None)
+            drop(self._records, name)
 
     def register(
         self,

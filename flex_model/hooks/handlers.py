@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.failure import ERROR, FAILED, RankState
-from flex_model.errors import HookError, agreed, is_agreed
+from flex_model.errors import HookError, agreed, is_agreed, see
 from flex_model.hooks.edit_path import copy_for_model
 from flex_model.hooks.evidence import Evidence
 from flex_model.hooks.hook_call import HookCall
@@ -25,6 +25,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.settled_gather import Gathered
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import Before, changed, late_draws
+from flex_model.integrations.torch_private import current_transform
 from flex_model.layouts import follow
 from flex_model.runs import remembered_runs
 from flex_model.runs.backward_passes import BackwardPasses
@@ -257,6 +258,14 @@ class HookHandlers:
         passes_through: bool,
     ) -> Tensor:
         """Return the tensor that replaces ``leaf``, whose gradient the hooks get."""
+        if current_transform() is not None:
+            raise agreed(
+                HookError(
+                    f"{registrations[0].describe()}: transforms of torch.func (vmap, grad, jvp) "
+                    "have no gradient that a hook could get; use torch.autograd, or leave the hook "
+                    f"out of the run with groups= ({see('a-transform-of-functions')})"
+                )
+            )
         tracking, run = self._tracking, self.runs.current
         if run is None:
             run = self._backwards.run_of_current() if in_backward() else None

@@ -13,7 +13,7 @@ from flex_model import _C
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.placement import Shape
 from flex_model.distributed.plain import kind_of
-from flex_model.errors import HookError, UnpackIndexError
+from flex_model.errors import HookError, UnpackIndexError, text_of
 from flex_model.hooks.function import HookFunction
 from flex_model.integrations.keyword_arguments import arguments_by_name
 from flex_model.integrations.past_positions import Positions, positions_of_forward
@@ -271,7 +271,7 @@ class Registration:
 
     def failure(self, error: BaseException) -> str:
         """Return the message for an error of this hook's call."""
-        text = str(error) if isinstance(error, HookError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, HookError) else text_of(error)
         if self.describe() in text:
             return text
         return f"{self.describe()}: the editing function raised {text}"
@@ -304,14 +304,22 @@ class Registration:
         """TypeError for tensors that are not plain strided ones."""
         kind = kind_of(leaf)
         if kind and kind != "meta":  # a dry run may use meta tensors
+            advice = "; hook a module whose tensor is dense"
+            if self.kind == "tensor":
+                advice = SPARSE_GRADIENT
+            elif kind == "nested":
+                advice += " (nn.TransformerEncoder(..., enable_nested_tensor=False) has no others)"
             raise TypeError(
                 f"{self.describe()}: the tensor is {kind}, and only dense strided tensors can be "
-                "gathered; hook a module whose tensor is dense"
+                f"gathered{advice}"
             )
 
     def describe(self) -> str:
         """Return the name for messages: ``description``."""
         return self.description
+
+
+SPARSE_GRADIENT = "; make its module with sparse=False, as nn.Embedding(..., sparse=False)"
 
 
 def describe_hook(name: str, kind: str, unpack_idx: Any) -> str:

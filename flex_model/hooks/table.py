@@ -20,6 +20,7 @@ from flex_model.hooks.groups import ALL, HookGroups, as_names
 from flex_model.hooks.registration import Joint, Registration
 from flex_model.hooks.site import ModuleSite, Moment, ParameterSite
 from flex_model.integrations import compiled, torch_private
+from flex_model.records.records import drop
 
 if TYPE_CHECKING:
     from flex_model.hooks.handlers import HookHandlers
@@ -448,7 +449,7 @@ class HookTable:
             return
         for registration in self.registrations:
             if registration.index in indices:
-                self._output_ptr.pop(registration.hook_function.record_name, None)
+                drop(self._output_ptr, registration.hook_function.record_name)
 
     def exchange_calls(self, calls: dict[int, Any]) -> dict[int, Any]:
         """Replace the calls in progress by those of another batch; return the former."""

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from flex_model.distributed.placement import Shape, Shard
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.errors import HookError
+from flex_model.errors import HookError, text_of
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import name_of
 from flex_model.hooks.registration import Registration, describe_hook
@@ -330,7 +330,7 @@ class FakeCalls:
         if isinstance(error, _VALUE_ERRORS):
             refused = needs_values(str(error)[:200])
             return _finding(registration, refused.level, refused.problem, str(refused), error)
-        text = f"raises {type(error).__name__}: {error}".replace("FakeTensor", "Tensor")[:600]
+        text = f"raises {text_of(error)}".replace("FakeTensor", "Tensor")[:600]
         if not self._unfinished or isinstance(error, HookError):
             return _finding(registration, ERROR, "raises", text, error)
         text += f"; this may come of {self._unfinished}, which was not checked to its end"

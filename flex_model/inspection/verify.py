@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flex_model.distributed import values
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.errors import ReplicasDifferError
+from flex_model.errors import ReplicasDifferError, text_of
 from flex_model.hooks.core import HookCore
 from flex_model.inspection import text
 from flex_model.inspection.second_core import (
@@ -137,7 +137,7 @@ def verify(
             except Exception as error:
                 if communicator.is_local:
                     raise
-                communicator.fail(f"verify: the reference failed: {error}", error)
+                communicator.fail(f"verify: the reference failed: {text_of(error)}", error)
         moment = "verify, after the reference has run on rank 0"
         of_reference: list[int] = exchange_json(communicator, list(map(int, expected)), moment)[0]
 

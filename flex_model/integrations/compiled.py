@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flex_model.errors import text_of
 from flex_model.integrations.torch_private import DYNAMO, eval_frame, guard_on_hooks
 from flex_model.integrations.torch_private import num_compiled as num_compiled
 
@@ -61,7 +62,7 @@ def stopped_at_fullgraph(error: BaseException) -> bool:
     followed, which is not compiled; its message names frames only. Dynamo's own says it already
     where a hook broke a graph.
     """
-    text = str(error)
+    text = text_of(error)
     is_stopped = isinstance(error, RuntimeError) and "fullgraph=True" in text
     return is_stopped and HOOKS_BREAK_GRAPHS not in text
 

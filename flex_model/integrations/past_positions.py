@@ -33,7 +33,7 @@ class _Forward(NamedTuple):
     module: nn.Module  # that is called
     model: nn.Module  # whose sequence it is: the module, or the one that it is a part of
     cache: Any
-    past: Any  # a number; a tensor, which a static cache has; None: the cache has no length
+    past: Any  # a number; a tensor, which a static cache has; None: the cache has no positions
     length: int | None
     outer: _Forward | None
 
@@ -66,12 +66,20 @@ def begin(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if outer is not None and is_same and any(module is one for one in outer.model.modules()):
         _forward.set(outer._replace(module=module, outer=outer))
         return
-    past = 0 if cache is None else getattr(cache, "get_seq_length", lambda: None)()
+    past = 0 if cache is None else _length_of(cache)
     if isinstance(past, Tensor):  # the host waits for it only where a hook needs it
         past = past.clone()
     if torch.is_grad_enabled() and (isinstance(past, Tensor) or past != 0):
         _had_gradients = True
     _forward.set(_Forward(module, module, cache, past, length, outer))
+
+
+def _length_of(cache: Any) -> Any:
+    """Return how many positions a cache holds; None: it has states alone, as that of a Mamba."""
+    try:
+        return getattr(cache, "get_seq_length", lambda: None)()
+    except ValueError:  # what transformers raises there
+        return None
 
 
 def end(module: nn.Module) -> None:
@@ -124,7 +132,10 @@ def _problem(forward: _Forward) -> str:
     if model.config.is_encoder_decoder:
         return "an encoder-decoder has two sequences"
     if forward.past is None:
-        return "its cache has no get_seq_length()"
+        return (
+            f"its {type(forward.cache).__name__} holds states, not positions (get_seq_length() has "
+            "no number); pass use_cache=False"
+        )
     if forward.length is None:
         return "it was given neither input_ids nor inputs_embeds"
     if forward.past and torch.is_grad_enabled():

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -52,6 +53,21 @@ def check_adapters(root: nn.Module, mesh: Mesh) -> None:
                 "parallelize_module, with a plan that splits them as their layer, or load the "
                 "model with from_pretrained(distributed_config=...)"
             )
+
+
+def check_scripted(root: nn.Module, name: str, module: object) -> None:
+    """Raise TypeError for a hook on a module that torch.jit has compiled. Local."""
+    if not isinstance(module, torch.jit.ScriptModule):
+        return
+    kind, named = torch.jit.ScriptModule, root.named_modules()
+    scripts = [clean(root, one) for one, found in named if isinstance(found, kind)]
+    around = (one for one in scripts if not one or f"{name}.".startswith(f"{one}."))
+    outermost = min(around, key=len, default=name)
+    where = f"hook {outermost.rpartition('.')[0]!r}, the module around it, or " * bool(outermost)
+    raise TypeError(
+        f"a hook on {name!r}: expected a module of Python, got one that torch.jit has compiled, "
+        f"which calls no hooks; {where}give the model the module as it was before torch.jit"
+    )
 
 
 def _misfits(layer: nn.Module, weight: Any) -> Iterator[tuple[str, str]]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C import _autograd, _functorch
 from torch._C._dynamo import eval_frame as eval_frame  # compiled.outside_graphs does without it
 from torch._decomp import decomposition_table as decomposition_table
+from torch._functorch import pyfunctorch
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses import fake_tensor as fake_tensor  # tensors without values; nothing else is
@@ -80,6 +81,25 @@ keeps_graph = _autograd._get_current_graph_task_keep_graph  # backward(retain_gr
 is_batched = _functorch.is_legacy_batchedtensor  # by grad(is_grads_batched=True)
 is_functorch_tensor = _functorch.is_functorch_wrapped_tensor
 current_transform = _functorch.peek_interpreter_stack  # None for none
+outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the plain tensor in the wrappers of transforms, which they leave dead; the dims of
+    ``vmap``, and of batched gradients, are its first. To be called ``outside_transforms``.
+    """
+    dims = []  # each counts without those of the wrappers inside
+    while is_functorch_tensor(tensor):
+        dims.append(_functorch.maybe_get_bdim(tensor))
+        tensor = _functorch.get_unwrapped(tensor)
+    for number, dim in enumerate(dim for dim in reversed(dims) if dim >= 0):
+        tensor = tensor.movedim(dim + number, number)
+    if is_batched(tensor):
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        while is_batched(tensor):
+            tensor, level = torch._remove_batch_dim(tensor, level, 1, 0), level - 1
+    return tensor
 
 
 def function_of(node: Any) -> Any:
@@ -302,6 +322,7 @@ FOR_DISPATCHER = SimpleNamespace(
     is_grad_enabled=torch.is_grad_enabled,
     inference_mode=torch._C._InferenceMode,
     num_dispatch_modes=torch._C._len_torch_dispatch_stack,
+    current_transform=_functorch.maybe_current_level,  # faster than the other
     saved_hooks=top_saved_hooks,
     random_state=torch.default_generator.get_state,
     position_on_gpu=position_on_gpu,

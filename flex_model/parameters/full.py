@@ -18,6 +18,7 @@ from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.picked import Pick
 from flex_model.distributed.placement import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.errors import HookError, agreed
+from flex_model.hooks.registration import SPARSE_GRADIENT
 from flex_model.integrations import dtensor, fsdp, layers, offload, quantized
 from flex_model.layouts import resolve
 from flex_model.layouts.expected_shape import check_expected_shape
@@ -115,6 +116,13 @@ class Parameters:
             self._agree(f"{what}, which it {'has' if there else 'does not have'}", name, there)
             if gradient is None:
                 return None
+            if gradient.layout != torch.strided:
+                raise agreed(
+                    TypeError(
+                        f"get_module_gradient: {what} is {gradient.layout}, expected a dense "
+                        f"tensor{SPARSE_GRADIENT}"
+                    )
+                )
             found_name = f"{name}.grad"
             return self._full(found_name, found, gradient, expected_shape, "raw", experts=experts)
 

@@ -23,6 +23,7 @@ from flex_model.distributed.tensor_dicts import Description, describe, gather_te
 from flex_model.distributed.transports.buffer_layout import as_bytes
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.pipelining.row_proofs import BatchRows
+from flex_model.records.records import list_of
 
 
 def batch_dim(schedule: Any) -> int:
@@ -355,4 +356,4 @@ def deliver(
     # In the order in which the unsplit model calls its modules.
     found.sort(key=lambda record: -record.stage if record.kind in _BACKWARD else record.stage)
     for record in found:
-        output_ptr.setdefault(record.name, []).extend(record.tensors)
+        list_of(output_ptr, record.name).extend(record.tensors)

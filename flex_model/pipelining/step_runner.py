@@ -32,6 +32,7 @@ from flex_model.pipelining.local_pipeline import LocalPipeline, StepCall, StepPl
 from flex_model.pipelining.row_proofs import BatchRows, StageRecording
 from flex_model.pipelining.shapes import infer_shapes, run_in_order
 from flex_model.pipelining.stages import find_targets
+from flex_model.records.records import drop
 from flex_model.runs.run import Run
 from flex_model.runs.stop_request import STOP_REQUEST
 from flex_model.runs.until import Site
@@ -60,7 +61,7 @@ class StepRunner:
                     self._prepare(call, plan)
                 if not call.appends:
                     for registration in chosen:
-                        output_ptr.pop(registration.hook_function.record_name, None)
+                        drop(output_ptr, registration.hook_function.record_name)
                 return self._run(call, plan, chosen, stated, output_ptr)
             finally:
                 core.records.output_ptr.clear()

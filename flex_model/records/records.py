@@ -25,6 +25,7 @@ from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.distributed.transports import host_copies
 from flex_model.distributed.transports.transport import Gathered
 from flex_model.hooks import cuda_graphs
+from flex_model.integrations import torch_private
 from flex_model.layouts import replicas, resolve
 from flex_model.records.snapshots import Snapshot, Snapshots
 from flex_model.records.store.manifest import RecordLayout, RecordShard
@@ -53,6 +54,23 @@ def owned_copy(tensor: Tensor) -> Tensor:
     """Return a CPU copy that nothing else can change: no alias, no inference tensor."""
     with torch.inference_mode(False):
         return memory.copy(tensor)
+
+
+# The user's dict may be of a subclass, whose __setitem__ and __delitem__ are bypassed by
+# `setdefault`, `update` and `pop`.
+
+
+def list_of(records: dict[Any, list[Any]], name: Any) -> list[Any]:
+    """Return the list of a name, made where there is none."""
+    if name not in records:
+        records[name] = []
+    return records[name]
+
+
+def drop(records: dict[Any, list[Any]], name: Any) -> None:
+    """Remove the list of a name, if there is one."""
+    if name in records:
+        del records[name]  # noqa: RUF051
 
 
 Resolve = Callable[..., TensorSpec]  # see `Records.join`
@@ -111,7 +129,7 @@ class Records:
 
     def clear(self, name: str) -> None:
         """Drop the records of one name."""
-        self.output_ptr.pop(name, None)
+        drop(self.output_ptr, name)
         self.lengths.pop(name, None)
 
     def note_lengths(self, call: HookCall, spec: TensorSpec) -> None:
@@ -126,14 +144,17 @@ class Records:
         self, names: Iterable[str], records: dict[str, list[Tensor]]
     ) -> dict[str, list[Tensor]]:
         """Replace the lists of these names by a batch's; return those that were there."""
-        found = {name: self.output_ptr.pop(name) for name in names if name in self.output_ptr}
-        self.output_ptr.update(records)
+        found = {name: self.output_ptr[name] for name in names if name in self.output_ptr}
+        for name in found:
+            del self.output_ptr[name]
+        for name, tensors in records.items():
+            self.output_ptr[name] = tensors
         return found
 
     def extend(self, records: Mapping[str, list[Any]]) -> None:
         """Append the records of a batch."""
         for name, tensors in records.items():
-            self.output_ptr.setdefault(name, []).extend(tensors)
+            list_of(self.output_ptr, name).extend(tensors)
 
     def put(self, call: HookCall, record: Tensor | None, full: Tensor) -> None:
         """Record ``record``, which has no other owner; if there is none, a copy of ``full``."""
@@ -150,6 +171,9 @@ class Records:
 
     def keep(self, call: HookCall, full: Tensor) -> None:
         """Record a copy; that of a GPU's tensor goes to the CPU when the run ends."""
+        if torch_private.is_functorch_tensor(full) or torch_private.is_batched(full):
+            with torch_private.outside_transforms():
+                return self.keep(call, torch_private.unwrapped(full))
         if host_copies.is_on_gpu(full):
             snapshot, slot = self._snapshots.take(full), self._reserve(call)
             call.run.pending_fulls.append(PendingRecord(call, snapshot, None, slot))
@@ -176,7 +200,7 @@ class Records:
         key: Any = registration.hook_function.record_name
         if self._step is not None:
             key = (key, registration.kind, self._step.section)
-        return self.output_ptr.setdefault(key, [])
+        return list_of(self.output_ptr, key)
 
     def forget(self, context) -> None:
         """Drop the pending records and their places: the run failed."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.errors import HookError, HookNotCalledWarning, agreed, is_agreed, see
+from flex_model.errors import HookError, HookNotCalledWarning, agreed, is_agreed, see, text_of
 from flex_model.hooks.digests import HookDigests
 from flex_model.hooks.random_state import renew_seed
 from flex_model.hooks.registration import Registration
@@ -461,9 +461,7 @@ class Runs:
             self._abort(error)  # else: a batch that a sequential run aborts, as on all ranks
             return
         self._communicator.report_failure(
-            f"the model's own forward failed: {type(error).__name__}: {error}",
-            error,
-            "end of the run",
+            f"the model's own forward failed: {text_of(error)}", error, "end of the run"
         )
 
     def interrupted(self, error: BaseException) -> None:

@@ -20,6 +20,7 @@ from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.statements import Statement
 from flex_model.names import clean, find_module, module_names
 from flex_model.records.store.session import Session, config_hash
+from flex_model.runs import later_body
 from flex_model.runs.settings import Groups, Settings, refuse_of_steps
 from flex_model.runs.skipping import Skip
 from flex_model.runs.until import Site, ended_at
@@ -106,8 +107,12 @@ class ModuleRunner:
             if groups == "all" and not complement
             else core.table.choice(groups, complement)
         )
+        has_choice = core.runs.is_inside and choice in (EVERYTHING, core.table.choices[0])
         with core.runs.active(choice):
-            return core.module(*args, **kwargs)
+            result = core.module(*args, **kwargs)
+            if core.table.registrations and not has_choice:
+                later_body.check_result(result, "forward")
+            return result
 
     def active(self, groups: Groups, complement: bool) -> contextlib.AbstractContextManager[object]:
         """Return a context in which all calls of the module are one run."""
@@ -152,6 +157,7 @@ class ModuleRunner:
             skip.check_hooks(core.table.active_hooks.registrations)
             with skip.installed():
                 output = core.module(*args, **kwargs, **skip.arguments)
+            later_body.check_result(output, "forward")
         skip.check_output(output)
         return output
 

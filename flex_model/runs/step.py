@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from flex_model.distributed.failure import ERROR, FAILED, Failure, RankState
-from flex_model.errors import HookError, is_agreed, see
+from flex_model.errors import HookError, is_agreed, see, text_of
 
 _under_way: list[MicrobatchState] = []  # the innermost last
 
@@ -82,7 +82,7 @@ class MicrobatchState:
         if isinstance(cause, HookError):
             self.fail(str(cause), cause)
         elif not self.failure.has_error:
-            text = f"the model's own {what} failed: {type(cause).__name__}: {cause}"
+            text = f"the model's own {what} failed: {text_of(cause)}"
             self.fail(text, cause, FAILED)
 
     @property

@@ -3,6 +3,8 @@
 import copy
 import pickle
 import re
+from collections import OrderedDict, defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import models
-from flex_model import FlexModel, HookError, HookFunction
+from flex_model import FlexModel, HookError, HookFunction, Select
 from tiers import ways
 
 BATCH = models.random(4, 6)
@@ -24,6 +26,10 @@ def plus_one(module, full, save_ctx, modules):
 
 def negate(module, full, save_ctx, modules):
     return -full
+
+
+def doubled(module, full, save_ctx, modules):
+    return full.mul_(2)
 
 
 def wrap(*sites, edit=None, **settings):
@@ -53,6 +59,26 @@ def test_the_function_gets_module_tensor_context_and_modules():
     assert full.shape == (4, 8)
     assert save_ctx is flex.save_ctx
     assert modules["probe"] is flex.trainable_modules["probe"]
+
+
+@pytest.mark.filterwarnings("ignore")  # it is deprecated
+@pytest.mark.parametrize("compile_", [torch.jit.script, lambda m: torch.jit.trace(m, BATCH)])
+@pytest.mark.parametrize("name", ["fc.0", "fc", "0", ""])
+def test_a_hook_on_a_module_of_torch_jit_is_refused_and_not_registered(name, compile_):
+    """It stayed registered, and each later change of hooks failed."""
+    script = compile_(nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double())
+    model = script if name in ("0", "") else models.mlp()
+    model.fc = script if model is not script else None
+    flex = FlexModel(model, records := {})
+    around = "hook '', the module" if model is not script else "give the model"
+    with pytest.raises(TypeError, match=f"on '{name}': .* torch.jit has compiled.*{around}"):
+        flex.register_forward_hook(HookFunction(name))
+    assert not flex.hook_functions
+    if model is not script:
+        flex.register_hook(HookFunction("fc.0.weight"))
+        flex.register_forward_hook(HookFunction("fc1"))
+        model.fc(flex(BATCH).new_ones(1, 6)).sum().backward()
+        assert lengths(records) == {"fc1": 1, "fc.0.weight": 1}
 
 
 def test_a_hook_function_can_be_used_again():
@@ -297,6 +323,67 @@ def test_a_backward_hook_survives_an_in_place_successor():
 # ---- Records -------------------------------------------------------------------------------------
 
 
+TRANSFORMS = {
+    "vmap": lambda run, x: torch.func.vmap(run)(x),
+    "vmap in other dims": lambda run, x: torch.func.vmap(run, in_dims=1)(x.T),
+    "vmaps": lambda run, x: torch.func.vmap(torch.func.vmap(run))(x.view(2, 2, 6)),
+    "grad": lambda run, x: torch.func.grad(lambda x: run(x).sum())(x),
+    "vmap of grad": lambda run, x: torch.func.vmap(torch.func.grad(lambda x: run(x).sum()))(x),
+    "jvp": lambda run, x: torch.func.jvp(run, (x,), (x,)),
+    "jacrev": lambda run, x: torch.func.jacrev(run)(x),
+}
+
+
+@pytest.mark.parametrize("select", [None, Select(units=slice(0, 3))])
+@pytest.mark.parametrize("edit", [None, plus_one, doubled])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_records_of_transformed_functions_are_plain(transform, edit, select):
+    """They were wrappers, which are dead after the transform."""
+    flex = FlexModel(models.mlp(), records := {})
+    flex.register_forward_hook(HookFunction("act", None, edit, select=select))
+    twin = models.mlp()
+    expected = twin.act(twin.fc1(twin.inp(BATCH))).detach()
+    expected = expected if select is None else expected[:, :3]
+    for _ in range(2):
+        TRANSFORMS[transform](flex, BATCH)
+        (record,) = records["act"]
+        assert_close(pickle.loads(pickle.dumps(record)).reshape(4, -1), expected)
+
+
+def test_a_record_inside_a_transform_of_the_model_is_plain():
+    class Mapped(models.MLP):
+        def forward(self, x):
+            return torch.func.vmap(self.act, in_dims=1)(self.fc1(self.inp(x)))
+
+    flex = FlexModel(models.seeded(Mapped, 6, 8).double(), records := {})
+    flex.register_forward_hook(HookFunction("act"))
+    for _ in range(2):
+        expected = flex(BATCH).detach()
+        assert_close(pickle.loads(pickle.dumps(records["act"])), [expected])
+
+
+@pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre"])
+def test_batched_gradients_are_recorded_and_edited(kind):
+    v = torch.eye(5).double()[:, None].expand(5, 4, 5)
+
+    def gradient(model):
+        x = BATCH.clone().requires_grad_()
+        return torch.autograd.grad(model(x), x, v, is_grads_batched=True)[0]
+
+    expected = gradient(models.mlp())
+    flex = FlexModel(models.mlp(), records := {})
+    register = getattr(flex, f"register_{kind}_hook")
+    hook = register(HookFunction("act"))
+    assert_close(gradient(flex), expected)
+    assert records["act"][0].numpy().shape == (5, 4, 8)
+    with pytest.raises(HookError, match=r"transforms of torch\.func .* have no gradient"):
+        torch.func.grad(lambda x: flex(x).sum())(BATCH)
+    hook.remove()
+    register(HookFunction("act", None, lambda m, g, s, ms: g * 2))
+    assert_close(gradient(flex), 2 * expected)
+    assert records["act"][0].numpy().shape == (5, 4, 8)
+
+
 def test_records_are_owned_cpu_copies_without_grad():
     flex, records = wrap("fc1")
     result = flex(BATCH)
@@ -326,6 +413,45 @@ def test_each_forward_begins_the_lists_afresh(is_direct):
     assert lengths(records) == {"fc1": 1, "act": 1}
     oracle = models.mlp()
     assert_close(records["fc1"], [oracle.fc1(oracle.inp(2 * BATCH)).detach()])
+
+
+class Noting(dict):
+    """Keeps its names in an order of its own, as OrderedDict does, and makes values on look-up."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = []
+
+    def __setitem__(self, name, value):
+        self.order.append(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name):
+        self.order.remove(name)
+        super().__delitem__(name)
+
+    def __missing__(self, name):
+        raise AssertionError(name)
+
+    def __iter__(self):
+        return iter(self.order)
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, partial(defaultdict, tuple), Noting])
+@pytest.mark.parametrize("edit", [None, plus_one])
+@pytest.mark.parametrize("way", ways("one", "dtensor"))
+def test_records_go_to_a_subclass_of_dict_by_its_own_methods(way, edit, kind):
+    records = kind()
+    flex = FlexModel(way.shard(models.mlp()), records, output_ranks="all", **way.sizes)
+    for site in ("act", "fc1"):
+        flex.register_forward_hook(HookFunction(site, editing_function=edit))
+    for _ in range(2):
+        flex(BATCH)
+        assert sorted(records) == ["act", "fc1"]
+        assert [len(records[name]) for name in records] == [1, 1]
+    with flex.active([]), flex.active():  # only a part of the run has the hooks
+        flex.module(BATCH)
+    assert [len(records[name]) for name in list(records)] == [1, 1]
 
 
 def test_calls_inside_active_append():
@@ -365,6 +491,58 @@ def test_a_method_of_the_model_is_one_run(parallelism):
     is_first = parallelism is models.ONE_RANK or dist.get_rank() == 0
     assert_close(records, seen if is_first else {})
     flex.restore()
+
+
+class Streaming(models.MLP):
+    def forward(self, x):
+        yield from self.stream(x)
+
+    def stream(self, x):
+        for i in range(3):
+            yield super().forward(x * (i + 1))
+
+    async def later(self, x):
+        return super().forward(x)
+
+    async def stream_later(self, x):
+        yield super().forward(x)
+
+
+LATER = {
+    "forward": (lambda flex: flex(BATCH, groups=()), "for part in flex(...)"),
+    "part of a run": (lambda flex: in_active(flex, groups=()), "for part in flex(...)"),
+    "method": (lambda flex: flex.stream(BATCH), "for part in flex.stream"),
+    "coroutine": (lambda flex: flex.later(BATCH), "result = await flex.later(...)"),
+    "async generator": (
+        lambda flex: flex.stream_later(BATCH),
+        "async for part in flex.stream_later",
+    ),
+}
+
+
+def in_active(flex, **groups):
+    with flex.active():
+        return list(flex(BATCH, **groups))
+
+
+@pytest.mark.parametrize("case", LATER)
+@pytest.mark.parametrize("way", ways("one", "dtensor"))
+def test_a_run_of_a_generator_is_refused_since_its_body_runs_later(way, case):
+    run, expected = LATER[case]
+    flex = FlexModel(way.shard(models.seeded(Streaming, 6, 8).double()), records := {}, **way.sizes)
+    assert len(list(flex(BATCH))) == 3  # there is no hook
+    flex.register_forward_hook(HookFunction("fc1", editing_function=negate))
+    with pytest.raises(TypeError, match=re.escape(f"active(groups=...):\n        {expected}")):
+        run(flex)
+    with flex.active([]):
+        bare = list(flex.module(BATCH))
+    assert_close(bare, list(models.seeded(Streaming, 6, 8).double()(BATCH)))
+    edited = in_active(flex)
+    assert (edited[2] - bare[2]).abs().min() > 0
+    with flex.active():
+        assert_close(list(flex.stream(BATCH)), edited)
+    is_first = way is models.ONE_RANK or dist.get_rank() == 0
+    assert lengths(records) == ({"fc1": 3} if is_first else {})
 
 
 def test_hooks_of_inactive_groups_keep_their_records():

@@ -248,6 +248,29 @@ def test_a_teacher_in_an_editing_function_has_positions_of_its_own():
 
 
 @torch.no_grad()
+def test_a_model_whose_cache_holds_no_positions_generates_with_other_hooks():
+    """Wrong before: once any selection had counted, no wrapped Mamba generated."""
+    Select(positions=[0], of="sequence")
+    config = transformers.MambaConfig(
+        vocab_size=64, hidden_size=32, state_size=4, num_hidden_layers=2, eos_token_id=None
+    )
+    model, tokens = transformers.MambaForCausalLM(config).eval(), prompts(2)
+    expected = model.generate(tokens, **SETTINGS)
+    with FlexModel(model, records := {}) as flex:
+        flex.register_forward_hook(HookFunction("backbone.layers.1"))
+        assert torch.equal(flex.generate(tokens, **SETTINGS), expected)
+        assert len(records["backbone.layers.1"]) == NEW
+        select = Select(positions=[LENGTH], of="sequence")
+        flex.register_forward_hook(HookFunction("backbone.layers.0", select=select))
+        with pytest.raises(HookError, match=r"holds states, not positions.*pass use_cache=False"):
+            flex.generate(tokens, **SETTINGS)
+        with flex.active([]):
+            assert torch.equal(flex.generate(tokens, **SETTINGS), expected)
+        flex.generate(tokens, **SETTINGS, use_cache=False)
+    assert [part.shape[1] for part in records["backbone.layers.0"]] == [0, 1, 1, 1]
+
+
+@torch.no_grad()
 def test_two_models_over_one_have_the_positions_of_its_forward():
     model, tokens, others = llama(), prompts(2), {}
     with FlexModel(model, records := {}) as flex, FlexModel(model, others) as other:

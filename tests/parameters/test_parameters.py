@@ -289,6 +289,18 @@ def test_a_tied_parameter_and_its_gradient_by_each_name(kind, name):
     flex.restore()
 
 
+@pytest.mark.parametrize("way", ways("one", "ddp"))
+def test_a_sparse_gradient_is_refused(way):
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).double()
+    flex = FlexModel(way.shard(model), batch_dim={"input": 0})
+    flex(torch.arange(4).view(2, 2)).sum().backward()
+    with pytest.raises(TypeError, match=r"get_module_gradient: .*'0.weight' is .*sparse=False"):
+        flex.get_module_gradient("0.weight")
+    flex.register_hook(HookFunction("0.weight"))
+    with pytest.raises(HookError, match=r"'0.weight': the tensor is torch.sparse.*sparse=False"):
+        flex(torch.arange(4).view(2, 2)).sum().backward()
+
+
 def test_a_buffer_is_refused_as_a_parameter():
     flex = FlexModel(nn.Sequential(nn.BatchNorm1d(3)))
     for read in (flex.get_module_parameter, flex.get_module_gradient):

@@ -91,6 +91,9 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
     return false;
   }
 
+  if (hook.records_here && !checked(PyObject_CallNoArgs(torch.current_transform.ptr())).is_none()) {
+    return false;
+  }
   const py::object list = hook.records_here ? record_list(hook) : py::none();
   if (hook.records_here && !PyList_CheckExact(list.ptr())) return false;
   const auto record = [&](const py::object& tensor) {
@@ -126,11 +129,12 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
 
 py::object Site::record_list(const Hook& hook) const {
   PyObject* records = dispatcher_->records.ptr();
-  PyObject* found = PyDict_GetItemWithError(records, hook.record_name.ptr());
-  if (found != nullptr) return borrow(found);
-  throw_if(PyErr_Occurred());
+  PyObject* name = hook.record_name.ptr();
+  const int present = PySequence_Contains(records, name);
+  throw_if(present < 0);
+  if (present) return checked(PyObject_GetItem(records, name));
   py::object list = checked(PyList_New(0));
-  throw_if(PyDict_SetItem(records, hook.record_name.ptr(), list.ptr()) < 0);
+  throw_if(PyObject_SetItem(records, name, list.ptr()) < 0);
   return list;
 }
 
@@ -207,8 +211,8 @@ void Dispatcher::clear_records() {
   for (const auto& site : sites_) {
     for (const auto& hook : *site->active()) {
       PyObject* name = hook->record_name.ptr();
-      const int present = PyDict_Contains(records.ptr(), name);
-      throw_if(present < 0 || (present && PyDict_DelItem(records.ptr(), name) < 0));
+      const int present = PySequence_Contains(records.ptr(), name);
+      throw_if(present < 0 || (present && PyObject_DelItem(records.ptr(), name) < 0));
     }
   }
 }

@@ -133,7 +133,7 @@ class Dispatcher {
   bool is_settled(const Hook& hook) const;
   bool in_run() const { return in_run_; }
 
-  py::dict records;  // the user's output_ptr
+  py::dict records;  // the user's output_ptr, of a subclass or not: never by PyDict_...
   std::shared_ptr<const Handlers> handlers;
   const TorchAccess torch;
 

@@ -83,6 +83,8 @@ struct TorchAccess {
   py::object inference_mode = torch.attr("inference_mode");  // in force as long as its result lives
   // With one, something follows what runs.
   py::object num_dispatch_modes = torch.attr("num_dispatch_modes");
+  // Of torch.func; None outside of them. Inside, a tensor is a wrapper that dies with it.
+  py::object current_transform = torch.attr("current_transform");
   // Of tensors saved for backward; not None in a checkpoint.
   py::object saved_hooks = torch.attr("saved_hooks");
   py::object random_state = torch.attr("random_state");  // the CPU's generator's: a tensor of bytes
