@@ -823,7 +823,7 @@ class FlexModel(nn.Module):
         of their module names.
         """
         functions = self._core.table.groups.update(group_constructor, group_name)
-        self._core.table.refresh()
+        self._core.table.refresh([r for function in functions for r in function._registrations])
         return functions
 
     def remove_hook_groups(self, group_constructor: Members, group_name: str) -> list[HookFunction]:
@@ -831,7 +831,7 @@ class FlexModel(nn.Module):
         (ValueError).
         """
         functions = self._core.table.groups.remove(group_constructor, group_name)
-        self._core.table.refresh()
+        self._core.table.refresh([r for function in functions for r in function._registrations])
         return functions
 
     def get_hook_function_groups(self, hook_function: HookFunction) -> set[str]:
