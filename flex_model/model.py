@@ -396,10 +396,13 @@ class FlexModel(nn.Module):
             with flex.active("steer"):
                 tokens = model.generate(prompt)
 
-        With a store, the steps of a schedule in it are one batch, and its end is collective.
+        With a store, the steps of a schedule in it are one batch, and its end is collective. It
+        holds for all calls of the model, whoever makes them: tasks that take turns (asyncio) give
+        ``groups=`` to each call instead.
 
         Raises:
             ValueError: an unknown group; the message has the nearest names.
+            RuntimeError: contexts are left in another order than they were entered.
         """
         with self._runner.active(groups, complement):
             yield self
