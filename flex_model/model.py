@@ -402,7 +402,6 @@ class FlexModel(nn.Module):
 
         Raises:
             ValueError: an unknown group; the message has the nearest names.
-            RuntimeError: contexts are left in another order than they were entered.
         """
         with self._runner.active(groups, complement):
             yield self

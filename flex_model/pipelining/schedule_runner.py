@@ -34,7 +34,6 @@ from flex_model.pipelining.local_pipeline import LocalPipeline, StepCall, check_
 from flex_model.pipelining.stages import StageIndex, find_targets
 from flex_model.pipelining.step_runner import StepRunner
 from flex_model.records.store.session import Session, config_hash
-from flex_model.runs.lifecycle import IN_OTHER_ORDER
 from flex_model.runs.module import check_open
 from flex_model.runs.settings import Groups, Settings, refuse_of_steps
 from flex_model.runs.step import MicrobatchState
@@ -205,11 +204,9 @@ class ScheduleRunner:
         one batch, and the end is collective.
         """
         before = self._choice
-        self._choice = chosen = self.core.table.choice(groups, complement)
+        self._choice = self.core.table.choice(groups, complement)
         try:
             yield
-            if self._choice is not chosen:
-                raise RuntimeError(IN_OTHER_ORDER)
             if before is None and not self._is_first_of_run:
                 self._end_batch()
         except BaseException:
@@ -217,8 +214,8 @@ class ScheduleRunner:
                 self.session.fail_run()
             raise
         finally:
-            self._choice = before if self._choice is chosen else None
-            self._is_first_of_run = self._choice is None
+            self._choice = before
+            self._is_first_of_run = before is None
 
     def run_until(
         self,

@@ -45,12 +45,6 @@ from flex_model.runs.run import Run, next_sequence
 from flex_model.runs.step import MicrobatchState
 from flex_model.runs.stop_request import STOP_REQUEST
 
-IN_OTHER_ORDER = (
-    "active(): another active() was entered since and is still open, or one around it was left "
-    "before it, so the model may have run with the other one's hooks; leave the last one first. Of "
-    "tasks that take turns (asyncio), only one can be inside active(): give groups= to each call "
-    "instead"
-)
 _GRADIENTS = ("full_backward", "full_backward_pre", "tensor")
 
 
@@ -317,32 +311,27 @@ class Runs:
         self.check_entry()
         before, parent = self._table.choices, self.current
         in_recomputation = parent is None or in_backward()
-        if parent is None or in_recomputation:
+        if in_recomputation or choice in (EVERYTHING, before[0]):
+            if not in_recomputation:
+                self.note_forward()
             yield
             return
+        assert parent is not None
         # A part of the run with its own choice; recomputation will find it by its nodes.
-        part = None if choice in (EVERYTHING, before[0]) else parent.part()
-        context = parent.enter_context()
+        part = parent.part()
+        self.current = part
+        self.remembered.add(part)
         try:
-            if part is not None:
-                self.current = part
-                self.remembered.add(part)
-                self._table.choose(choice, choice, in_run=True)
+            self._table.choose(choice, choice, in_run=True)
             self.note_forward()
-            if part is not None:
-                part.activate(self._table.active)
-                self._include(part)
+            part.activate(self._table.active)
+            self._include(part)
             yield
         finally:
-            is_open, is_last = parent.leave_context(context)
-            if is_open and part is not None:
-                parent.add_part(part)
-            if is_open and (part is not None or not is_last):
-                self.current = None
-                self._table.choose(*before, in_run=True)
-                self.current = parent
-        if not is_last:
-            raise RuntimeError(IN_OTHER_ORDER)
+            parent.add_part(part)
+            self.current = None
+            self._table.choose(*before, in_run=True)
+            self.current = parent
 
     @contextlib.contextmanager
     def one_run_at_most(self) -> Iterator[None]:
@@ -378,13 +367,8 @@ class Runs:
         """Finish an outermost run: deliver its records, exchange errors. Collective where hooks
         were active.
         """
-        if self.current is None or (self.current is not run and not run.contexts):
+        if self.current is not run:
             return
-        is_early = bool(run.contexts) and error is None
-        if is_early:
-            error = RuntimeError(IN_OTHER_ORDER)
-        run.contexts.clear()
-        self.current = run
         try:
             if error is not None:
                 self._fail(run, error)
@@ -400,9 +384,6 @@ class Runs:
             raise
         finally:
             self._close(run)
-        if is_early:
-            assert error is not None
-            raise error
         if error is None and self._not_called_yet and self._warns:
             self._warn_of_hooks_not_called(run)
 

@@ -75,8 +75,6 @@ class Run:
         backward_task: The backward pass at whose end its records will be delivered; -1 if none
             runs.
         entry: Its number among the runs of a store.
-        contexts: The ``active()``s inside of it that are open, in the order of their entry; its
-            parts share the list.
         save_ctx, batch, nodes: For a batch of a sequential run: its own ``save_ctx``, its index,
             and which batch made which nodes. None: the FlexModel's, no batch, one thread.
     """
@@ -101,7 +99,6 @@ class Run:
     last_node: int = OPEN
     backward_task: int = -1
     entry: int = 0
-    contexts: list[object] = field(default_factory=list)
     save_ctx: Namespace | None = None
     batch: int | None = None
     nodes: NodesByBatch | None = None
@@ -130,21 +127,6 @@ class Run:
             return False
         self.direct_depth -= 1
         return not self.direct_depth
-
-    def enter_context(self) -> object:
-        """Enter an ``active()`` inside of the run; return what ``leave_context`` takes."""
-        self.contexts.append(context := object())
-        return context
-
-    def leave_context(self, context: object) -> tuple[bool, bool]:
-        """Leave it, and those that were entered since. Return whether it was open, and whether it
-        was the last one.
-        """
-        if context not in self.contexts:
-            return False, False
-        is_last = self.contexts[-1] is context
-        del self.contexts[self.contexts.index(context) :]
-        return True, is_last
 
     def enter_store(self, entry: int) -> None:
         """Set the run's number among those of a store."""

@@ -1,6 +1,5 @@
 """Advice about wrapping, hooks, runs, selections and verify()."""
 
-import contextlib
 import copy
 import operator
 import pickle
@@ -89,16 +88,6 @@ class Sparse(nn.Module):
 def two_kinds(**settings):
     flex = wrapped(HookFunction("fc1"))
     flex.register_forward_pre_hook(HookFunction("fc1", **settings))
-
-
-def taking_turns(choose):
-    flex = wrapped(HookFunction("fc1"))
-    first, second = choose(flex), choose(flex)
-    for context in (first, second):
-        context.__enter__()
-    flex(BATCH, groups="all")
-    for context in (first, second):
-        context.__exit__(None, None, None)
 
 
 def twice(function, make):
@@ -432,10 +421,6 @@ ROWS = {
         lambda: (leave_all(run_without), twice(HookFunction("fc1"), remove_and_register)),
     ),
     "give one of them an output_name": (two_kinds, lambda: two_kinds(output_name="input")),
-    "tasks that take turns (asyncio), only one can be inside active(): give groups= to each": (
-        lambda: taking_turns(lambda flex: flex.active("all")),
-        lambda: taking_turns(lambda flex: contextlib.nullcontext()),
-    ),
     "does not require a gradient; call requires_grad_(True) first": (
         lambda: no_gradient(False),
         lambda: no_gradient(True),

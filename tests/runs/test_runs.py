@@ -311,28 +311,3 @@ def test_a_request_to_stop_ends_the_run_on_all_ranks(in_one_run):
     STOP_REQUEST.make()
     assert not STOP_REQUEST.is_ignored
     STOP_REQUEST.clear()
-
-
-@pytest.mark.parametrize("is_inside", [False, True])
-@pytest.mark.parametrize("second", ["fc1", "fc2"])
-def test_contexts_that_are_left_in_another_order_are_an_error(second, is_inside):
-    """As those of two asyncio tasks: each may have run the model with the hooks of the other."""
-    flex = FlexModel(models.mlp(), records := {})
-    for name in ("inp", "fc1", "fc2"):
-        flex.create_hook_group(name, name)
-    error = r"another active\(\) was entered since and is still open.*give groups= to each call"
-    with flex.active("inp") if is_inside else contextlib.nullcontext():
-        one, other = flex.active("fc1"), flex.active(second)
-        one.__enter__()
-        other.__enter__()
-        for context in (one, other):
-            with pytest.raises(RuntimeError, match=error):
-                context.__exit__(None, None, None)
-        records.clear()
-        flex(BATCH)
-        assert set(records) == ({"inp"} if is_inside else {"inp", "fc1", "fc2"})
-    with flex.active("fc2"), flex.active("fc1"), contextlib.suppress(KeyError), flex.active("inp"):
-        raise KeyError
-    records.clear()
-    flex(BATCH)
-    assert set(records) == {"inp", "fc1", "fc2"}
