@@ -397,7 +397,9 @@ class FlexModel(nn.Module):
             with flex.active("steer"):
                 tokens = model.generate(prompt)
 
-        With a store, the steps of a schedule in it are one batch, and its end is collective.
+        With a store, the steps of a schedule in it are one batch, and its end is collective. It
+        holds for all calls of the model, whoever makes them: tasks that take turns (asyncio) give
+        ``groups=`` to each call instead.
 
         Raises:
             ValueError: an unknown group; the message has the nearest names.
@@ -834,7 +836,7 @@ class FlexModel(nn.Module):
         of their module names.
         """
         functions = self._core.table.groups.update(group_constructor, group_name)
-        self._core.table.refresh()
+        self._core.table.refresh([r for function in functions for r in function._registrations])
         return functions
 
     def remove_hook_groups(self, group_constructor: Members, group_name: str) -> list[HookFunction]:
@@ -842,7 +844,7 @@ class FlexModel(nn.Module):
         (ValueError).
         """
         functions = self._core.table.groups.remove(group_constructor, group_name)
-        self._core.table.refresh()
+        self._core.table.refresh([r for function in functions for r in function._registrations])
         return functions
 
     def get_hook_function_groups(self, hook_function: HookFunction) -> set[str]:

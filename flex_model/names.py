@@ -41,11 +41,9 @@ def wrapped_chain(root: nn.Module) -> list[nn.Module]:
     chain = [root]
     while True:
         children, is_ddp = chain[-1]._modules, type(chain[-1]).__name__ in _WRAPPER_CLASSES
-        inner = [
-            child
-            for name, child in children.items()
-            if child is not None and (name in _WRAPPED_CHILDREN or (is_ddp and name == "module"))
-        ]
+        names = _WRAPPED_CHILDREN | {"module"} if is_ddp else _WRAPPED_CHILDREN
+        held = (children[name] for name in names if name in children)
+        inner = [child for child in held if child is not None]
         if not inner:
             return chain
         chain.append(inner[0])

@@ -8,7 +8,7 @@ gets the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from flex_model.editing.runs import (
     check_metric,
     check_takes_gradients,
 )
+from flex_model.errors import agreed
 from flex_model.model import FlexModel
 from flex_model.selection.selectors import Selector, is_int
 
@@ -100,7 +101,7 @@ def activation_patching(
         output: The site of that output: by default the model's first tensor. In a pipeline name
             the last module ("lm_head").
         positions: The positions to patch, one after the other; each may be a slice or "every".
-            Default: each index of dim 1 of the first input.
+            Default: each position of the sites' activations, which must have as many.
         batch: The number of patches in one forward: the rows of all inputs that have as many as the
             first one are repeated so often, and each copy is patched elsewhere. The captured
             activations are as many times larger.
@@ -119,10 +120,10 @@ def activation_patching(
     """
     places = as_sites(sites, "sites")
     check_metric(metric)
-    chosen = _positions(positions, clean, corrupted)
+    _check_shapes(clean, corrupted)
+    chosen = None if positions is None else _as_positions(positions)
     if not is_int(batch) or batch < 1:
         raise ValueError(f"batch must be a positive number of patches, got {batch!r}")
-    patches = [(i, position) for i in range(len(places)) for position in chosen]
     current: list[Edit] = [patch(Capture())] * len(places)
 
     def apply_current(i: int, full: Tensor, scope: Scope) -> Tensor:
@@ -131,17 +132,12 @@ def activation_patching(
     watched = as_site(output)
     with Runs(flex, groups) as runs:
         runs.watch(watched, "output")
-        number = min(batch, len(patches))
+        number = batch if chosen is None else min(batch, len(places) * len(chosen))
         copies = Copies.of(runs, clean, places, number) if number > 1 else Copies(1)
         captures = [runs.capture(site, "clean") for site in places]
         for i, site in enumerate(places):
             runs.register(site, Edit("patch", partial(apply_current, i)), f"site {i}")
-        key = {
-            "inputs": runs.exchange([described(clean), described(corrupted)]),
-            "sites": [repr(site) for site in (*places, watched)],
-            "positions": [repr(position) for position in chosen],
-        }
-        table = Table(runs, resume, key)
+        inputs = runs.exchange([described(clean), described(corrupted)])
 
         def of_copy(copy: int) -> Metric:
             return lambda record: metric(copies.take(record, watched, copy))
@@ -152,6 +148,15 @@ def activation_patching(
             runs.measure(corrupted, of_copy(0), "output"),
         ]
         runs.on_rank_0(lambda: None)  # before all others, the error of a metric that failed
+        if chosen is None:
+            chosen = _captured_positions(runs, places, captures)
+        key = {
+            "inputs": inputs,
+            "sites": [repr(site) for site in (*places, watched)],
+            "positions": [repr(position) for position in chosen],
+        }
+        table = Table(runs, resume, key)
+        patches = [(i, position) for i in range(len(places)) for position in chosen]
         starts = range(len(table.values), len(patches), copies.number)
         for start in progress_bar.progress(starts, "patched runs", progress and runs.is_rank_0):
             carried: dict[int, list[Edit]] = {}
@@ -205,7 +210,7 @@ def path_patching(
 
     Collective over the ranks of the model. Raises: as `activation_patching`.
     """
-    _positions(["every"], inputs, other)
+    _check_shapes(inputs, other)
     check_metric(metric)
     sender = as_site(sender)
     receiver_sites, held = as_sites(receivers, "receivers"), as_sites(frozen, "frozen")
@@ -270,7 +275,7 @@ def attribution_patching(
     places = as_sites(sites, "sites")
     if metric is not None:
         check_metric(metric)
-    _positions(["every"], clean, corrupted)
+    _check_shapes(clean, corrupted)
     is_pipeline = "schedule" in vars(flex)
     if is_pipeline and (metric is not None or flex.schedule._loss_fn is None):
         raise ValueError(
@@ -299,10 +304,14 @@ def attribution_patching(
             runs.backward(loss[-1], "attribution_patching")
 
         def estimate() -> list[list[float]]:
-            return [
+            values = [
                 _first_order(site, before[i], runs.record(f"{i}"), runs.record(f"{i}.grad"))
                 for i, site in enumerate(places)
             ]
+            found = {len(of_site): site for of_site, site in zip(values, places, strict=True)}
+            if len(found) > 1:
+                raise ValueError(_differing(found, "select as many in each where="))
+            return values
 
         values = runs.on_rank_0(estimate, ValueError)
     table = torch.tensor(values, dtype=torch.float64).reshape(len(places), -1)
@@ -321,10 +330,8 @@ def _first_order(
     return product[region.index(product)].movedim(dim, 0).flatten(1).sum(1).tolist()
 
 
-def _positions(
-    positions: Sequence[Selector] | None, clean: Inputs, corrupted: Inputs
-) -> tuple[Selector, ...]:
-    """Return the positions to patch; ValueError if the inputs differ in shape."""
+def _check_shapes(clean: Inputs, corrupted: Inputs) -> None:
+    """ValueError if the inputs differ in shape."""
     shapes = [
         [tuple(leaf.shape) for leaf in pytree.flatten(as_arguments(inputs))[0]]
         for inputs in (clean, corrupted)
@@ -334,16 +341,39 @@ def _positions(
             f"the inputs of the two runs differ in shape: {shapes[0]} and {shapes[1]}; pad them, "
             "so that a position means the same in both"
         )
-    if positions is not None:
-        if isinstance(positions, str) or not isinstance(positions, Iterable):
-            raise TypeError(
-                f"positions must be a list of positions to patch one by one, got {positions!r}; "
-                f"for one position give [{positions!r}]"
-            )
-        return tuple(positions)
-    if not shapes[0] or len(shapes[0][0]) < 2:
-        raise ValueError(
-            f"the first input must have positions at dim 1, got the shape {shapes[0][:1]}; give "
-            "positions="
+
+
+def _as_positions(positions: Sequence[Selector]) -> tuple[Selector, ...]:
+    if isinstance(positions, str) or not isinstance(positions, Iterable):
+        raise TypeError(
+            f"positions must be a list of positions to patch one by one, got {positions!r}; "
+            f"for one position give [{positions!r}]"
         )
-    return tuple(range(shapes[0][0][1]))
+    return tuple(positions)
+
+
+def _captured_positions(
+    runs: Runs, places: Sequence[Site], captures: Sequence[Capture]
+) -> tuple[Selector, ...]:
+    """Return each position of the captured activations. Collective: a rank may have none of them.
+
+    Raises:
+        ValueError: sites with different numbers of positions, or none was called; on every rank.
+    """
+    found: dict[int, Site] = {}
+    for shapes in runs.exchange([capture.shape for capture in captures]):
+        for site, shape in zip(places, shapes, strict=True):
+            if shape is not None:
+                found[shape[Region(**site.where).dim("positions", shape)]] = site
+    if places and len(found) != 1:
+        raise agreed(ValueError(_differing(found, "give positions=")))
+    return tuple(range(max(found, default=0)))
+
+
+def _differing(found: Mapping[int, Site], remedy: str) -> str:
+    """Return the error text for sites with these numbers of positions."""
+    numbers = ", ".join(f"{number} at the {s.side} of {s.module!r}" for number, s in found.items())
+    return (
+        "the sites must have the same number of positions, got "
+        f"{numbers or 'no site that the model calls'}; call it once for each number, or {remedy}"
+    )

@@ -52,9 +52,9 @@ def integrated_gradients(
 
         heads = [Site(f"model.layers.{i}.self_attn.o_proj", "input", {"heads": h, "num_heads": 8})
                  for i in range(12) for h in range(8)]
-        readers = [Site(f"model.layers.{i}.input_layernorm", "input") for i in range(12)]
+        readers = [f"model.layers.{i}.input_layernorm" for i in range(12)]
         found = integrated_gradients(flex, clean, corrupted, heads,
-                                     [*readers, Site("model.norm", "input")], logit_difference,
+                                     [*readers, "model.norm"], logit_difference,
                                      embedding="model.embed_tokens")
         found[:, -1]  # the direct effect of each head on the logits
 
@@ -64,7 +64,8 @@ def integrated_gradients(
     Args:
         senders: What is added to the residual stream: outputs of modules; or inputs of linear
             modules whose output is added (heads before ``o_proj``, neurons before ``down_proj``).
-        receivers: Where the stream is read: inputs of the layers' norms.
+        receivers: Where the stream is read: names of the layers' norms, whose inputs are meant; or
+            Sites whose tensor is the stream.
         embedding: The module whose output is interpolated.
         steps: The points at which gradients are taken, at ``1 / steps, 2 / steps ... 1``.
         clean, corrupted, output, groups: As in `activation_patching`.
@@ -81,7 +82,7 @@ def integrated_gradients(
         RuntimeError: a pipeline; or called during a run.
         HookError: the metric failed; on every rank.
     """
-    from_sites, to_sites = as_sites(senders, "senders"), as_sites(receivers, "receivers")
+    from_sites, to_sites = as_sites(senders, "senders"), as_sites(receivers, "receivers", "input")
     check_metric(metric)
     check_takes_gradients(flex, "integrated_gradients")
     start, end = as_site(embedding), as_site(output)

@@ -49,6 +49,11 @@ class Capture(Edit):
                 self._module = weakref.ref(scope.module)
         self._kept[current_microbatch(), isinstance(full, FakeTensor)] = full.detach().clone()
 
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the activation, in a pipeline of a micro-batch; None on ranks without it."""
+        return next((tuple(kept.shape) for kept in self._kept.values()), None)
+
     def of(self, microbatch: int | None, full: Tensor | None = None) -> Tensor:
         """Return the captured activation of this micro-batch (None outside of a pipeline), for
         ``full``. What was captured in a dry run, without values, is for dry runs only.

@@ -59,21 +59,22 @@ class Site:
         Region(**self.where)
 
 
-def as_site(site: Site | str) -> Site:
+def as_site(site: Site | str, side: str = "output") -> Site:
+    """Return a Site; of a module's name, this side of it."""
     if isinstance(site, str):
-        return Site(site)
+        return Site(site, side)
     if not isinstance(site, Site):
         raise TypeError(f"expected a Site or a module's name, got {type(site).__name__}")
     return site
 
 
-def as_sites(sites: Iterable[Site | str], what: str) -> tuple[Site, ...]:
+def as_sites(sites: Iterable[Site | str], what: str, side: str = "output") -> tuple[Site, ...]:
     if isinstance(sites, (str, Site)) or not isinstance(sites, Iterable):
         raise TypeError(
             f"{what} must be a list of Sites or names of modules, got {sites!r}; for one site give "
             f"[{sites!r}]"
         )
-    return tuple(as_site(site) for site in sites)
+    return tuple(as_site(site, side) for site in sites)
 
 
 def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -209,13 +209,13 @@ class HookCore:
                 "read them before the run with flex.get_module_parameter"
             )
 
-    def _hooks_changed(self) -> None:
+    def _hooks_changed(self, changed: Sequence[Registration]) -> None:
         if self.is_closed:
             self._root.remove()
             return
         self.digests.hooks_changed()
-        if self.table.active:
-            self._root.install()
+        if self.table.has_active:
+            self._root.install(changed)
         else:
             self._root.remove()
         self.runs.hooks_changed()

@@ -47,10 +47,13 @@ class HookDigests:
         """Publish the registered hooks to the other ranks, whether or not this rank runs the model.
         Local.
         """
-        sites = [registration.site for registration in self._table.registrations]
-        if len(sites) == self._num_published:
+        registrations = self._table.registrations
+        if len(registrations) == self._num_published:
             return
-        self._num_published, self._has_new, self._checked = len(sites), True, None
+        self._num_published, self._has_new, self._checked = len(registrations), True, None
+        if self._communicator.is_local:
+            return
+        sites = [registration.site for registration in registrations]
         self._communicator.publish_hooks(f"{site_hash(*sites):x}" if sites else "")
 
     def check(self) -> None:

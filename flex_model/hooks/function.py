@@ -89,6 +89,9 @@ class HookFunction:
         draws: Whether the function may draw random numbers in a later call although it drew none in
             its first one. A function that draws in its first call is seeded in every call, the same
             on any sharding; one that does not is not, and a later draw is an error without this.
+            Seeding sets torch's global generators for the time of the call, so other threads should
+            draw from a ``torch.Generator()`` of their own: else they repeat its numbers, and a draw
+            of theirs during the call counts as the function's.
         parameters: Names of parameters of the wrapped model that the function needs in full; they
             are in ``hook_function.parameters[name]`` while it runs, detached.
 

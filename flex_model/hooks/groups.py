@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -19,16 +21,13 @@ class HookGroups:
     """The names of groups and the hooks in them; the dispatcher keeps the sets by number.
 
     A group that lost its last hook stays, empty: choosing it chooses no hook.
-
-    Attributes:
-        registrations: All registrations, in the order in which they were made.
     """
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {ALL: 0}
         # A function on several tensors of a site has a registration for each.
         self._registrations: dict[HookFunction, Sequence[Registration]] = {}
-        self.registrations: Sequence[Registration] = ()
+        self._alike: dict[object, list[Registration]] = {}
 
     def add(
         self,
@@ -37,7 +36,10 @@ class HookGroups:
         groups: Iterable[str] = (),
     ) -> None:
         self._registrations[function] = registrations
-        self.registrations = (*self.registrations, *registrations)
+        for registration in registrations:
+            for key in _keys(registration):
+                self._alike.setdefault(key, []).append(registration)
+        vars(self).pop("registrations", None)
         for group in (ALL, *groups):
             self._tag(function, self._make(group))
 
@@ -46,8 +48,23 @@ class HookGroups:
             registration.hook.tag(number)
 
     def discard(self, function: HookFunction) -> None:
-        removed = self._registrations.pop(function, ())
-        self.registrations = tuple(one for one in self.registrations if one not in removed)
+        for registration in self._registrations.pop(function, ()):
+            for key in _keys(registration):
+                self._alike[key].remove(registration)
+                if not self._alike[key]:
+                    del self._alike[key]
+        vars(self).pop("registrations", None)
+
+    @functools.cached_property
+    def registrations(self) -> Sequence[Registration]:
+        """All registrations, in the order in which they were made."""
+        return tuple(itertools.chain.from_iterable(self._registrations.values()))
+
+    def alike(self, key: object) -> Sequence[Registration]:
+        """Return the registrations at one place (``Registration.place_of``), or those that record
+        under one name, in the order in which they were made.
+        """
+        return self._alike.get(key, ())
 
     def _make(self, group: str) -> int:
         return self._ids.setdefault(group, len(self._ids))
@@ -133,6 +150,13 @@ class HookGroups:
                 raise TypeError(f"expected HookFunctions, got a {type(function).__name__}")
             self._hook(function)
         return functions
+
+
+def _keys(registration: Registration) -> list[object]:
+    """Return under what ``HookGroups.alike`` has a registration."""
+    function = registration.hook_function
+    names = [function.record_name] if function.record else []
+    return [Registration.place_of(function, registration.kind), *names]
 
 
 def as_names(groups: str | Iterable[str]) -> list[str]:

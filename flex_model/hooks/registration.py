@@ -49,7 +49,8 @@ class Registration:
         given: The HookFunction that the user registered: the function itself, or the one on several
             tensors that has it as a member.
         joint: Shared with the other tensors of its call; None if the call edits just one.
-        targets: The modules that stand for its site on this rank, or the parameter.
+        targets: The modules that stand for its site on this rank, or the parameter; ``keys``: their
+            ids.
         moment: When a parameter's hook gets the gradient.
         index: Counts this rank's registrations with the FlexModel, removed ones included.
         number: Counts the hooks at one place: the same on every rank that has the same hooks now,
@@ -83,6 +84,7 @@ class Registration:
     clean_name: str
     joint: Joint | None = None
     targets: Sequence[weakref.ref[Any]] = ()
+    keys: frozenset[int] = frozenset()
     moment: Moment = "computed"
     hook: _C.Hook = field(init=False)
     specs: dict[Any, Any] = field(default_factory=dict)
@@ -168,6 +170,11 @@ class Registration:
     def living_targets(self) -> list[Any]:
         """The modules or parameters among its targets that still exist."""
         return [target for ref in self.targets if (target := ref()) is not None]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the current choice makes it active at one of its modules."""
+        return any(own is self for place in self.places for own in place.site(self.kind).active)
 
     def was_called(self, run: int) -> bool:
         """Whether one of its modules was called in that run, and its hooks there."""

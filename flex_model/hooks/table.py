@@ -77,7 +77,6 @@ class HookTable:
         pads: Whether hooks pad the tensors of data-parallel ranks to one length.
 
     Attributes:
-        active_hooks: The active hooks.
         choices: The current choices, for modules and for parameters.
     """
 
@@ -89,7 +88,9 @@ class HookTable:
         pads: bool = False,
     ) -> None:
         self.groups = HookGroups()
-        self.active_hooks = ActiveHooks()
+        # What is active, once it is found: each change replaces the list, so that a thread that
+        # still looks for what was active before fills in the former one.
+        self._active = [ActiveHooks()]
         self._output_ptr = output_ptr
         self._serves_hooks = serves_hooks
         self._clean = clean
@@ -101,17 +102,17 @@ class HookTable:
         self._is_closed = False
         self._replays: Counter[int] = Counter()  # by index: passes that ``put_back`` serves
         self._keeps_installed = False
-        self._known: dict[tuple[Choice, Choice], ActiveHooks] = {}
+        self._known: dict[tuple[Choice, Choice], list[ActiveHooks]] = {}
 
     def connect(
         self,
         handlers: HookHandlers,
-        on_change: Callable[[], None],
+        on_change: Callable[[Sequence[Registration]], None],
         on_removal: Callable[[Sequence[Registration]], None],
     ) -> None:
         """Set what is called: the handlers of hooks, by their sites; ``on_change`` after the set of
-        active hooks may have changed; ``on_removal`` with hooks that are about to be removed. Once,
-        before anything else.
+        active hooks may have changed, with those that may be active now and were not;
+        ``on_removal`` with hooks that are about to be removed. Once, before anything else.
         """
         self._handlers, self._on_change, self._on_removal = handlers, on_change, on_removal
         self._make_dispatcher = functools.partial(
@@ -119,6 +120,8 @@ class HookTable:
         )
         self._dispatcher = self._make_dispatcher()
         self._parameter_dispatcher = self._make_dispatcher()
+        for dispatcher in (self._dispatcher, self._parameter_dispatcher):
+            dispatcher.activate(self.groups.ids(ALL), False)  # as `choices` says
 
     @property
     def registrations(self) -> Sequence[Registration]:
@@ -164,7 +167,7 @@ class HookTable:
         ]
         function.attach(registrations, None, None)
         self.groups.add(function, registrations, groups)
-        self.refresh()
+        self.refresh(registrations)
         return registrations
 
     def _place(
@@ -190,6 +193,7 @@ class HookTable:
             clean_name,
             joint,
             targets=[weakref.ref(target) for target in targets],
+            keys=frozenset(map(id, targets)),
             moment=moment,
             pads=self._pads and kind != "tensor",
         )
@@ -219,11 +223,7 @@ class HookTable:
         return self._parameters[id(target)].site
 
     def _free_number(self, place: tuple[str, str, int | str]) -> int:
-        taken = {
-            other.number
-            for other in self.registrations
-            if other.place_of(other.hook_function, other.kind) == place
-        }
+        taken = {other.number for other in self.groups.alike(place)}
         return next(number for number in itertools.count() if number not in taken)
 
     def _is_served_by_dispatcher(self, registration: Registration) -> bool:
@@ -238,16 +238,14 @@ class HookTable:
         )
 
     def _check_record_name(self, function: HookFunction, kind: str) -> None:
-        for other in self.registrations:
-            both = other.hook_function.record and function.record
-            same = other.hook_function.record_name == function.record_name
-            if both and same and other.kind != kind:
-                name = self._clean(function.module_name)
-                raise ValueError(
-                    f"a {kind} hook on {name!r} would write its records to "
-                    f"output_ptr[{function.record_name!r}], as the {other.describe()} does; give "
-                    "one of them an output_name"
-                )
+        others = self.groups.alike(function.record_name) if function.record else ()
+        if others and others[0].kind != kind:  # they are all of one kind
+            name = self._clean(function.module_name)
+            raise ValueError(
+                f"a {kind} hook on {name!r} would write its records to "
+                f"output_ptr[{function.record_name!r}], as the {others[0].describe()} does; give "
+                "one of them an output_name"
+            )
 
     def unregister(self, registrations: Sequence[Registration]) -> None:
         """Remove a function by what ``register`` returned; do nothing if it is removed already."""
@@ -259,21 +257,26 @@ class HookTable:
         self.groups.discard(function)
         self._remove_hooks([r for r in registrations if not self._replays[r.index]])
         if not self._is_closed:
-            self.refresh()
+            self.refresh(())
 
     def _remove_hooks(self, registrations: Sequence[Registration]) -> None:
-        tables: list[dict[int, Any]] = [self._modules, self._parameters]
-        for table in tables:
-            for key, place in list(table.items()):
-                for site in place.all_sites:
-                    for registration in registrations:
-                        site.remove(registration.hook)
-                    site.refresh()
-                if not any(site.hooks for site in place.all_sites):
-                    place.remove()
-                    del table[key]
         for registration in registrations:
+            places = self._places(registration)
+            for key in registration.keys & places.keys():
+                place = places[key]
+                for site in place.all_sites:
+                    site.remove(registration.hook)
+                    site.refresh()
+                if any(site.hooks for site in place.all_sites):
+                    place.install(self._keeps_installed)
+                else:
+                    place.remove()
+                    del places[key]
             registration.drop_hook()
+
+    def _places(self, registration: Registration) -> dict[int, Any]:
+        """Return the sites of hooks of its kind, by the ids of their targets."""
+        return self._parameters if registration.kind == "tensor" else self._modules
 
     # The backward of a graph may need hooks that are not active now.
 
@@ -281,6 +284,7 @@ class HookTable:
         """Install inactive hooks, in their order among those of their site, until ``take_off`` was
         called as often as ``put_back``. They do not count as active.
         """
+        _ = self.active_hooks  # is found before it depends on other replays
         if registrations and self._is_closed and not self._replays:
             self._dispatcher = self._make_dispatcher()
             self._parameter_dispatcher = self._make_dispatcher()
@@ -305,6 +309,7 @@ class HookTable:
 
     def take_off(self, registrations: Sequence[Registration]) -> None:
         """End one ``put_back``."""
+        _ = self.active_hooks
         self._replays.subtract(registration.index for registration in registrations)
         over = [
             registration for registration in registrations if not self._replays[registration.index]
@@ -322,10 +327,7 @@ class HookTable:
         for registration in registrations:
             for target in registration.living_targets:
                 self._site(registration, target).refresh()
-                places: dict[int, Any] = (
-                    self._modules if isinstance(target, nn.Module) else self._parameters
-                )
-                places[id(target)].install(self._keeps_installed)
+                self._places(registration)[id(target)].install(self._keeps_installed)
 
     def chosen(self, choice: Choice) -> list[Registration]:
         """Return the hooks that a choice makes active, on any rank."""
@@ -355,9 +357,26 @@ class HookTable:
 
     @property
     @compiled.outside_graphs
+    def active_hooks(self) -> ActiveHooks:
+        """The active hooks. They are looked for when they are first read after a change."""
+        found = self._active
+        if not found:
+            found.append(self._found_active())
+        return found[0]
+
+    @property
+    @compiled.outside_graphs
     def active(self) -> frozenset[int]:
         """The indices of the active hooks."""
         return self.active_hooks.indices
+
+    @property
+    def has_active(self) -> bool:
+        """Whether any hook is active: all need not be found for that."""
+        if self._active:
+            return bool(self.active)
+        active = (r.index for site in self._all_sites() if site.is_active for r in site.active)
+        return any(index not in self._replays for index in active)
 
     def choose(self, modules: Choice, parameters: Choice, in_run: bool = False) -> None:
         """Choose hooks; do nothing if they are chosen already.
@@ -384,12 +403,13 @@ class HookTable:
         finally:
             self.choose(*before)
 
-    def refresh(self) -> None:
-        """Install the torch hooks that the choice needs, and remove the others, after hooks or
-        groups have changed.
+    def refresh(self, changed: Sequence[Registration]) -> None:
+        """Install the torch hooks that the choice needs, and remove the others, at the sites of
+        hooks that are new or in other groups; after any hooks, or groups, have changed.
         """
         self._known.clear()
-        self._activate()
+        self._install(changed)
+        self._changed(changed)
 
     def _activate(self, keeps: bool = False) -> None:
         for dispatcher, places, (groups, complement) in (
@@ -399,15 +419,13 @@ class HookTable:
             dispatcher.activate(self.groups.ids(groups, strict=False), complement)
             for place in places.values():
                 place.install(keeps or self._keeps_installed)
-        known = None if self._replays else self._known.get(self.choices)
-        if known is None:
-            known = self._found_active()
-            if not self._replays:
-                if len(self._known) >= _REMEMBERED_CHOICES:
-                    self._known.clear()
-                self._known[self.choices] = known
-        self.active_hooks = known
-        self._on_change()
+        self._changed(self.registrations)
+
+    def _changed(self, changed: Sequence[Registration]) -> None:
+        if len(self._known) >= _REMEMBERED_CHOICES:
+            self._known.clear()
+        self._active = [] if self._replays else self._known.setdefault(self.choices, [])
+        self._on_change(changed)
 
     def _found_active(self) -> ActiveHooks:
         found = [r for site in self._all_sites() for r in site.active]
@@ -437,9 +455,9 @@ class HookTable:
         """
         self._dispatcher.settle(is_recomputed)
 
-    def _all_sites(self) -> list[_C.Site]:
-        places: list[Any] = [*self._modules.values(), *self._parameters.values()]
-        return [site for place in places for site in place.all_sites]
+    def _all_sites(self) -> Iterator[_C.Site]:
+        places: Iterator[Any] = itertools.chain(self._modules.values(), self._parameters.values())
+        return (site for place in places for site in place.all_sites)
 
     def clear_records(self, indices: frozenset[int]) -> None:
         """Empty the record lists of these hooks."""
@@ -469,7 +487,7 @@ class HookTable:
         self._is_closed = True
         for function in self.groups.members(ALL):
             self.unregister(function._registrations)
-        self.active_hooks = ActiveHooks()
+        self._active = [ActiveHooks()]
         self._known.clear()
         if not self._replays:
             self._close_dispatchers()

@@ -151,7 +151,8 @@ def _note_draws(call: HookCall, leaf: Tensor, number: int) -> None:
             f"{call.describe()}: the editing function draws random numbers, and the model is "
             "recomputed in backward (checkpointing) for one of several calls with the same "
             "input, or for one that is not remembered, so its random numbers can't be drawn "
-            "again; do without checkpointing there"
+            "again; do without checkpointing there. A draw by another thread during the call "
+            "looks the same; give that thread a torch.Generator() of its own"
         )
 
 
@@ -160,7 +161,9 @@ def late_draws(registration: Registration) -> HookError:
     return HookError(
         f"{registration.describe()}: the editing function draws random numbers, and drew none in "
         "its first call, so it is not seeded, and other ranks or shardings would draw others; "
-        "register it with HookFunction(..., draws=True)"
+        "register it with HookFunction(..., draws=True). If it draws none, another thread of this "
+        "process drew from torch's global generator during the call, which looks the same; give "
+        "that thread a generator of its own (torch.Generator())"
     )
 
 

@@ -110,7 +110,7 @@ class BatchRuns:
         runs.choose_by_default(EVERYTHING)
         table.keep_installed(False)
         table.choose(EVERYTHING, table.choices[1])
-        table.refresh()
+        table.refresh(table.registrations)
         for _ in range(self._num_drawn):
             renew_seed()
 

@@ -6,12 +6,14 @@ several ranks, so do the modules of hooks and those around them, which may be ca
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from flex_model.hooks.evidence import Part
+from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import compiled, past_positions, refused
@@ -54,14 +56,18 @@ class RootHooks:
         self._installed: set[int] = set()  # the hooks whose modules are among them
         self._called: nn.Module | None = None  # the part that was called on its own
 
-    def install(self) -> None:
-        """Register the hooks, outside of all others on their modules."""
+    def install(self, changed: Sequence[Registration]) -> None:
+        """Register the hooks, outside of all others on their modules.
+
+        Args:
+            changed: The hooks that may have become active.
+        """
         chain = wrapped_chain(self._root)
         for module in chain:
             self._install(module, self.begin, self.end)
         names: dict[str, None] = {}  # of the modules with hooks, and of those around them
-        for registration in self._table.active_hooks.registrations if self._has_parts else ():
-            if registration.index in self._installed or registration.module is None:
+        for registration in changed if self._has_parts else ():
+            if registration.index in self._installed or not registration.is_active:
                 continue
             self._installed.add(registration.index)
             path = registration.name.split(".")

@@ -88,10 +88,6 @@ def shorter(is_padded):
     patching(nn.functional.pad(other, (0, 0, 0, 2)) if is_padded else other)
 
 
-def of_one_dim(**settings):
-    patching(-VECTOR, VECTOR, **settings)
-
-
 def inside(is_active):
     flex = layers()
     flex.create_hook_group("more", "2", editing_function=lambda m, x, s, ms: 2 * x)
@@ -108,6 +104,15 @@ def into(folder, is_store):
         model = flex.restore()
     with FlexModel(model, ActivationStore(folder) if is_store else {}) as flex:
         patching(flex=flex)
+
+
+def turned(sites, **settings):
+    class Turned(nn.Module):
+        def forward(self, x):
+            return x.transpose(0, 1)
+
+    flex = FlexModel(nn.Sequential(nn.Tanh(), Turned()))
+    editing.activation_patching(flex, X, -X, sites, total, **settings)
 
 
 def transposed(**settings):
@@ -224,9 +229,9 @@ ROWS = {
         lambda: shorter(False),
         lambda: shorter(True),
     ),
-    "the first input must have positions at dim 1, got the shape {}; give positions=": (
-        of_one_dim,
-        lambda: of_one_dim(positions=["every"]),
+    "call it once for each number": (
+        lambda: turned(["0", "1"]),
+        lambda: (turned(["0"]), turned(["1"]), turned(["0", "1"], positions=[1])),
     ),
     "call it outside of active(), forward passes": (lambda: inside(True), lambda: inside(False)),
     "wrap the model with a dict as output_ptr": (

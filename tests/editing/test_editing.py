@@ -236,6 +236,7 @@ def test_edits_on_rank_0():
         )
         for harness in (alone, sharded)
     ]
+    assert maps[1].positions == maps[0].positions  # those of rank 0's captures
     assert_close(maps[1].values, maps[0].values, **TOLERANCE)
 
 
@@ -258,6 +259,9 @@ def experiments(harness):
     )
     found["activation"] = patched.values
     found["ends"] = [patched.clean, patched.corrupted]
+    of_head = editing.activation_patching(flex, clean, corrupted, [head], metric, output="lm_head")
+    assert of_head.positions == tuple(range(clean.shape[1]))  # whichever rank has the site
+    found["each position"] = of_head.values
     if harness.sharding != "pp":
         batched = editing.activation_patching(
             flex, clean, corrupted, sites, metric, positions=[0, 3, "every"], batch=5

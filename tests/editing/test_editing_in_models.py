@@ -180,6 +180,43 @@ def test_batches_of_patches_and_an_interrupted_map(flex, tmp_path):
     editing.activation_patching(flex, TOKENS, OTHER, [rows], metric)
 
 
+class Patches(nn.Module):
+    """A model of images of 3 channels: its layers have 4 positions, its head 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.first, self.last = nn.Linear(12, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, images):  # (rows, 3, 4, 4)
+        tokens = images.unfold(2, 2, 2).unfold(3, 2, 2).permute(0, 2, 3, 1, 4, 5).flatten(3)
+        tokens = self.first(self.embed(tokens.flatten(1, 2))).tanh()
+        return self.last(tokens[:, :2])
+
+
+def test_positions_are_those_of_the_sites():
+    flex, calls = FlexModel(Patches().double(), {}), []
+    flex.module.register_forward_hook(lambda *_: calls.append(1))
+    clean, corrupted = models.random(2, 3, 4, 4), models.random(2, 3, 4, 4, seed=1)
+
+    def patching(*sites, **settings):
+        calls.clear()
+        return editing.activation_patching(flex, clean, corrupted, sites, torch.sum, **settings)
+
+    found, batched = patching("embed", "first"), patching("embed", "first", batch=3)
+    assert len(calls) == 2 + 3 and found.positions == batched.positions == (0, 1, 2, 3)
+    estimated = editing.attribution_patching(flex, clean, corrupted, ["embed", "first"], torch.sum)
+    assert found.values.shape == estimated.values.shape == (2, 4)
+    assert_close(batched.values, found.values)
+    assert_close(patching("first", positions=range(4)).values, found.values[1:])
+    named = r"same number of positions, got 4 at the output of 'embed', 2 at the input of 'last'"
+    sites = "embed", editing.Site("last", "input")
+    with pytest.raises(ValueError, match=rf"{named}; call it once .*, or give positions="):
+        patching(*sites)
+    with pytest.raises(ValueError, match=rf"{named}; .*, or select as many in each where="):
+        editing.attribution_patching(flex, clean, corrupted, sites, torch.sum)
+    assert patching(*sites, positions=[0, 1]).values.shape == (2, 2)
+
+
 def test_path_patching(flex):
     model = flex.module
     first, second = (f"model.layers.{i}.self_attn.o_proj" for i in range(2))

@@ -95,7 +95,7 @@ def scores_of(flex, mine=lambda rows: rows):
         mine(TOKENS),
         [mine(OTHER)],
         sites,
-        READERS,
+        [*READERS[:-1], READERS[-1].module],  # by its name: its input
         metric,
         embedding="model.embed_tokens",
         steps=STEPS,

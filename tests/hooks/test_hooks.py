@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, Select
+from flex_model.hooks.site import ModuleSite
 from tiers import ways
 
 BATCH = models.random(4, 6)
@@ -771,6 +772,29 @@ def test_hooks_join_and_leave_groups_by_list_hook_or_substring():
     assert set(flex.get_hook_function_groups(hooks["out"])) == {"all", "g"}
     assert set(flex.get_hook_function_groups(hooks["inp"])) == {"all"}
     assert members("all") == set(SITES)
+
+
+def test_a_change_touches_the_sites_of_its_hooks_only(monkeypatch):
+    """So that registering and removing cost the same beside any number of hooks."""
+    touched, install = [], ModuleSite.install
+    monkeypatch.setattr(
+        ModuleSite, "install", lambda site, keeps: (touched.append(site), install(site, keeps))
+    )
+    flex = FlexModel(nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)]), records := {})
+    flex.create_hook_group("linears", nn.Linear)
+    assert len(touched) == 20
+    with flex.register_forward_hook(HookFunction("3", output_name="one")) as handle:
+        flex.update_hook_groups(handle.hook_function, "of one")
+        flex(torch.ones(1, 2))
+    flex.remove_hook_groups(re.compile("^5$"), "linears")
+    assert len(touched) == 20 + 4
+    assert lengths(records) == {**{str(i): 1 for i in range(20)}, "one": 1}
+    records.clear()
+    flex(torch.ones(1, 2), groups="linears")
+    assert set(records) == {str(i) for i in range(20)} - {"5"}
+    touched.clear()
+    flex.restore()
+    assert not touched
 
 
 def test_a_group_that_lost_its_hooks_is_empty():

@@ -1,7 +1,9 @@
 """Settled edits: after its first call the dispatcher calls a function by itself."""
 
+import concurrent.futures
 import contextlib
 import random
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -239,8 +241,27 @@ def test_a_function_that_begins_to_draw_late_is_an_error(mode):
     flex, _ = wrapped(Later())
     with mode():
         flex(torch.zeros(2))
-        with pytest.raises(HookError, match=r"draws random numbers.*draws=True"):
+        with pytest.raises(HookError, match=r"draws random numbers.*draws=True.*torch\.Generator"):
             flex(torch.zeros(2))
+
+
+def test_a_draw_by_another_thread_is_named_in_the_error():
+    """It changes the one generator that both have."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+
+        def waits(module, full, save_ctx, modules):
+            pool.submit(other).result()
+            return full * 1.5
+
+        other = bool
+        flex, _ = wrapped(waits)
+        flex(torch.zeros(2))
+        other = partial(torch.rand, 1)
+        match = r"another thread of this process drew.*generator of its own \(torch\.Generator\(\)"
+        with pytest.raises(HookError, match=match):
+            flex(torch.zeros(2))
+        other = partial(torch.rand, 1, generator=torch.Generator())
+        flex(torch.zeros(2))
 
 
 def test_a_function_that_says_so_may_draw_late():
