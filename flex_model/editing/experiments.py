@@ -137,7 +137,12 @@ def activation_patching(
         captures = [runs.capture(site, "clean") for site in places]
         for i, site in enumerate(places):
             runs.register(site, Edit("patch", partial(apply_current, i)), f"site {i}")
-        inputs = runs.exchange([described(clean), described(corrupted)])
+        key = {
+            "inputs": runs.exchange([described(clean), described(corrupted)]),
+            "sites": [repr(site) for site in (*places, watched)],
+            "positions": None if chosen is None else [repr(position) for position in chosen],
+        }
+        table = Table(runs, resume, key)
 
         def of_copy(copy: int) -> Metric:
             return lambda record: metric(copies.take(record, watched, copy))
@@ -150,12 +155,6 @@ def activation_patching(
         runs.on_rank_0(lambda: None)  # before all others, the error of a metric that failed
         if chosen is None:
             chosen = _captured_positions(runs, places, captures)
-        key = {
-            "inputs": inputs,
-            "sites": [repr(site) for site in (*places, watched)],
-            "positions": [repr(position) for position in chosen],
-        }
-        table = Table(runs, resume, key)
         patches = [(i, position) for i in range(len(places)) for position in chosen]
         starts = range(len(table.values), len(patches), copies.number)
         for start in progress_bar.progress(starts, "patched runs", progress and runs.is_rank_0):
