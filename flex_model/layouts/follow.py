@@ -308,7 +308,7 @@ class Follower:
         digests = communicator.exchange(torch.tensor([digest])).flatten().tolist()
         if communicator.mesh.equal_along("tp", digests):
             return [chunk] * len(digests)
-        packed = chunk.pack()
+        packed = chunk.pack(self.recorder.values.live())
         lengths = communicator.exchange(torch.tensor([len(packed)])).flatten().tolist()
         texts = communicator.exchange_padded(packed, max(lengths))
         chunks = {text: Chunk.unpack(text) for text in set(texts)}  # some ranks' are equal

@@ -151,7 +151,8 @@ class Gradients:
         """Note an entry that not all ranks have."""
         if isinstance(entry, logged.Op):
             name = entry.name.removeprefix("aten::")
-            self.invalidate(entry.carriers, f"{name}, which not all ranks ran")
+            advice = "let all run it, or detach what it reads"
+            self.invalidate(entry.carriers, f"{name}, which not all ranks ran: {advice}")
         elif isinstance(entry, logged.Node):
             self.invalidate(entry.inputs, f"{entry.name}, which not all ranks ran")
         elif isinstance(entry, (logged.Placed, logged.Stated)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -110,23 +111,28 @@ class Log:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a log, as it is exchanged."""
+    """A part of a log, as it is exchanged.
+
+    Attributes:
+        live: The values whose tensors exist when it is exchanged; None: not known.
+    """
 
     entries: list[Entry]
     sources: dict[Value, Source]
+    live: Sequence[Value] | None = None
 
-    def pack(self) -> bytes:
-        """Serialize the chunk for an exchange between ranks."""
+    def pack(self, live: Iterable[Value]) -> bytes:
+        """Serialize the chunk for an exchange between ranks, with the values that are live."""
         entries = [[type(entry).__name__, *entry] for entry in self.entries]
-        both = [entries, list(self.sources.items())]
-        return json.dumps(both, separators=(",", ":")).encode()
+        parts = [entries, list(self.sources.items()), sorted(live)]
+        return json.dumps(parts, separators=(",", ":")).encode()
 
     @staticmethod
     def unpack(packed: bytes) -> Chunk:
         """Deserialize a chunk: the inverse of ``pack``."""
-        entries, sources = _as_tuples(json.loads(packed))
+        entries, sources, live = _as_tuples(json.loads(packed))
         sources = {value: Source(*source) for value, source in sources}
-        return Chunk([_entry(*entry) for entry in entries], sources)
+        return Chunk([_entry(*entry) for entry in entries], sources, live)
 
 
 def _entry(kind: str, *fields: Any) -> Entry:

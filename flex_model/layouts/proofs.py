@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils._pytree import tree_iter
+
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.layouts import chunks, logged, ranges
 from flex_model.layouts.contracts.collectives import follow_collective
@@ -100,6 +102,7 @@ class AxisProofs:
         self.reads_parts = False
         self.difference = ""
         self._modules: list[str] = []  # those whose forwards run, by name
+        self._dead_ends: set[int] = set()  # ids of entries
         self.conflicts: list[tuple[Value, str, Placement, Placement]] = []
         self.stated_sizes: list[tuple[Value, str, tuple[int | None, ...]]] = []
         self.received: set[Value] = set()
@@ -175,6 +178,7 @@ class AxisProofs:
                 self._check_sizes(value, {one.sizes for one in sources if one.sizes is not None})
         logs = [chunk.entries for chunk in chunks]
         is_one = all(chunk is chunks[0] for chunk in chunks)
+        self._dead_ends = set() if is_one else _dead_ends(chunks)
         for entries in zip(*logs) if is_one else align(logs, self._skip):
             self._follow_entry(entries)
         if any(logs):
@@ -194,7 +198,8 @@ class AxisProofs:
 
     def _skip(self, entry: Entry) -> None:
         """Note an entry that not all ranks have."""
-        self.gradients.skip(entry)
+        if id(entry) not in self._dead_ends:
+            self.gradients.skip(entry)
         if isinstance(entry, logged.Read):
             self.note_read(entry.value)
         elif isinstance(entry, logged.Op):
@@ -354,6 +359,28 @@ def align(
         for segment in segments:
             for entry in segment[len(alike) :]:
                 skipped(entry)
+
+
+def _dead_ends(chunks: Sequence[Chunk]) -> set[int]:
+    """Return the ids of operations that not all ranks ran, and whose results only such operations
+    have read, and Python: ``if rank == 0: print(h.norm().item())``. As their tensors are gone, no
+    gradient comes from there.
+    """
+    skipped: set[int] = set()
+    for _ in align([chunk.entries for chunk in chunks], lambda entry: skipped.add(id(entry))):
+        pass
+    dead: set[int] = set()
+    for chunk in chunks:
+        if chunk.live is None:
+            continue
+        read = set(chunk.live)
+        for entry in reversed(chunk.entries):
+            is_alone = id(entry) in skipped and isinstance(entry, logged.Op) and not entry.writes
+            if is_alone and read.isdisjoint(one.value for one in entry.outputs):
+                dead.add(id(entry))
+            elif not isinstance(entry, logged.Read):
+                read.update(tree_iter(entry))
+    return dead
 
 
 def _cut(log: Sequence[Entry], markers: set[Any]) -> list[list[Entry]]:

@@ -160,6 +160,10 @@ class TensorValues:
             values = self._entry(storage).values.setdefault(geometry, [])
             values[:] = [value if old == before else old for old in values]
 
+    def live(self) -> set[Value]:
+        """Return the values of the tensors that still exist."""
+        return {self.latest(one[3]) for one in list(self._objects.values()) if one[0]() is not None}
+
     def live_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that still exist, without weights."""
         for reference, _, _, _ in list(self._objects.values()):

@@ -182,7 +182,7 @@ class StepRunner:
         consumed = run.take_draws()  # all ranks of the pipeline renew the seed together
         try:
             self._core.runs.end(run, None)
-        except HookError as error:
+        except Exception as error:  # of this stage's layouts, too: the others wait for this one
             self._state.fail(str(error), error)
         STOP_REQUEST.follow(self._state.fail)
         self._core.table.forget_calls()

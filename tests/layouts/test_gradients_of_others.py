@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -238,6 +239,62 @@ class InPieces(nn.Module):
         pieces[:, :1] = h[:, :1] * 2
         pieces[:, 1:] = h[:, 1:].flip(1)
         return pieces
+
+
+class OnRank0(nn.Module):
+    """Does something with the first layer's output, on rank 0."""
+
+    def __init__(self, line):
+        super().__init__()
+        self.first, self.last = linears()
+        self.kept, self.line = [], line
+
+    def forward(self, x):
+        h = self.first(x)
+        is_other = dist.is_initialized() and dist.get_rank()
+        found = None if is_other else self.line(self, h)
+        return self.last(h if found is None else found)
+
+
+LOGS = {
+    "a norm": lambda m, h: m.kept.append(h.norm().item()),
+    "printed": lambda m, h: print((h.abs() * 2).mean().item(), h.min()),
+    "asserted": lambda m, h: m.kept.append(bool(torch.isfinite(h).all())),
+    "in a loop": lambda m, h: m.kept.extend([row.max().item() for row in h]),
+}
+KEPT = {
+    "a tensor": lambda m, h: m.kept.append(h.norm()),
+    "one made of it": lambda m, h: m.kept.append(h.norm() * 2),
+    "in place": lambda m, h: m.kept.append(h.mul_(2).norm().item()),
+    "the next input": lambda m, h: h * 1,
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", LOGS)
+def test_what_one_rank_alone_reads_takes_no_part_in_gradients(name):
+    records = {}
+    for is_sharded in (False, True):
+        model = OnRank0(LOGS[name])
+        with flex_of(model, found := {}, "tp", is_sharded) as flex:
+            flex.annotate_layout("", kind="parameter", tp=Replicate())
+            flex.register_forward_hook(HookFunction("first", None, mixed_rows))
+            flex.register_full_backward_hook(HookFunction("first", output_name="gradient"))
+            flex(BATCH.clone().requires_grad_()).square().sum().backward()
+            found["weight"] = [flex.get_module_gradient("first.weight")]
+        records[is_sharded] = found
+    if dist.get_rank() == 0:
+        assert_close(records[True], records[False])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", KEPT)
+def test_what_one_rank_alone_makes_and_keeps_may_have_a_gradient(name):
+    with flex_of(OnRank0(KEPT[name]), {}, "tp", True) as flex:
+        flex.annotate_layout("", kind="parameter", tp=Replicate())
+        flex.register_forward_hook(HookFunction("first", None, mixed_rows))
+        with pytest.raises(ValueError, match=r"hold the gradient .* is not known"):
+            flex(BATCH.clone().requires_grad_()).sum().backward()
 
 
 @pytest.mark.ranks(2)

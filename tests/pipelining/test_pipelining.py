@@ -686,6 +686,33 @@ def test_an_error_on_one_rank_of_a_tensor_parallel_stage():
         flex(x, target=y)
 
 
+class Reversed(nn.Module):
+    def forward(self, x):
+        return x.flip(0)
+
+
+@pytest.mark.ranks(4, timeout=30)
+def test_an_unknown_layout_in_one_stage_is_an_error_in_all():
+    """The ranks of the other stage waited until the timeout."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+
+    def cut(*args):
+        stage = part(*args)
+        if mesh["pp"].get_local_rank() == 1:
+            stage.layers[5] = Reversed()
+        return stage
+
+    x, y = data()
+    schedule = make_schedule(ALL[1], make_mlp(), group=mesh["pp"].get_group(), cut=cut, loss_fn=MSE)
+    with FlexModel(schedule, records := {}, data_parallel_size=2) as flex:
+        unknown = flex.register_forward_hook(HookFunction("layers.6"))
+        with unknown, pytest.raises(HookError, match=r"'layers.6'.*lost at flip"):
+            flex(x, target=y)
+        flex.register_forward_hook(HookFunction("layers.4"))
+        flex(x, target=y)
+        assert len(records) == (rank_of(flex) == 0)
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", grid_but([ALL[0], ALL[2], *ALL[4:]], ALL[2]))
 @pytest.mark.parametrize("wrap", grid_but(["ddp", "fsdp", "plain"], "fsdp"))
