@@ -76,7 +76,7 @@ class Communicator(GroupPool):
 
     def __init__(self, mesh: Mesh, timeout_s: float, device: torch.device | None = None) -> None:
         self.meter = costs.Meter()  # of the current run
-        self.is_awaited = True  # whether the forward has waited for the collectives of its output
+        self._is_awaited = True  # whether the forward has waited for the collectives of its output
         self.edited = ""  # the hook whose edit just changed its tensor; compared over ranks
         self.defers = False  # whether what is of a GPU is looked at when the run or backward ends
         self._deferred_in = -1  # the last backward pass that ends by `finish_transfers`
@@ -129,6 +129,10 @@ class Communicator(GroupPool):
         to compare. Local.
         """
         self.edited = hook
+
+    def note_output(self, is_awaited: bool) -> None:
+        """Record whether a forward has waited for the collectives that make its output. Local."""
+        self._is_awaited = is_awaited
 
     # The forward of the model that this rank is in.
 
@@ -308,7 +312,7 @@ class Communicator(GroupPool):
         ]
         here = "" if state != OK else f" (this rank was at: {where})"
         text, kind = f"{'; '.join(failed)}{here}", _kind_of(cause)
-        if not self.is_awaited and any(other.state == FAILED for other in headers):
+        if not self._is_awaited and any(other.state == FAILED for other in headers):
             error = self.abort(f"{text}. {_LEFT_OVER}", kind)
         else:
             error = kind(f"{text}{self._steps_of_all()}")

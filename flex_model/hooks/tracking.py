@@ -242,7 +242,7 @@ class Tracking:
             return
         forward.close()
         awaited = [True] if failed else map(dtensor.is_awaited, _tensors(output))
-        self._communicator.is_awaited = all(awaited)
+        self._communicator.note_output(all(awaited))
         if failed:
             self._note_proofs(forward)
         else:
