@@ -194,7 +194,7 @@ class Session:
         records: Mapping[str, Sequence[Any]],
         inputs: str,
         notes: Mapping[str, Tensor],
-        rows: BatchRows | None,
+        rows: BatchRows | None = None,
     ) -> None:
         """Add the next batch, whole. Collective.
 
