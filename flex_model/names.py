@@ -42,7 +42,7 @@ def wrapped_chain(root: nn.Module) -> list[nn.Module]:
     while True:
         children, is_ddp = chain[-1]._modules, type(chain[-1]).__name__ in _WRAPPER_CLASSES
         names = _WRAPPED_CHILDREN | {"module"} if is_ddp else _WRAPPED_CHILDREN
-        held = (children[name] for name in names if name in children)
+        held = (children[name] for name in sorted(names) if name in children)
         inner = [child for child in held if child is not None]
         if not inner:
             return chain

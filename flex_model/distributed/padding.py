@@ -22,7 +22,7 @@ Rows = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class BatchRows:
+class RankRows:
     """The rows of a forward's inputs, on each data-parallel rank.
 
     Attributes:

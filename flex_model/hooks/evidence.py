@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from flex_model.distributed.padding import BatchRows
+from flex_model.distributed.padding import RankRows
 from flex_model.hooks.registration import Registration
 from flex_model.layouts.cache import ForwardLayouts, Key, Place
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
@@ -38,7 +38,7 @@ class Evidence:
     words: tuple[str, ...] = ()
     edited: Any = None
     needs_gradient: bool = False
-    rows: BatchRows | None = None
+    rows: RankRows | None = None
     obstacles: dict[str, str] = field(default_factory=dict)
     gradient_obstacles: dict[str, str] = field(default_factory=dict)
 
@@ -109,7 +109,7 @@ class Forward:
     seen: dict[Place, tuple[Evidence, tuple[int, ...]]] = field(default_factory=dict)
     stack: ExitStack | None = None
     parameters: list[Registration] = field(default_factory=list)
-    rows: BatchRows | None = None
+    rows: RankRows | None = None
 
     def enter(self) -> bool:
         """Enter the wrapped module; return whether it is called inside itself."""
@@ -132,7 +132,7 @@ class Forward:
         self.key, self.layouts = key, layouts
         self.rows = None if layouts is None else layouts.rows
 
-    def note_rows(self, rows: BatchRows | None) -> None:
+    def note_rows(self, rows: RankRows | None) -> None:
         """Note the rows of the data-parallel ranks."""
         self.rows = rows
 

@@ -10,10 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from flex_model import _C
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash, sites_hash
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.padding import BatchRows
+from flex_model.distributed.padding import RankRows
 from flex_model.distributed.placement import Partial, Placement, Replicate
 from flex_model.errors import agreed
 from flex_model.hooks.evidence import Evidence, Forward, Part
@@ -189,7 +190,7 @@ class Tracking:
 
     def seed(
         self, follower: Follower, args: Any, kwargs: Any, pads: bool = False
-    ) -> BatchRows | None:
+    ) -> RankRows | None:
         """Give the follower the placements of the inputs. Collective; see `seed_inputs`."""
         self._kept.adopt(states_of((args, kwargs)))
         return seed_inputs(
@@ -241,7 +242,7 @@ class Tracking:
         if not forward.leave():
             return
         forward.close()
-        awaited = [True] if failed else map(dtensor.is_awaited, _tensors(output))
+        awaited = [True] if failed else map(dtensor.is_awaited, _C.flatten(output)[0])
         self._communicator.note_output(all(awaited))
         if failed:
             self._note_proofs(forward)

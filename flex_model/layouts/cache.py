@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.distributed.header import site_hash, sites_hash
-from flex_model.distributed.padding import BatchRows
+from flex_model.distributed.padding import RankRows
 from flex_model.distributed.placement import Shape
 from flex_model.errors import HookError
 from flex_model.layouts.arguments import describe
@@ -68,7 +68,7 @@ class ForwardLayouts:
     buffers: dict[str, Pair] = field(default_factory=dict)
     attributes: dict[tuple[int, int], Pair] = field(default_factory=dict)
     comparisons: list[tuple[str, Any, Any]] = field(default_factory=list)
-    rows: BatchRows | None = None
+    rows: RankRows | None = None
     settled: dict[tuple[int, int | None], Any] = field(default_factory=dict)
 
     def branches(self) -> list[bool]:

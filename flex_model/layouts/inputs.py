@@ -11,7 +11,7 @@ from torch import Tensor
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
-from flex_model.distributed.padding import BatchRows
+from flex_model.distributed.padding import RankRows
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.errors import agreed
 from flex_model.integrations import dtensor, torch_private
@@ -34,7 +34,7 @@ def seed_inputs(
     kept: KeptTensors,
     pads: bool = False,
     has_rows: bool = True,
-) -> BatchRows | None:
+) -> RankRows | None:
     """Add the inputs of a forward to what the follower knows. Collective.
 
     Args:
@@ -68,7 +68,7 @@ def seed_inputs(
     stated_dp = {i for i, one in statements.items() if one.dp is not None}
     states = [i for i, one in enumerate(inputs) if one.is_state and kept.source(one.tensor) is None]
     along_dp: dict[int, Placement | None] = {}
-    rows: BatchRows | None = None
+    rows: RankRows | None = None
     if mesh.dp_size > 1:
         line = mesh.ranks_along(("dp",), 0)
         try:
@@ -201,7 +201,7 @@ def _rows_of(
     inputs: Sequence[tuple[Placement | None, Sequence[tuple[int, ...]]]],
     is_stand_in: Sequence[bool],
     pads: bool,
-) -> BatchRows | None:
+) -> RankRows | None:
     """Return the rows of each data-parallel rank; None if no input has rows.
 
     Args:
@@ -217,7 +217,7 @@ def _rows_of(
     differs = any(
         len({shape[:dim] + shape[dim + 1 :] for shape in shapes}) > 1 for dim, shapes in split
     )
-    return BatchRows(rows, pads and (differs or 0 in rows))
+    return RankRows(rows, pads and (differs or 0 in rows))
 
 
 def _sketch(tensor: Tensor, has_rows: bool) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flex_model.distributed.padding import BatchRows
+from flex_model.distributed.padding import RankRows
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.evidence import Forward
 from flex_model.hooks.random_state import renew_seed, seed_of_state
@@ -48,7 +48,7 @@ class BatchRun:
     is_in_run: bool = False
     forward: Forward = field(default_factory=Forward)
     calls: dict[int, list[Any]] = field(default_factory=dict)
-    rows: BatchRows | None = None
+    rows: RankRows | None = None
 
     def exchange(self, core: HookCore) -> None:
         """Exchange the state of this batch with the core's, at its begin and end."""
@@ -60,7 +60,7 @@ class BatchRun:
             names = [r.hook_function.record_name for r in core.table.registrations]
             self.records = core.records.exchange(names, self.records)
 
-    def note_rows(self, rows: BatchRows | None) -> None:
+    def note_rows(self, rows: RankRows | None) -> None:
         """Keep the rows of the batch."""
         self.rows = rows
 

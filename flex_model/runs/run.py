@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flex_model.integrations.torch_private import next_sequence
 
 if TYPE_CHECKING:
-    from flex_model.distributed.padding import BatchRows
+    from flex_model.distributed.padding import RankRows
     from flex_model.hooks.random_state import RandomCalls
     from flex_model.layouts.replicas import PendingReplica
     from flex_model.records.records import PendingRecord
@@ -101,7 +101,7 @@ class Run:
     last_node: int = OPEN
     backward_task: int = -1
     entry: int = 0
-    rows: BatchRows | None = None
+    rows: RankRows | None = None
     save_ctx: Namespace | None = None
     batch: int | None = None
     nodes: NodesByBatch | None = None
@@ -135,7 +135,7 @@ class Run:
         """Set the run's number among those of a store."""
         self.entry = entry
 
-    def note_rows(self, rows: BatchRows | None) -> None:
+    def note_rows(self, rows: RankRows | None) -> None:
         """Note the rows of the inputs of a forward."""
         self.rows = self.rows or rows
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from flex_model.distributed import memory, values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.padding import BatchRows, Rows, paddings
+from flex_model.distributed.padding import RankRows, Rows, paddings
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
 from flex_model.layouts.sources import BatchDim, batch_dim_of
@@ -28,7 +28,7 @@ def parts_of(
     notes: Mapping[str, Tensor],
     per_rank: Sequence[Sequence[Any]],
     batch_dim: BatchDim,
-    rows: BatchRows | None,
+    rows: RankRows | None,
 ) -> dict[str, RecordShard]:
     """Return this rank's shard of each tensor. Rows of batches of different lengths are padded with
     0: a mask leaves the padding out.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.communicator import Communicator
-from flex_model.distributed.padding import BatchRows
+from flex_model.distributed.padding import RankRows
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, agreed, see
 from flex_model.layouts.sources import BatchDim
@@ -160,7 +160,7 @@ class Session:
     def end_backward(self, number: int) -> None:
         self._num_backwards -= number == self.number
 
-    def end_run(self, is_whole: bool, rows: BatchRows | None = None) -> None:
+    def end_run(self, is_whole: bool, rows: RankRows | None = None) -> None:
         """Open the batch of a run with delivered records.
 
         Args:
@@ -194,7 +194,7 @@ class Session:
         records: Mapping[str, Sequence[Any]],
         inputs: str,
         notes: Mapping[str, Tensor],
-        rows: BatchRows | None = None,
+        rows: RankRows | None = None,
     ) -> None:
         """Add the next batch, whole. Collective.
 
@@ -237,7 +237,7 @@ class Session:
         self,
         batch: Batch | None = None,
         notes: Mapping[str, Tensor] | None = None,
-        rows: BatchRows | None = None,
+        rows: RankRows | None = None,
         ends_group: bool = False,
     ) -> None:
         """Exchange what is written, and errors; end the group of batches if rank 0 finds it large
