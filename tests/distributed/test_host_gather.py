@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 import models
 from flex_model import _C, FlexModel, HookFunction
-from flex_model.distributed import group_pool, memory
+from flex_model.distributed import group_pool, memory, process_groups
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.transports import choice, host_copies
 from flex_model.distributed.transports.by_device import ByDevice
@@ -112,6 +112,8 @@ def gpu(patch, is_refused=False, has_gpu=True):
     patch.setattr(group_pool, "choose", choose_host_gather)
     yield gpu
     host_copies.of_arena.release()
+    for group in process_groups._groups.values():  # kept where a test before left a FlexModel
+        group.locks.release()
     assert not gpu.queue
 
 
