@@ -188,6 +188,17 @@ def test_a_settled_edit_is_called_by_the_dispatcher(mode):
             assert flex(torch.ones(2)).tolist() == [2.25, 2.25]
 
 
+@pytest.mark.parametrize("edit", [same, nothing])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_model_goes_on_with_its_own_tensor_where_none_was_written(mode, edit):
+    """A copy of an inference tensor has another version than other copies."""
+    flex, records = wrapped(edit)
+    with mode():
+        x = torch.ones(2)
+        assert all(flex(x) is x for _ in range(3))
+    assert records["0"][0] is not x
+
+
 def test_a_settled_edit_of_a_sequential_run_has_the_batches_own_save_ctx():
     flex, _ = wrapped(counted)
     x = torch.zeros(2)
@@ -408,7 +419,7 @@ def run_on_ranks(program, num_modes):
     return [tensor.detach().clone() for tensor in made]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, timeout=600)
 @pytest.mark.parametrize("num_programs", [12, pytest.param(500, marks=pytest.mark.grid)])
 def test_any_choice_of_path_on_each_rank_gives_the_same_numbers(num_programs):
     chosen, of_rank = random.Random(0), random.Random(dist.get_rank())
@@ -423,6 +434,19 @@ def test_any_choice_of_path_on_each_rank_gives_the_same_numbers(num_programs):
         how, ranks = chosen.choice(("tp", "dp", "dtensor")), chosen.choice(("rank0", "all"))
         program = (edits, chosen.choice(MODES), how, ranks, seed)
         assert_paths_are_alike(run_on_ranks, program, of_rank)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["fc1", "fc2"])
+def test_elements_that_are_only_read_in_another_dtype_are_not_rounded(name, mode):
+    parallelism, x = models.TWO_RANKS["tp"], models.random(4, 6)
+    with FlexModel(parallelism.shard(models.mlp()), tensor_parallel_size=2) as flex, mode():
+        expected = flex(x)
+        flex.register_forward_hook(
+            HookFunction(name, None, same, select=Select(dtype=torch.float32))
+        )
+        assert all(torch.equal(flex(x), expected) for _ in range(3))
 
 
 @pytest.mark.ranks(2)

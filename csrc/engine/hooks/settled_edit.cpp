@@ -5,9 +5,14 @@ namespace {
 
 // What a copy of `leaf` is like before the edit: its version, which tells whether it was written
 // to, and what an edit must not change.
-py::tuple kind_of(const py::object& leaf) {
+py::tuple kind_of(const py::object& leaf, long version) {
   const Names& of = names();
-  return py::make_tuple(0, of.shape.of(leaf), of.dtype.of(leaf), of.device.of(leaf));
+  return py::make_tuple(version, of.shape.of(leaf), of.dtype.of(leaf), of.device.of(leaf));
+}
+
+// 0, but 1 of a copy of an inference tensor.
+long version_of(const py::object& tensor) {
+  return PyLong_AsLong(names().version.of(tensor).ptr());
 }
 
 bool has_kind_of(const py::object& leaf, bool is_on_cpu, const py::object& tensor) {
@@ -36,6 +41,7 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
   const Draws draws(torch, leaf, is_on_cpu);
   const bool is_in_graph = is_true(names().requires_grad.of(copy));
   const Py_ssize_t references = Py_REFCNT(copy.ptr());
+  const long version = version_of(copy);
 
   handlers->set_edit(settled.description);
   PyObject* arguments[] = {module, copy.ptr(), settled.save_ctx.ptr(), settled.modules.ptr()};
@@ -57,12 +63,13 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
   if (result.is(copy)) result = py::none();
   const bool is_kept = is_in_graph && (Py_REFCNT(copy.ptr()) > references ||
                                        !names().backward_hooks.of(copy).is_none());
-  const bool has_written = PyLong_AsLong(names().version.of(copy).ptr()) != 0;
+  const bool has_written = version_of(copy) != version;
   const bool is_usual = result.is_none()
                             ? has_kind_of(leaf, is_on_cpu, copy)
                             : torch.is_tensor(result) && has_kind_of(leaf, is_on_cpu, result);
   if (!is_usual) {
-    result = handlers->finish_edit(hook.registration, leaf, copy, kind_of(leaf), result, is_kept);
+    const py::tuple before = kind_of(leaf, version);
+    result = handlers->finish_edit(hook.registration, leaf, copy, before, result, is_kept);
     copy = {};
     return result;
   }
