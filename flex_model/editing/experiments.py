@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flex_model import pytree
 from flex_model.diagnostics import progress_bar
 from flex_model.editing.edit import Edit, Scope, chain
 from flex_model.editing.patch_batches import Copies, Table, described
@@ -28,15 +27,16 @@ from flex_model.editing.runs import (
     Metric,
     Runs,
     Site,
-    as_arguments,
     as_site,
     as_sites,
+    check_count,
     check_metric,
+    check_shapes,
     check_takes_gradients,
 )
 from flex_model.errors import agreed
 from flex_model.model import FlexModel
-from flex_model.selection.selectors import Selector, is_int
+from flex_model.selection.selectors import Selector
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,11 @@ def activation_patching(
             first one are repeated so often, and each copy is patched elsewhere. The captured
             activations are as many times larger.
         resume: A file: rank 0 writes each forward's values to it, and a later call with the same
-            inputs, sites and positions continues. It doesn't notice other weights.
+            inputs, sites and positions continues. Other weights, hooks or metrics are noticed by
+            the metric of the two runs without patches, if that differs.
         progress: Show a bar on rank 0's terminal.
-        groups: Groups of further hooks that are active in all runs.
+        groups: Groups of further hooks that are active in all runs; with ``batch`` above 1 without
+            editing functions, which would get the copies of the rows as one batch.
 
     Collective over the ranks of the model.
 
@@ -120,10 +122,9 @@ def activation_patching(
     """
     places = as_sites(sites, "sites")
     check_metric(metric)
-    _check_shapes(clean, corrupted)
+    check_shapes(clean, corrupted)
     chosen = None if positions is None else _as_positions(positions)
-    if not is_int(batch) or batch < 1:
-        raise ValueError(f"batch must be a positive number of patches, got {batch!r}")
+    check_count(batch, "batch must be a positive number of patches")
     current: list[Edit] = [patch(Capture())] * len(places)
 
     def apply_current(i: int, full: Tensor, scope: Scope) -> Tensor:
@@ -133,6 +134,8 @@ def activation_patching(
     with Runs(flex, groups) as runs:
         runs.watch(watched, "output")
         number = batch if chosen is None else min(batch, len(places) * len(chosen))
+        if number > 1:
+            runs.check_no_group_edits("batch")
         copies = Copies.of(runs, clean, places, number) if number > 1 else Copies(1)
         captures = [runs.capture(site, "clean") for site in places]
         for i, site in enumerate(places):
@@ -153,6 +156,7 @@ def activation_patching(
             runs.measure(corrupted, of_copy(0), "output"),
         ]
         runs.on_rank_0(lambda: None)  # before all others, the error of a metric that failed
+        table.begin(ends)
         if chosen is None:
             chosen = _captured_positions(runs, places, captures)
         patches = [(i, position) for i in range(len(places)) for position in chosen]
@@ -209,7 +213,7 @@ def path_patching(
 
     Collective over the ranks of the model. Raises: as `activation_patching`.
     """
-    _check_shapes(inputs, other)
+    check_shapes(inputs, other)
     check_metric(metric)
     sender = as_site(sender)
     receiver_sites, held = as_sites(receivers, "receivers"), as_sites(frozen, "frozen")
@@ -274,7 +278,7 @@ def attribution_patching(
     places = as_sites(sites, "sites")
     if metric is not None:
         check_metric(metric)
-    _check_shapes(clean, corrupted)
+    check_shapes(clean, corrupted)
     is_pipeline = "schedule" in vars(flex)
     if is_pipeline and (metric is not None or flex.schedule._loss_fn is None):
         raise ValueError(
@@ -327,19 +331,6 @@ def _first_order(
     region = Region(**site.where)
     dim = region.dim("positions", product.shape)
     return product[region.index(product)].movedim(dim, 0).flatten(1).sum(1).tolist()
-
-
-def _check_shapes(clean: Inputs, corrupted: Inputs) -> None:
-    """ValueError if the inputs differ in shape."""
-    shapes = [
-        [tuple(leaf.shape) for leaf in pytree.flatten(as_arguments(inputs))[0]]
-        for inputs in (clean, corrupted)
-    ]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"the inputs of the two runs differ in shape: {shapes[0]} and {shapes[1]}; pad them, "
-            "so that a position means the same in both"
-        )
 
 
 def _as_positions(positions: Sequence[Selector]) -> tuple[Selector, ...]:

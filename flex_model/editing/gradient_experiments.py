@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from flex_model.editing.runs import (
     Site,
     as_site,
     as_sites,
+    check_count,
     check_metric,
+    check_shapes,
     check_takes_gradients,
 )
 from flex_model.model import FlexModel
@@ -68,12 +71,14 @@ def integrated_gradients(
             Sites whose tensor is the stream.
         embedding: The module whose output is interpolated.
         steps: The points at which gradients are taken, at ``1 / steps, 2 / steps ... 1``.
-        clean, corrupted, output, groups: As in `activation_patching`.
+        clean, corrupted, output, groups: As in `activation_patching`; edits of ``groups`` get the
+            copies of the rows as one batch.
         metric: As in `attribution_patching`.
 
     Returns:
         The estimated change of the metric, ``(senders, receivers)``, float64, on the CPU, the same
-        on every rank; 0 where the receiver reads before the sender writes.
+        on every rank; 0 where the receiver does not depend on the sender: it reads before, or in a
+        branch beside it (attention and MLP of GPT-NeoX).
 
     Collective over the ranks of the model.
 
@@ -84,11 +89,13 @@ def integrated_gradients(
     """
     from_sites, to_sites = as_sites(senders, "senders"), as_sites(receivers, "receivers", "input")
     check_metric(metric)
+    check_count(steps, "steps must be a positive number of points")
+    check_shapes(clean, corrupted)
     check_takes_gradients(flex, "integrated_gradients")
     start, end = as_site(embedding), as_site(output)
     # Sites that differ in what they select share a tensor.
     added, read = ({_place(site): site for site in sites} for sites in (from_sites, to_sites))
-    order: dict[_Place, int] = {}
+    found: dict[_Place, Tensor] = {}
     loss: list[Tensor] = []
     gradients: dict[_Place, Tensor] = {}
     with Runs(flex, groups) as runs, runs.restored_gradients(), torch.enable_grad():
@@ -117,25 +124,26 @@ def integrated_gradients(
             gradients[place] = grad.detach()[rows].sum(0).double()
 
         def note(place: _Place, full: Tensor, scope: Scope) -> None:
-            order.setdefault(place, len(order))
+            found[place] = full  # so it is in the graph
 
+        runs.register(start, Edit("interpolate", interpolate), "steps")
         for place, site in {**added, **read}.items():
-            runs.register(site, Edit("order", partial(note, place)), "steps")
+            runs.register(site, Edit("graph", partial(note, place)), "steps")
         for place, site in read.items():
             runs.register(site, Edit("gradient", partial(keep, place)), "steps", is_gradient=True)
-        runs.register(start, Edit("interpolate", interpolate), "steps")
         runs.register(end, Edit("metric", measure), "steps")
         with torch.no_grad():
             runs.run(clean, "clean")
             runs.run(corrupted, "corrupted")
         runs.run(copies.inputs(corrupted), "steps")
+        before = {place: _nodes_before(found[place]) for place in read}
         runs.backward(loss[-1], "integrated_gradients")
     values = torch.zeros(len(from_sites), len(to_sites), dtype=torch.float64)
     for place, site in added.items():
         change = change_of(place).double()
         weight = _weight(flex, site.module) if site.side == "input" else None
         for j, to in enumerate(to_sites):
-            if _place(to) not in gradients or order[place] > order[_place(to)]:
+            if _place(to) not in gradients or found[place].grad_fn not in before[_place(to)]:
                 continue
             grad = gradients[_place(to)]
             index = Region(**to.where).index(grad)
@@ -154,6 +162,18 @@ def integrated_gradients(
                 if _place(one) == place:
                     values[i, j] = product[Region(**one.where).index(product)].sum()
     return values
+
+
+def _nodes_before(tensor: Tensor) -> set[Any]:
+    """Return the nodes of the graph from which the tensor was computed."""
+    seen: set[Any] = set()
+    pending: list[Any] = [tensor.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            pending += [behind for behind, _ in node.next_functions]
+    return seen
 
 
 _Place = tuple[str, str, int | str]
@@ -229,7 +249,12 @@ def jacobian_lens(
 
     Collective over the ranks of the model. Raises: as `integrated_gradients`.
     """
+    check_count(batch, "batch must be a positive number of units")
     check_takes_gradients(flex, "jacobian_lens")
+    if not isinstance(layers, Mapping):
+        raise TypeError(
+            f"jacobian_lens: layers must be a mapping of sites by number, got {layers!r}"
+        )
     sites = {layer: as_site(site) for layer, site in layers.items()}
     region, loss = Region(positions=positions), list[Tensor]()
     found: dict[int, Tensor] = {}
@@ -265,4 +290,11 @@ def jacobian_lens(
                 runs.run(copies.inputs(inputs), "jacobian")
                 runs.backward(loss[-1], "jacobian_lens")
                 first += batch
+    missing = [site.module for layer, site in sites.items() if layer not in found]
+    if missing:
+        raise ValueError(
+            f"jacobian_lens: {target!r} does not depend on {', '.join(map(repr, missing))}"
+            if num_prompts
+            else "jacobian_lens: batches is empty; give at least one batch of inputs"
+        )
     return JacobianLens({i: found[i] / num_prompts for i in sites}, num_prompts)

@@ -114,10 +114,11 @@ class Table:
         self._runs, self._key = runs, key
         self._path = None if path is None else Path(path)
         self.values: list[float] = []
+        self._ends: list[float] | None = None
         if path is not None:
-            self.values = runs.on_rank_0(self._begin, ValueError)
+            self.values = runs.on_rank_0(self._open, ValueError)
 
-    def _begin(self) -> list[float]:
+    def _open(self) -> list[float]:
         """Return the values that the file has, and write them again: an error comes before all
         runs.
         """
@@ -135,14 +136,39 @@ class Table:
         assert self._path is not None
         if not self._path.exists():
             return []
-        kept = json.loads(self._path.read_text())
-        differ = [name for name, value in self._key.items() if kept["of"].get(name) != value]
-        if differ:
+        try:
+            kept = json.loads(self._path.read_text())
+            of, values, self._ends = dict(kept["of"]), list(kept["values"]), kept["metric"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"resume: {self._path} is no file of patched runs, or is damaged ({error!r}); give "
+                "another file, or remove it"
+            ) from None
+        self._check({name for name, value in self._key.items() if of.get(name) != value})
+        return values
+
+    def _check(self, differing: set[str]) -> None:
+        if differing:
             raise ValueError(
                 f"resume: {self._path} has the values of another experiment, with other "
-                f"{' and '.join(differ)}; give another file, or remove it"
+                f"{' and '.join(sorted(differing))}; give another file, or remove it"
             )
-        return kept["values"]
+
+    def begin(self, ends: list[float]) -> None:
+        """Note the metric of the two runs without patches. Collective.
+
+        Raises:
+            ValueError: the values of the file were made with another; on every rank.
+        """
+
+        def compare() -> None:
+            # Another sharding adds up in another order.
+            kept, new = torch.tensor(self._ends or ends), torch.tensor(ends)
+            if not torch.allclose(kept, new, 0, 0.01 * float(new.abs().max()), equal_nan=True):
+                self._check({"metric, weights or hooks"})
+            self._ends = ends
+
+        self._runs.on_rank_0(compare, ValueError)
 
     def add(self, values: list[float]) -> None:
         """Add values; on rank 0, which has them, write the file. A failure is raised later."""
@@ -152,7 +178,7 @@ class Table:
 
     def _write(self) -> None:
         assert self._path is not None
-        text = json.dumps({"of": self._key, "values": self.values})
+        text = json.dumps({"of": self._key, "metric": self._ends, "values": self.values})
         write_whole(self._path, [text.encode()])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from flex_model import pytree
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.editing.edit import Edit
 from flex_model.editing.patching import Capture
@@ -21,7 +22,7 @@ from flex_model.model import FlexModel
 from flex_model.names import check_name
 from flex_model.records.records import drop
 from flex_model.records.store import ActivationStore
-from flex_model.selection.selectors import SelectionArguments
+from flex_model.selection.selectors import SelectionArguments, is_int
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Metric = Callable[[Tensor], Any]
@@ -88,6 +89,25 @@ def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
             f"keyword arguments, got {inputs!r}"
         )
     return tuple(inputs), {}
+
+
+def check_shapes(clean: Inputs, corrupted: Inputs) -> None:
+    """ValueError if the inputs of two runs differ in shape."""
+    shapes = [
+        [tuple(leaf.shape) for leaf in pytree.flatten(as_arguments(inputs))[0]]
+        for inputs in (clean, corrupted)
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            f"the inputs of the two runs differ in shape: {shapes[0]} and {shapes[1]}; pad them, "
+            "so that a position means the same in both"
+        )
+
+
+def check_count(value: object, what: str) -> None:
+    """ValueError for another value than a positive integer; ``what``: "batch ... of patches"."""
+    if not is_int(value) or value < 1:  # type: ignore[operator]
+        raise ValueError(f"{what}, got {value!r}")
 
 
 def check_metric(metric: object) -> None:
@@ -210,6 +230,16 @@ class Runs:
         except Exception as error:
             self._error = error
             return None
+
+    def check_no_group_edits(self, what: str) -> None:
+        """ValueError if the user's groups have editing functions."""
+        for group in self._groups:
+            for hook in self._flex.get_group_hook_functions(group):
+                if hook.editing_function is not None:
+                    raise ValueError(
+                        f"{what}: the edit of {hook.module_name!r} in group {group!r} would get "
+                        "the copies of the rows as one batch; leave out batch="
+                    )
 
     def backward(self, loss: object, what: str) -> None:
         """Run the backward of a metric."""

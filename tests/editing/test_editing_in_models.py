@@ -169,6 +169,16 @@ def test_batches_of_patches_and_an_interrupted_map(flex, tmp_path):
     assert len(calls) == 2
     with pytest.raises(ValueError, match="values of another experiment, with other positions"):
         run(positions=[1])
+    with pytest.raises(ValueError, match="another experiment, with other metric, weights or hooks"):
+        editing.activation_patching(
+            flex, TOKENS, OTHER, sites, lambda logits: metric(logits) + 1, resume=file
+        )
+    for text in ("", "{}", "[1]"):
+        (tmp_path / "damaged").write_text(text)
+        with pytest.raises(ValueError, match="damaged is no file of patched runs, or is damaged"):
+            editing.activation_patching(
+                flex, TOKENS, OTHER, sites, metric, resume=tmp_path / "damaged"
+            )
     for path in (tmp_path / "no" / "folder", tmp_path):
         calls.clear()
         with pytest.raises(ValueError, match=r"resume: rank 0 can't read and write .* give a file"):
@@ -255,6 +265,10 @@ def test_other_hooks_in_experiments(flex):
         ).clean
 
     found = clean(), clean(groups=["doubled"])
+    with pytest.raises(ValueError, match="in group 'doubled' would get the copies"):
+        editing.activation_patching(
+            flex, TOKENS, OTHER, ["model.layers.1"], metric, batch=2, groups="doubled"
+        )
     model = flex.restore()
     doubled = by_hand(model, TOKENS, [("model.layers.0", lambda full: 2 * full)])
     assert_close(found, (by_hand(model, TOKENS).item(), doubled.item()))

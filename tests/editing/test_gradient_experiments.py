@@ -1,6 +1,7 @@
 """Edge scores by integrated gradients, and the Jacobian lens: beside plain torch, and sharded."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -133,6 +134,52 @@ def test_edges_are_those_of_one_pass_after_another():
     expected = by_hand(model)
     assert (expected != 0).sum() > 20 and expected.abs().max() > 1e-5
     assert_close(found, expected)
+
+
+def test_branches_beside_each_other_have_no_edge():
+    """Those of one layer of GPT-NeoX, whose attention and MLP read the same stream."""
+    import transformers
+
+    config = transformers.GPTNeoXConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4,
+    )  # fmt: skip
+    flex = FlexModel(transformers.GPTNeoXForCausalLM(config).eval().double(), {})
+    layers = [f"gpt_neox.layers.{i}" for i in range(2)]
+    found = editing.integrated_gradients(
+        flex,
+        TOKENS,
+        OTHER,
+        ["gpt_neox.embed_in", *(f"{name}.attention.dense" for name in layers)],
+        [f"{name}.post_attention_layernorm" for name in layers],
+        metric,
+        embedding="gpt_neox.embed_in",
+    )
+    assert found.ne(0).tolist() == [[True, True], [False, True], [False, False]]
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"batch": 0}, "batch must be a positive number of units, got 0"),
+        ({"batches": []}, "batches is empty"),
+        ({"layers": {2: "lm_head"}}, "'model.layers.1' does not depend on 'lm_head'"),
+        ({"layers": ["model.layers.0"]}, "layers must be a mapping"),
+        ({"steps": 0}, "steps must be a positive number of points, got 0"),
+        ({"clean": TOKENS[:1]}, "differ in shape"),
+    ],
+)
+def test_wrong_arguments(wrong, message):
+    flex = FlexModel(models.llama().double(), {})
+    settings = {"batches": [TOKENS], "layers": {0: "model.layers.0"}, "target": "model.layers.1"}
+    call = partial(editing.jacobian_lens, positions=slice(None))
+    if wrong.keys() & {"steps", "clean"}:
+        settings = {"clean": TOKENS, "corrupted": OTHER, "metric": metric}
+        settings |= {"senders": MLP, "receivers": READERS, "embedding": "model.embed_tokens"}
+        call = editing.integrated_gradients
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(flex, **{**settings, **wrong})
+    assert not flex.hook_functions
 
 
 @pytest.mark.ranks(2)
