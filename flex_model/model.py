@@ -1063,8 +1063,8 @@ class FlexModel(nn.Module):
             flex.fingerprint("run_a", tokens, loss=lambda out: out.logits.square().mean())
 
         No registered hook runs, and gradients stay as they were. Sites that can't be hooked are in
-        the folder with the reason. A run that was interrupted leaves a folder that ``compare``
-        refuses; a fingerprint in a folder replaces the one before. Inputs are kept in full. The
+        the folder with the reason. A fingerprint that the folder has is removed before the run, so
+        that of a run that fails or is interrupted ``compare`` finds none. Inputs are kept in full. The
         first one proves the layouts for the later ones, too, except where gates choose experts.
 
         Args:
