@@ -275,7 +275,7 @@ def test_arguments_named_as_what_the_code_of_a_graph_uses(name):
 
 
 def test_no_target_and_no_sample():
-    with pytest.raises(TypeError, match=r"expected an nn.Module and a dict .* Stack and list"):
+    with pytest.raises(TypeError, match="expected a dict of the forward's arguments, got list"):
         trace_subgraphs(Stack(), [BATCHES[0]], ["Linear"])
     with pytest.raises(ValueError, match="match no module"):
         trace_subgraphs(Stack(), {"x": BATCHES[0]}, ["Conv2d"])
