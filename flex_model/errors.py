@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class HookError(RuntimeError):
@@ -71,6 +72,12 @@ def text_of(error: BaseException) -> str:
         return f"{name}: {error}"
     except Exception:
         return name
+
+
+def check_type(expected: str, value: object, kind: Any, advice: str = "") -> None:
+    """TypeError for a value of another class; ``expected`` begins the message."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{expected}, got {type(value).__name__}{advice}")
 
 
 def see(section: str) -> str:

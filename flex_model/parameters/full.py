@@ -17,7 +17,7 @@ from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.picked import Pick
 from flex_model.distributed.placement import Placement, Replicate, Shape, Shard, ShardLayout
-from flex_model.errors import HookError, agreed
+from flex_model.errors import HookError, agreed, check_type
 from flex_model.hooks.registration import SPARSE_GRADIENT
 from flex_model.integrations import dtensor, fsdp, layers, offload, quantized
 from flex_model.layouts import resolve
@@ -135,11 +135,9 @@ class Parameters:
     ) -> None:
         """Write each rank's shard of ``full`` into the parameter, or into that of some experts."""
         shown = clean(self._root, name)
-        if not isinstance(full, Tensor):
-            raise TypeError(
-                f"set_module_parameter: expected a full torch.Tensor for {shown!r}, got "
-                f"{type(full).__name__}"
-            )
+        check_type(
+            f"set_module_parameter: expected a full torch.Tensor for {shown!r}", full, Tensor
+        )
         got = tuple(full.shape)
         what = f"a new full value of parameter {shown!r}, of shape {got}"
         self._agree(what, "set", name, got, full.is_complex())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.errors import HookMismatchError, agreed, see
+from flex_model.errors import HookMismatchError, agreed, check_type, see
 
 _HALF = (1 << 31) - 1
 
@@ -23,12 +23,9 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def check_name(modules: nn.ModuleDict, name: object) -> None:
+def check_name(modules: nn.ModuleDict, name: str) -> None:
     """Check that a trainable module can have this name. Local."""
-    if not isinstance(name, str):
-        raise TypeError(
-            f"register_trainable_module: the name must be a str, got {type(name).__name__}"
-        )
+    check_type("register_trainable_module: the name must be a str", name, str)
     if not name or "." in name or (hasattr(modules, name) and name not in modules):
         raise ValueError(
             f"register_trainable_module: {name!r} can't be the name of a trainable module; give "

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from flex_model.hooks.core import HookCore
+from flex_model.hooks.table import Choice
 from flex_model.integrations import torch_pipelining
 from flex_model.integrations.torch_pipelining import to_meta
 from flex_model.pipelining.row_proofs import StageRecording
@@ -40,6 +42,56 @@ _REPLACED = (
     "set_local_bwd_input",
     "_validate_fwd_input",  # torch 2.11 has it
 )
+
+
+@dataclass(eq=False)
+class StepCall:
+    """The arguments of one step.
+
+    Attributes:
+        choice: The hooks that are active in it.
+        appends: Whether records are added to those of the step before.
+        until: Names of modules, with kinds of hooks, after which nothing is computed; None: all is.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Tensor | None
+    losses: list[Tensor] | None
+    return_outputs: bool
+    choice: Choice
+    has_backward: bool
+    appends: bool
+    until: list[tuple[str, str]] | None
+    batch_mode: str
+    return_on: str
+    microbatch_dim: int | Mapping[str, int | None] | None
+
+
+@dataclass(eq=False)
+class StepPlan:
+    """The plan of a step.
+
+    Attributes:
+        inputs: The hash of the inputs on all ranks, except for the values of their tensors, and of
+            modes.
+        is_prepared: Whether every rank's stages have buffers for these inputs.
+        conditions: A hash of the inputs, and, with micro-batches, of the modules, their hooks and
+            attributes, and torch's modes, on all ranks.
+        number: The number of micro-batches.
+        rows: By data-parallel rank: its number of rows in each micro-batch.
+        seed: The seed of random edits.
+    """
+
+    inputs: int
+    is_prepared: bool
+    conditions: int
+    number: int
+    arg_chunks: list[Any]
+    kwarg_chunks: list[Any]
+    target_chunks: list[Any] | None
+    rows: list[list[int]]
+    seed: int
 
 
 class InstrumentedStage:
@@ -365,34 +417,29 @@ class LocalSchedule:
             {name: "forward" in name or has_backward for name in _FLAGS if name in self._before}
         )
 
-    def run(
-        self,
-        arg_chunks: list[Any],
-        kwarg_chunks: list[Any],
-        target_chunks: list[Any] | None,
-        losses: list[Tensor],
-        return_outputs: bool,
-        has_backward: bool,
-    ) -> Any:
+    def run(self, call: StepCall, plan: StepPlan, losses: list[Tensor]) -> Any:
         """Run a step of stages that have begun it: in micro-batches along the schedule, or as one
         by a loop over the stages where there is one chunk for several. Return the merged output of
         the last stage, if it is on this rank.
+
+        Args:
+            losses: Gets those of the micro-batches, where the step has a target.
         """
-        schedule = self._schedule
+        schedule, targets = self._schedule, plan.target_chunks
         schedule._internal_losses.clear()
-        loss_fn = None if target_chunks is None else self._guarded(schedule._loss_fn)
+        loss_fn = None if targets is None else self._guarded(schedule._loss_fn)
         before = {"_has_backward": schedule._has_backward, "_loss_fn": schedule._loss_fn}
         run = schedule._step_microbatches
-        if len(arg_chunks) != schedule._n_microbatches:
+        if plan.number != schedule._n_microbatches:
             run = self._run_as_one
         # Torch's schedules take these in their constructor only.
-        vars(schedule).update(_has_backward=has_backward, _loss_fn=loss_fn)
+        vars(schedule).update(_has_backward=call.has_backward, _loss_fn=loss_fn)
         try:
-            filled = losses if target_chunks is not None else None
-            run(arg_chunks, kwarg_chunks, target_chunks, filled, return_outputs)
+            filled = None if targets is None else losses
+            run(plan.arg_chunks, plan.kwarg_chunks, targets, filled, call.return_outputs)
         finally:
             vars(schedule).update(before)
-        if self.has_last and return_outputs and not self._state.failure.has_error:
+        if self.has_last and call.return_outputs and not self._state.failure.has_error:
             return schedule._merge_outputs(self.stages[-1].output_chunks)
         return None
 

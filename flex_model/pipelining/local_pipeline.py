@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +20,10 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import site_hash
 from flex_model.distributed.mesh import Mesh, group_ranks
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.errors import agreed
+from flex_model.errors import agreed, check_type
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.random_state import seed_of_state
 from flex_model.hooks.save_ctx import StageContext
-from flex_model.hooks.table import Choice
 from flex_model.integrations.mesh_sources import Source
 from flex_model.layouts.arguments import describe
 from flex_model.layouts.cache import Conditions
@@ -33,7 +32,7 @@ from flex_model.layouts.kept import Attributes, KeptTensors
 from flex_model.layouts.sources import Constants, named_inputs
 from flex_model.parameters.trainable import refuse_different
 from flex_model.pipelining import microbatches
-from flex_model.pipelining.instrumented_stage import LocalSchedule, stages_of
+from flex_model.pipelining.instrumented_stage import LocalSchedule, StepCall, StepPlan, stages_of
 from flex_model.pipelining.stages import (
     LocalStages,
     PipelineParameters,
@@ -184,56 +183,6 @@ def digest_of_inputs(args: Any, kwargs: dict[str, Any]) -> int:
     return site_hash(*parts, *sizes)
 
 
-@dataclass(eq=False)
-class StepCall:
-    """The arguments of one step.
-
-    Attributes:
-        choice: The hooks that are active in it.
-        appends: Whether records are added to those of the step before.
-        until: Names of modules, with kinds of hooks, after which nothing is computed; None: all is.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Tensor | None
-    losses: list[Tensor] | None
-    return_outputs: bool
-    choice: Choice
-    has_backward: bool
-    appends: bool
-    until: list[tuple[str, str]] | None
-    batch_mode: str
-    return_on: str
-    microbatch_dim: int | Mapping[str, int | None] | None
-
-
-@dataclass(eq=False)
-class StepPlan:
-    """The plan of a step.
-
-    Attributes:
-        inputs: The hash of the inputs on all ranks, except for the values of their tensors, and of
-            modes.
-        is_prepared: Whether every rank's stages have buffers for these inputs.
-        conditions: A hash of the inputs, and, with micro-batches, of the modules, their hooks and
-            attributes, and torch's modes, on all ranks.
-        number: The number of micro-batches.
-        rows: By data-parallel rank: its number of rows in each micro-batch.
-        seed: The seed of random edits.
-    """
-
-    inputs: int
-    is_prepared: bool
-    conditions: int
-    number: int
-    arg_chunks: list[Any]
-    kwarg_chunks: list[Any]
-    target_chunks: list[Any] | None
-    rows: list[list[int]]
-    seed: int
-
-
 def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> StepPlan:
     """Check the call on all ranks, and split its inputs. Collective.
 
@@ -333,8 +282,7 @@ def _shared_values(call: StepCall, core: HookCore, args: tuple[Any, ...]) -> int
 
 
 def _check_target(call: StepCall, schedule: Any, number: int) -> None:
-    if call.losses is not None and not isinstance(call.losses, list):
-        raise TypeError(f"losses must be a list, got {type(call.losses).__name__}")
+    check_type("losses must be a list", call.losses, list | None)
     if schedule._loss_fn is None:
         if call.target is not None or call.losses is not None:
             raise ValueError(
@@ -348,8 +296,7 @@ def _check_target(call: StepCall, schedule: Any, number: int) -> None:
                 "give target=, or run it under torch.no_grad()"
             )
         return
-    if not isinstance(call.target, Tensor):
-        raise TypeError(f"target must be a Tensor, got {type(call.target).__name__}")
+    check_type("target must be a Tensor", call.target, Tensor)
     if call.target.dim() == 0 and number > 1:
         raise ValueError(f"target is one number; give a row for each of {number} micro-batches")
     if call.target.dim():

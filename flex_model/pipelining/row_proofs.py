@@ -123,17 +123,13 @@ class StageRecording:
         self, follower: Follower, found: _Microbatch, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         of_args, of_kwargs = self._inputs
-        for name, value in kwargs.items():
-            for i, (tensor, whole) in enumerate(zip(_tensors(value), _tensors(of_kwargs[name]))):
-                follower.note_input(
-                    tensor, f"input {name!r}, tensor {i}", (_split(whole, tensor), None)
-                )
-        tensors = _tensors(args)
+        given = {f"input {name!r}, tensor": (kwargs[name], of_kwargs[name]) for name in kwargs}
         if self._is_first:
-            for i, (tensor, whole) in enumerate(zip(tensors, _tensors(of_args))):
-                follower.note_input(tensor, f"input {i}", (_split(whole, tensor), None))
-            return
-        for i, tensor in enumerate(tensors):
+            given["input"] = args, of_args
+        for what, (part, whole) in given.items():
+            for i, (tensor, of_batch) in enumerate(zip(_tensors(part), _tensors(whole))):
+                follower.note_input(tensor, f"{what} {i}", (_split(of_batch, tensor), None))
+        for i, tensor in enumerate([] if self._is_first else _tensors(args)):
             follower.note_input(tensor, f"what the stage before sends, tensor {i}", (None, None))
             found.received.append(follower.recorder.value(tensor))
 

@@ -29,8 +29,8 @@ from flex_model.inspection.tree import Node
 from flex_model.integrations import cut, fsdp, refused
 from flex_model.integrations.transformers_private import cache_of, pipeline_stage, with_cache_of
 from flex_model.names import find_parameter
-from flex_model.pipelining.instrumented_stage import LocalSchedule
-from flex_model.pipelining.local_pipeline import LocalPipeline, StepCall, check_dims
+from flex_model.pipelining.instrumented_stage import LocalSchedule, StepCall, StepPlan
+from flex_model.pipelining.local_pipeline import LocalPipeline, check_dims
 from flex_model.pipelining.stages import StageIndex, find_targets
 from flex_model.pipelining.step_runner import StepRunner
 from flex_model.records.store.session import Session, config_hash
@@ -383,19 +383,11 @@ class LocalForward:
         """Begin a step: see ``InstrumentedStage.begin``."""
         self._is_skipped, self._until = is_skipped, sites
 
-    def run(
-        self,
-        arg_chunks: list[Any],
-        kwarg_chunks: list[dict[str, Any]],
-        target_chunks: None,
-        losses: list[Tensor],
-        return_outputs: bool,
-        has_backward: bool,
-    ) -> Any:
+    def run(self, call: StepCall, plan: StepPlan, losses: list[Tensor]) -> Any:
         """Run the model's own forward, without autograd: transformers sends no gradients. Return
         its output, which every rank has.
         """
-        stage, kwargs = self.stage, kwarg_chunks[0]
+        stage, kwargs = self.stage, plan.kwarg_chunks[0]
         self._kwargs = kwargs
         self._left = [
             *(["recv_forward"] if not stage.is_first else []),
@@ -419,7 +411,7 @@ class LocalForward:
                 self._send_zeros(kwargs)
             except BaseException as error:
                 self._state.fail_in_model(error)
-        return output if return_outputs and not self._state.failure.has_error else None
+        return output if call.return_outputs and not self._state.failure.has_error else None
 
     def _begin_tracking(self, kwargs: dict[str, Any]) -> None:
         core = self._core

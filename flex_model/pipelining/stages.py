@@ -87,8 +87,7 @@ def _add_stage_prefix(root: LocalStages, state_dict: dict[str, Any], prefix: str
 def describe_stage(stage: Any) -> dict[str, Any]:
     """Describe a stage for the ``StageIndex`` of all ranks, as JSON."""
     root = stage.submod
-    called: list[str] = []
-    held: list[str] = []
+    called: dict[str, None] = {}
     types: dict[str, list[str]] = {}
     in_graph = set(_called_in_graph(root, "")) if hasattr(root, "graph") else None
     for name, module in root.named_modules(remove_duplicate=False):
@@ -98,12 +97,12 @@ def describe_stage(stage: Any) -> dict[str, Any]:
         is_called = has_forward if in_graph is None else name in in_graph
         is_called &= all(module is not other for other in getattr(stage, "uncalled", ()))
         name = clean(root, name)
-        (called if is_called else held).append(name)
+        if is_called:
+            called[name] = None
         types.setdefault(name, [type_name(kind) for kind in type(module).__mro__[:-1]])
     return {
         "index": stage.stage_index,
-        "called": list(dict.fromkeys(called)),
-        "held": list(dict.fromkeys(held)),
+        "called": list(called),
         "types": types,
         "parameters": _parameter_names(root),
         "tied": tied_parameters(root),
@@ -195,7 +194,7 @@ class StageIndex:
         self._described, self.pp_ranks = described, pp_ranks
         self._calls_roots = calls_roots
         self._called = _by_name(stage["called"] for stage in described)
-        self._held = _by_name(stage["held"] for stage in described)
+        self._held = _by_name(stage["types"] for stage in described)
         self._parameters = _by_name(
             itertools.chain.from_iterable(stage["parameters"]) for stage in described
         )

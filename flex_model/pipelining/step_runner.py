@@ -28,7 +28,8 @@ from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.gradients import Gradients
-from flex_model.pipelining.local_pipeline import LocalPipeline, StepCall, StepPlan, plan_step
+from flex_model.pipelining.instrumented_stage import StepCall, StepPlan
+from flex_model.pipelining.local_pipeline import LocalPipeline, plan_step
 from flex_model.pipelining.row_proofs import BatchRows, StageRecording
 from flex_model.pipelining.shapes import infer_shapes, run_in_order
 from flex_model.pipelining.stages import find_targets
@@ -116,14 +117,7 @@ class StepRunner:
         output = None
         before = save_ctx.begin_step(core.save_ctx)
         try:
-            output = self._local.run(
-                plan.arg_chunks,
-                plan.kwarg_chunks,
-                plan.target_chunks,
-                losses,
-                call.return_outputs,
-                call.has_backward,
-            )
+            output = self._local.run(call, plan, losses)
             gradients.scale()
             if call.has_backward and not state.is_silent:
                 gradients.run_hooks()

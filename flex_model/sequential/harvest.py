@@ -7,66 +7,23 @@ from __future__ import annotations
 import argparse
 import hashlib
 import inspect
-import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from flex_model.distributed import values
-from flex_model.errors import nearest
 from flex_model.hooks.function import HookFunction
 from flex_model.model import FlexModel
 from flex_model.records.store import ActivationStore
 from flex_model.sequential.runner import RunResult, run
-from flex_model.sequential.targets import match_modules
-
-_CHUNK_BYTES = 16 << 20  # of a file of weights, at once
-
-
-class TextBatches:
-    """Batches of ``batch_size`` lines of a text file that are not empty, tokenized and padded to
-    the longest of them. Has a length; each iteration reads the file again.
-
-    Args:
-        max_length: The most tokens of a line; the rest is dropped.
-        names: The names of the model's arguments.
-    """
-
-    def __init__(
-        self, file: str | Path, tokenizer: Any, batch_size: int, max_length: int, names: set[str]
-    ) -> None:
-        self._file, self._tokenizer = Path(file), tokenizer
-        self._batch_size, self._max_length, self._names = batch_size, max_length, names
-        self._num_lines = sum(1 for _ in self._lines())
-        if not self._num_lines:
-            raise ValueError(f"harvest: {file} has no line with text")
-
-    def __len__(self) -> int:
-        return -(-self._num_lines // self._batch_size)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        lines = self._lines()
-        while some := list(itertools.islice(lines, self._batch_size)):
-            yield self._batch(some)
-
-    def _lines(self) -> Iterator[str]:
-        with self._file.open(encoding="utf-8") as file:
-            yield from (line.rstrip("\n") for line in file if line.strip())
-
-    def _batch(self, lines: list[str]) -> dict[str, Any]:
-        made = self._tokenizer(
-            lines, return_tensors="pt", padding=True, truncation=True, max_length=self._max_length
-        )
-        batch = {name: value for name, value in made.items() if name in self._names}
-        if "use_cache" in self._names:
-            batch["use_cache"] = False  # keys and values of every layer would pile up
-        return batch
+from flex_model.sequential.targets import find_modules
 
 
 def harvest(
@@ -111,10 +68,10 @@ def harvest(
             f"harvest: {folder} has no config.json; give a folder as save_pretrained writes it"
         )
     empty = _on_meta(folder, dtype)
-    batches = TextBatches(data, _tokenizer(folder), batch_size, max_length, _arguments_of(empty))
+    batches = _batches(data, _tokenizer(folder), empty, batch_size, max_length)
     with FlexModel(empty, {}) as flex:
         register = flex.register_forward_pre_hook if inputs else flex.register_forward_hook
-        for name in _names(empty, modules):
+        for name, _ in find_modules(empty, modules, "harvest:"):
             register(HookFunction(name))
         store = ActivationStore(out, key=_key(folder, empty, batch_size, max_length))
         return run(
@@ -161,30 +118,39 @@ def _tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def _arguments_of(model: nn.Module) -> set[str]:
-    return set(inspect.signature(model.forward).parameters)
+def _batches(
+    data: str | Path, tokenizer: Any, model: nn.Module, batch_size: int, max_length: int
+) -> DataLoader[Any]:
+    """Return the batches of lines that are not empty, tokenized and padded to the longest of
+    each.
+    """
+    lines = [line for line in Path(data).read_text(encoding="utf-8").split("\n") if line.strip()]
+    if not lines:
+        raise ValueError(f"harvest: {data} has no line with text")
+    names = inspect.signature(model.forward).parameters
 
+    def tokenized(some: list[str]) -> dict[str, Any]:
+        made = tokenizer(
+            some, return_tensors="pt", padding=True, truncation=True, max_length=max_length
+        )
+        batch = {name: value for name, value in made.items() if name in names}
+        if "use_cache" in names:
+            batch["use_cache"] = False  # keys and values of every layer would pile up
+        return batch
 
-def _names(model: nn.Module, wanted: Sequence[str]) -> list[str]:
-    names = {module: name for name, module in model.named_modules() if name}
-    found: set[nn.Module] = set()
-    for pattern in wanted:
-        matched = match_modules(model, [pattern]) & names.keys()
-        if not matched:
-            raise ValueError(
-                f"harvest: {pattern!r} matches no module of {type(model).__name__}; "
-                f"{nearest(pattern, names.values(), 'module')}"
-            )
-        found |= matched
-    return [name for module, name in names.items() if module in found]
+    generator = torch.Generator()  # else iterating draws from the process's own
+    dataset: Any = lines
+    return DataLoader(dataset, batch_size, collate_fn=tokenized, generator=generator)
 
 
 def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> dict[str, Any]:
     """Return what records depend on beside hooks and inputs; by content, so folders may move."""
     digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
     for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-        _add_content(digest, file)
+        size = file.stat().st_size
+        content = torch.from_file(str(file), size=size, dtype=torch.uint8)  # memory-mapped
+        # All bytes: weights that were trained on have the sizes of those before.
+        digest.update(f"{file.name} {size} {values.fingerprint(content).tolist()}".encode())
     dtype = next((str(parameter.dtype) for parameter in model.parameters()), "none")
     return {
         "model": digest.hexdigest(),
@@ -192,15 +158,6 @@ def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> di
         "batch_size": batch_size,
         "max_length": max_length,
     }
-
-
-def _add_content(digest: Any, file: Path) -> None:
-    """Add all bytes of a file: weights that were trained on have the sizes of those before."""
-    memory = bytearray(_CHUNK_BYTES)
-    content = torch.frombuffer(memory, dtype=torch.uint8)
-    with file.open("rb") as opened:
-        while num_bytes := opened.readinto(memory):
-            digest.update(str(values.fingerprint(content[:num_bytes]).tolist()).encode())
 
 
 def report(result: RunResult, out: str | Path, as_json: bool = False) -> None:

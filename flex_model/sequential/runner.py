@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flex_model.errors import check_type
 from flex_model.hooks.core import HookCore
 from flex_model.hooks.random_state import advance_generator
 from flex_model.integrations.compiled import is_compiled_itself
@@ -280,16 +281,13 @@ def progress_bar(
 
 def check_types(model: object, batches: object, device: object, **functions: object) -> None:
     """TypeError for a model, batches, a device or functions of a wrong type."""
-    checked: list[tuple[str, object, Any, str]] = [
-        ("expected an nn.Module or a FlexModel", model, nn.Module, ""),
-        ("batches must be an iterable", batches, Iterable, "; of one batch: [batch]"),
-        ("device must be a str, a torch.device or None", device, str | torch.device | None, ""),
-    ]
+    check_type("sequential.run: expected an nn.Module or a FlexModel", model, nn.Module)
+    hint = "; of one batch: [batch]"
+    check_type("sequential.run: batches must be an iterable", batches, Iterable, hint)
+    expected = "sequential.run: device must be a str, a torch.device or None"
+    check_type(expected, device, str | torch.device | None)
     for name, function in functions.items():
-        checked.append((f"{name} must be a function or None", function, Callable | None, ""))
-    for expected, value, kind, advice in checked:
-        if not isinstance(value, kind):
-            raise TypeError(f"sequential.run: {expected}, got {type(value).__name__}{advice}")
+        check_type(f"sequential.run: {name} must be a function or None", function, Callable | None)
     if "schedule" in vars(model):
         raise TypeError(
             "sequential.run: the model is a FlexModel over a schedule, which alone runs its "
@@ -333,16 +331,13 @@ def check_offload(offload_activations: str, has_weights: bool) -> None:
         )
 
 
-def store_of(store: object, core: HookCore | None) -> ActivationStore | None:
+def store_of(store: ActivationStore | None, core: HookCore | None) -> ActivationStore | None:
     """Return where records go: the store passed, or the FlexModel's own; None: ``output_ptr``."""
     own = None if core is None or core.runs.session is None else core.runs.session.store
     if store is None:
         return own
-    if not isinstance(store, ActivationStore):
-        raise TypeError(
-            f"sequential.run: store must be an ActivationStore, got a {type(store).__name__}; "
-            "sequential.ActivationStore(folder)"
-        )
+    hint = "; sequential.ActivationStore(folder)"
+    check_type("sequential.run: store must be an ActivationStore", store, ActivationStore, hint)
     if core is None:
         raise TypeError(
             "sequential.run: a store keeps what hooks record, and a plain module has none; give a "

@@ -88,25 +88,40 @@ def choose(model: nn.Module, targets: str | Sequence[str], per_step: int) -> lis
                 f"sequential.run: targets='auto' found neither _no_split_modules nor a ModuleList "
                 f"in {type(model).__name__}; name the modules, targets=['encoder', ...]"
             )
+        found = [(name, module) for name, module in model.named_modules() if module in modules]
     else:
-        names = _names(targets)
-        if not names:
+        found = find_modules(model, targets, "sequential.run: the target")
+        if not found:
             raise ValueError(
                 "sequential.run: targets is empty; name some modules, or leave it at 'auto'"
             )
-        modules = set()
-        for name in names:
-            matched = match_modules(model, [name])
-            if not matched:
-                choices = [one for one, _ in model.named_modules() if one]
-                choices += sorted({type(module).__name__ for module in model.modules()})
-                raise ValueError(
-                    f"sequential.run: the target {name!r} matches no module of "
-                    f"{type(model).__name__}; {nearest(name, choices, 'name')}"
-                )
-            modules |= matched
-    found = [(name, module) for name, module in model.named_modules() if module in modules]
     return [Target(name, module, i // per_step) for i, (name, module) in enumerate(found)]
+
+
+def find_modules(
+    model: nn.Module, targets: str | Sequence[str], what: str
+) -> list[tuple[str, nn.Module]]:
+    """Return the modules that ``match_modules`` finds, with their names, in the model's order.
+
+    Args:
+        what: Begins the error about a target.
+
+    Raises:
+        ValueError: a target matches nothing.
+        TypeError: a target is not a name.
+    """
+    modules: set[nn.Module] = set()
+    for target in _names(targets):
+        matched = match_modules(model, [target])
+        if not matched:
+            choices = [name for name, _ in model.named_modules() if name]
+            choices += sorted({type(module).__name__ for module in model.modules()})
+            raise ValueError(
+                f"{what} {target!r} matches no module of {type(model).__name__}; "
+                f"{nearest(target, choices, 'name')}"
+            )
+        modules |= matched
+    return [(name, module) for name, module in model.named_modules() if module in modules]
 
 
 def _automatic(model: nn.Module) -> Iterable[nn.Module]:

@@ -67,7 +67,7 @@ ROWS = {
         lambda: split(split_spec={"layers.4": "beginning"}),
         lambda: [split(split_spec={"layers.4": point}) for point in SplitPoint],
     ),
-    "got {}; write (x,)": (lambda: split(X[:2]), lambda: split((X[:2],))),
+    "; write (x,)": (lambda: split(X[:2]), lambda: split((X[:2],))),
     "; choose from": (
         lambda: split(method="fx"),
         lambda: [split(method=method) for method in ("auto", "trace", "modules")],

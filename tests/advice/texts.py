@@ -20,7 +20,7 @@ def texts(path):
     """String literals of a file that say what to do, with {} for what is filled in."""
     found, parts = [], set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Expr):  # docstrings
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # docstrings
             parts |= {id(part) for part in ast.walk(node) if isinstance(part, ast.Constant)}
         if id(node) in parts:
             continue

@@ -13,7 +13,6 @@ from torch.testing import assert_close
 import models
 import pipelines
 from flex_model import FlexModel, HookFunction, HookMismatchError
-from tiers import grid_but
 
 BLOCKS = ("layers.1.fc1", "layers.6.fc1")  # of different stages, and split over tp ranks
 
@@ -153,22 +152,17 @@ class Holder:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit_on", grid_but(["all", "rank0"], "all"))
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_training_gives_the_modules_of_one_process(name, edit_on):
+@pytest.mark.parametrize(
+    ("name", "edit_on", "rank_0_steps"),
+    [(name, "all", False) for name in LAYOUTS]
+    + [("tp", "all", True)]
+    + [pytest.param(name, "rank0", True, marks=pytest.mark.grid) for name in LAYOUTS],
+)
+def test_training_gives_the_modules_of_one_process(name, edit_on, rank_0_steps):
     make, layout = LAYOUTS[name]
     run = make(layout, make_model(), edit_on=edit_on)
     optimizer = prepared(run.flex)
-    train(run, optimizer, range(3), rank_0_steps=edit_on == "rank0")
-    assert_close(values(run.flex), trained_alone(3))
-    run.flex.restore()
-
-
-@pytest.mark.ranks(2)
-def test_rank_0_alone_may_make_the_steps_where_all_ranks_edit():
-    run = Whole(models.TWO_RANKS["tp"], make_model())
-    optimizer = prepared(run.flex)
-    train(run, optimizer, range(3), rank_0_steps=True)
+    train(run, optimizer, range(3), rank_0_steps)
     assert_close(values(run.flex), trained_alone(3))
     run.flex.restore()
 
@@ -192,18 +186,12 @@ def test_a_step_that_was_not_sent_is_an_error_before_the_next_run(name):
         run.backward(*batch(1))
     run.flex.sync_trainable_modules()
     run.backward(*batch(1))
-    run.flex.restore()
-
-
-@pytest.mark.ranks(2)
-def test_values_that_differ_are_found_whatever_changed_them():
-    run = Whole(models.TWO_RANKS["tp"], make_model())
-    prepared(run.flex)
-    with torch.no_grad():
+    with torch.no_grad():  # whatever changes them
         run.flex.trainable_modules["probe"][2].bias[1] += dist.get_rank()
     with pytest.raises(HookMismatchError, match=r"'probe.2.bias' on ranks \[1\]; make the same"):
-        run.flex(batch(0)[0])
-    run.flex(batch(0)[0], groups=())  # nobody uses them
+        run.backward(*batch(1))
+    with torch.no_grad():
+        run.flex(batch(0)[0], groups=())  # nobody uses them
     run.flex.restore()
 
 
@@ -243,59 +231,48 @@ def test_what_is_not_whole_on_every_rank_is_refused():
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "edit_on"),
     [
-        ("tp", "ScheduleGPipe"),
-        ("ScheduleInterleaved1F1B", "dtensor"),
-        ("fsdp2", "tp"),
-        ("ddp", "one"),
-        ("one", "fsdp2"),
+        ("tp", "ScheduleGPipe", "all"),
+        ("ScheduleInterleaved1F1B", "dtensor", "all"),
+        ("fsdp2", "tp", "all"),
+        ("ddp", "one", "all"),
+        ("one", "fsdp2", "all"),
+        ("tp", "tp", "all"),
+        ("tp", "tp", "rank0"),
+        ("ScheduleGPipe", "ScheduleGPipe", "all"),
+        ("ScheduleGPipe", "ScheduleGPipe", "rank0"),
     ],
 )
-def test_training_goes_on_in_another_layout(first, second, tmp_path):
+def test_training_goes_on_from_a_file(first, second, edit_on, tmp_path):
+    """In the same layout with the same bits."""
     layouts = LAYOUTS | {"one": (Whole, models.ONE_RANK)}
+    rank_0_steps = edit_on == "rank0"
+    has_optimizer = not rank_0_steps or dist.get_rank() == 0
     path = tmp_path / "of" / f"probe-{dist.get_rank() if first == 'one' else 0}.pt"
     make, layout = layouts[first]
-    run = make(layout, make_model())
+    run = make(layout, make_model(), edit_on=edit_on)
     optimizer = prepared(run.flex)
-    train(run, optimizer, range(2))
+    train(run, optimizer, range(2), rank_0_steps)
     saved, state = values(run.flex), copy.deepcopy(optimizer.state_dict())
-    run.flex.save_trainable_modules(path, optimizer, extra={"step": 2, "noise": torch.ones(3)})
+    extra = {"step": 2, "noise": torch.ones(3)}
+    run.flex.save_trainable_modules(path, optimizer if has_optimizer else None, extra=extra)
+    train(run, optimizer, range(2, 4), rank_0_steps)
+    uninterrupted = values(run.flex)
     run.flex.restore()
 
     make, layout = layouts[second]
-    run = make(layout, make_model())
-    optimizer = prepared(run.flex, seed=99)
-    extra = run.flex.load_trainable_modules(path.with_name("probe-0.pt"), optimizer)
-    assert extra["step"] == 2 and extra["noise"].eq(1).all()
-    assert_close(values(run.flex), saved, rtol=0, atol=0)
-    assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
-    assert optimizer.state_dict()["param_groups"] == state["param_groups"]
-    train(run, optimizer, range(2, 4))
-    assert_close(values(run.flex), trained_alone(4))
-    run.flex.restore()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("edit_on", ["all", "rank0"])
-@pytest.mark.parametrize("name", ["tp", "ScheduleGPipe"])
-def test_a_resumed_run_gives_the_bits_of_one_that_was_not_interrupted(name, edit_on, tmp_path):
-    make, layout = LAYOUTS[name]
-    on_rank_0 = edit_on == "rank0"
-    whole = make(layout, make_model(), edit_on=edit_on)
-    optimizer = prepared(whole.flex)
-    train(whole, optimizer, range(2), on_rank_0)
-    has_it = not on_rank_0 or dist.get_rank() == 0  # an optimizer on rank 0 only
-    whole.flex.save_trainable_modules(tmp_path / "probe", optimizer if has_it else None)
-    train(whole, optimizer, range(2, 4), on_rank_0)
-    expected = values(whole.flex)
-    whole.flex.restore()
-
     run = make(layout, make_model(), edit_on=edit_on)
     optimizer = prepared(run.flex, seed=99)
-    assert (
-        run.flex.load_trainable_modules(tmp_path / "probe", optimizer if has_it else None) is None
-    )
-    train(run, optimizer, range(2, 4), on_rank_0)
-    assert_close(values(run.flex), expected, rtol=0, atol=0)
+    given = optimizer if has_optimizer else None
+    extra = run.flex.load_trainable_modules(path.with_name("probe-0.pt"), given)
+    assert extra["step"] == 2 and extra["noise"].eq(1).all()
+    assert_close(values(run.flex), saved, rtol=0, atol=0)
+    if has_optimizer:
+        assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
+        assert optimizer.state_dict()["param_groups"] == state["param_groups"]
+    train(run, optimizer, range(2, 4), rank_0_steps)
+    assert_close(values(run.flex), trained_alone(4))
+    if first == second:
+        assert_close(values(run.flex), uninterrupted, rtol=0, atol=0)
     run.flex.restore()

@@ -795,7 +795,6 @@ def train_both(model, split, args, kwargs, target, schedule_class, chunks=4, met
                 total += mine[index].get_parameter(name).grad
         dist.all_reduce(total)
         assert_close(total, whole.get_parameter(names[0]).grad, rtol=0, atol=1e-6)
-    return pipe, stages, schedule
 
 
 # At which layers each begins a stage.
@@ -811,24 +810,17 @@ SCHEDULES = {
 @pytest.mark.parametrize(
     "schedule_class", grid_but(SCHEDULES, Schedule1F1B, ScheduleInterleaved1F1B)
 )
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_scheduled_step_equals_the_model(name, schedule_class):
-    model, blocks = family(name)
-    split = {f"{blocks}.{point}": BEGINNING for point in SCHEDULES[schedule_class]}
-    args, kwargs = (tokens(8),), {"attention_mask": padded(8)}
-    train_both(model, split, args, kwargs, tokens(8, seed=2), schedule_class)
-
-
-@pytest.mark.ranks(2, timeout=60)
-@pytest.mark.parametrize("method", ["modules", "trace"])
 @pytest.mark.parametrize(
-    "schedule_class", grid_but(SCHEDULES, Schedule1F1B, ScheduleInterleaved1F1B)
+    ("name", "method"),
+    [("llama", "modules"), ("gpt2", "modules"), ("plain", "modules"), ("plain", "trace")],
 )
-def test_a_scheduled_step_of_a_plain_model(schedule_class, method):
-    model = seeded(Tower).double()
-    split = {f"layers.{point}": BEGINNING for point in SCHEDULES[schedule_class]}
-    target = torch.arange(8) % 3
-    train_both(model, split, (random(8, 5),), {}, target, schedule_class, method=method)
+def test_a_scheduled_step_equals_the_model(name, method, schedule_class):
+    model, blocks = (seeded(Tower).double(), "layers") if name == "plain" else family(name)
+    split = {f"{blocks}.{point}": BEGINNING for point in SCHEDULES[schedule_class]}
+    args, kwargs, target = (tokens(8),), {"attention_mask": padded(8)}, tokens(8, seed=2)
+    if name == "plain":
+        args, kwargs, target = (random(8, 5),), {}, torch.arange(8) % 3
+    train_both(model, split, args, kwargs, target, schedule_class, method=method)
 
 
 @pytest.mark.ranks(2, timeout=60)

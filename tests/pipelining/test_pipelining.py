@@ -73,7 +73,12 @@ def hooks_of_all_kinds(flex):
     flex.register_full_backward_pre_hook(HookFunction("", None, mix, output_name="outputs.grad"))
 
 
-def check(found, expected, tolerance=1e-6):
+def check_records(found, expected, tolerance=1e-6):
+    """On rank 0; the others have none."""
+    check(found, expected if dist.get_rank() == 0 else {}, tolerance)
+
+
+def check(found, expected, tolerance):
     assert set(found) == set(expected)
     for name, tensors in expected.items():
         assert len(found[name]) == len(tensors), name
@@ -85,6 +90,17 @@ def check_parameters(flex, expected):
     for stage in flex.module.children():
         for name, parameter in stage.named_parameters():
             assert_near(parameter.grad, expected[name], name)
+
+
+def compare(flex, records, expected, x, y, losses=None):
+    """Compare one step with that of the unsplit model; return its output on this rank."""
+    flex.zero_grad()
+    output = flex(x, target=y, losses=losses)
+    if output is not None:
+        assert_near(output, expected["output"])
+    check_parameters(flex, expected["grads"])
+    check_records(records, expected["records"])
+    return output
 
 
 def assert_near(one, other, name="", tolerance=1e-6):
@@ -102,19 +118,11 @@ def test_a_step_gives_what_the_unsplit_model_gives(kind):
     with FlexModel(make_schedule(kind, model, num_microbatches, loss_fn=MSE), records) as flex:
         hooks_of_all_kinds(flex)
         for _ in range(2):
-            flex.zero_grad()
-            output = flex(x, target=y, losses=losses)
-            if rank_of(flex) == 0:
-                check(records, expected["records"])
-            else:
-                assert records == {}
-            check_parameters(flex, expected["grads"])
+            output = compare(flex, records, expected, x, y, losses)
+            assert (output is not None) == is_last(flex)
             if is_last(flex):
-                assert_near(output, expected["output"])
                 assert len(losses) == num_microbatches
                 assert_near(torch.stack(losses).mean(), expected["loss"])
-            else:
-                assert output is None
 
 
 @pytest.mark.ranks(2)
@@ -174,15 +182,10 @@ def test_full_mode_gives_edits_the_whole_batch(kind):
         script(flex)
         for mode in ("full", "micro", "full"):
             flex.batch_mode = mode
-            flex.zero_grad()
-            output = flex(x, target=y, losses=losses)
             if mode == "micro":
+                flex(x, target=y, losses=losses)
                 continue
-            assert_near(output, expected["output"])
-            assert not output.requires_grad
-            check_parameters(flex, expected["grads"])
-            if rank_of(flex) == 0:
-                check(records, expected["records"])
+            assert not compare(flex, records, expected, x, y, losses).requires_grad
             if is_last(flex):
                 assert len(losses) == 1
                 assert_near(losses[0], expected["loss"])
@@ -190,32 +193,24 @@ def test_full_mode_gives_edits_the_whole_batch(kind):
 
 @pytest.mark.ranks(2)
 def test_forward_only_and_other_batches():
+    def script(flex):
+        flex.register_forward_hook(HookFunction("layers.6.fc2", editing_function=mix))
+
     model = make_mlp()
     records, losses = {}, []
     with FlexModel(make_schedule(ALL[0], model, loss_fn=MSE), records) as flex:
-        flex.register_forward_hook(HookFunction("layers.6.fc2", editing_function=mix))
+        script(flex)
         for rows, forward_only in ((8, True), (8, False), (12, False), (12, True), (4, False)):
             x, y = data(rows)
-            expected = unsplit(
-                model,
-                lambda f: f.register_forward_hook(
-                    HookFunction("layers.6.fc2", editing_function=mix)
-                ),
-                x,
-                y,
-                MSE,
-            )
-            flex.zero_grad()
+            expected = unsplit(model, script, x, y, MSE)
             if forward_only:
                 with torch.no_grad():
-                    output = flex(x, target=y, losses=losses)
+                    flex(x, target=y, losses=losses)
                 with torch.inference_mode():
                     output = flex(x)
+                check_records(records, expected["records"])
             else:
-                output = flex(x, target=y, losses=losses)
-                check_parameters(flex, expected["grads"])
-            if rank_of(flex) == 0:
-                check(records, expected["records"])
+                output = compare(flex, records, expected, x, y, losses)
             if is_last(flex):
                 assert_near(output, expected["output"])
                 assert_near(torch.stack(losses).mean(), expected["loss"])
@@ -259,8 +254,7 @@ def test_micro_batches_that_are_alike(kind, refusal):
                 return
             flex.microbatch_dim = {name: None}
         flex(x, target=y)
-        if rank_of(flex) == 0:
-            check(records, expected["records"])
+        check_records(records, expected["records"])
 
 
 # ---- The rest of FlexModel -----------------------------------------------------------------------
@@ -457,14 +451,6 @@ def test_expected_shapes_are_those_of_the_whole_batch():
 
 
 @pytest.mark.ranks(2)
-def test_what_needs_the_whole_model_is_refused():
-    with FlexModel(make_schedule(ALL[0], make_mlp())) as flex:
-        for name in ("compile", "dry_run"):
-            with pytest.raises(RuntimeError, match=f"{name} is for a model that runs as a whole"):
-                getattr(flex, name)()
-
-
-@pytest.mark.ranks(2)
 def test_names_that_no_stage_can_serve():
     with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE)) as flex:
         for name, match in (
@@ -511,12 +497,7 @@ def test_an_error_in_an_edit_brings_every_rank_out(kind, where, error):
             message = r"rank \d: .*layers.4.fc1.*ZeroDivisionError: boom.*micro-batch 2"
             assert re.search(message, str(failure.value))
         fails = False
-        expected = unsplit(model, script, x, y, MSE)
-        flex.zero_grad()
-        flex(x, target=y)
-        check_parameters(flex, expected["grads"])
-        if rank_of(flex) == 0:
-            check(records, expected["records"])
+        compare(flex, records, unsplit(model, script, x, y, MSE), x, y)
 
 
 @pytest.mark.ranks(2, timeout=20)
@@ -597,8 +578,9 @@ def test_calls_that_cannot_be_run():
         with pytest.raises(RuntimeError, match="ranks differ in batch_mode"):
             flex(x, target=y)
         flex.batch_mode = "micro"
-        with pytest.raises(RuntimeError, match="dry_run is for a model that runs as a whole"):
-            flex.dry_run(x)
+        for name in ("compile", "dry_run"):
+            with pytest.raises(RuntimeError, match=f"{name} is for a model that runs as a whole"):
+                getattr(flex, name)()
         if rank_of(flex) == 0:
             with pytest.raises(RuntimeError, match="outside of a step of its schedule"):
                 stages_of(flex.schedule)[0].submod(x)
@@ -606,6 +588,16 @@ def test_calls_that_cannot_be_run():
 
 
 # ---- With other parallelisms ---------------------------------------------------------------------
+
+
+def hooks_and_probe(flex):
+    hooks_of_all_kinds(flex)
+    torch.manual_seed(3)
+    flex.register_trainable_module("probe", nn.Linear(8, 8))
+    for i in (1, 6):
+        flex.register_forward_hook(
+            HookFunction(f"layers.{i}.fc2", editing_function=probe, output_name=f"probe{i}")
+        )
 
 
 def shard_blocks(model, mesh):
@@ -629,30 +621,17 @@ def tensor_parallel_schedule(kind, model):
 @pytest.mark.parametrize("kind", grid_but([ALL[1], ALL[2], ALL[5]], ALL[2]))
 def test_pipeline_of_tensor_parallel_stages(kind):
     model, (x, y) = make_mlp(), data()
-
-    def script(flex):
-        hooks_of_all_kinds(flex)
-        torch.manual_seed(3)
-        flex.register_trainable_module("probe", nn.Linear(8, 8))
-        for i in (1, 6):
-            flex.register_forward_hook(
-                HookFunction(f"layers.{i}.fc2", editing_function=probe, output_name=f"probe{i}")
-            )
-
-    expected = unsplit(model, script, x, y, MSE)
+    expected = unsplit(model, hooks_and_probe, x, y, MSE)
     records = {}
     schedule = tensor_parallel_schedule(kind, model)
     with FlexModel(schedule, records, return_on="all") as flex:
         assert (flex.pp_size, flex.tp_size, flex.dp_size) == (2, 2, 1)
-        script(flex)
+        hooks_and_probe(flex)
         for _ in range(2):
             flex.zero_grad()
             output = flex(x, target=y)
             assert_near(output, expected["output"], "output", 2e-6)
-            if rank_of(flex) == 0:
-                check(records, expected["records"], 2e-6)
-            else:
-                assert not records
+            check_records(records, expected["records"], 2e-6)
             for name, grad in expected["grads"].items():
                 assert_near(flex.get_module_gradient(name), grad, name)
             for name, parameter in flex.trainable_modules.named_parameters():
@@ -733,21 +712,20 @@ def test_pipeline_of_data_parallel_stages(kind, wrap):
         return stage
 
     def script(flex):
-        hooks_of_all_kinds(flex)
+        hooks_and_probe(flex)
         flex.register_forward_hook(
             HookFunction("layers.5", editing_function=center, output_name="centered")
         )
-        torch.manual_seed(3)
-        flex.register_trainable_module("probe", nn.Linear(8, 8))
-        for i in (1, 6):
-            flex.register_forward_hook(
-                HookFunction(f"layers.{i}.fc2", editing_function=probe, output_name=f"probe{i}")
-            )
 
     # A micro-batch has rows of both ranks: rows 0, 1, 8 and 9 are the first.
     order = torch.cat([x.view(2, 4, 2, 8)[:, i].reshape(4, 8) for i in range(4)])
     targets = torch.cat([y.view(2, 4, 2, 3)[:, i].reshape(4, 3) for i in range(4)])
     expected = _by_microbatch(model, script, order, targets)
+    back = torch.arange(16).view(4, 2, 2).transpose(0, 1).reshape(-1)
+    wanted = {
+        name: [t[back] if t.shape[0] == 16 and name != "weight.grad" else t for t in ts]
+        for name, ts in expected["records"].items()
+    }
     records = {}
     schedule = make_schedule(kind, model, group=mesh["pp"].get_group(), cut=cut, loss_fn=MSE)
     with FlexModel(schedule, records, pipeline_parallel_size=2, data_parallel_size=2) as flex:
@@ -755,13 +733,7 @@ def test_pipeline_of_data_parallel_stages(kind, wrap):
         for _ in range(2):
             flex.zero_grad()
             flex(x[place * 8 :][:8], target=y[place * 8 :][:8])
-            if rank_of(flex) == 0:
-                back = torch.arange(16).view(4, 2, 2).transpose(0, 1).reshape(-1)
-                wanted = {
-                    name: [t[back] if t.shape[0] == 16 and name != "weight.grad" else t for t in ts]
-                    for name, ts in expected["records"].items()
-                }
-                check(records, wanted, 2e-6)
+            check_records(records, wanted, 2e-6)
             for name, parameter in flex.trainable_modules.named_parameters():
                 assert_near(parameter.grad, expected["trainable"][name], name, 3e-6)
             if wrap != "plain":
@@ -834,10 +806,7 @@ def test_checkpointed_blocks_repeat_their_edits(kind, use_reentrant):
     records = {}
     with FlexModel(make_schedule(kind, model, loss_fn=MSE), records) as flex:
         script(flex)
-        flex(x, target=y)
-        check_parameters(flex, expected["grads"])
-        if rank_of(flex) == 0:
-            check(records, expected["records"])
+        compare(flex, records, expected, x, y)
 
 
 @pytest.mark.ranks(2)
@@ -866,9 +835,7 @@ def test_modules_called_again_and_names_shared():
         records = {}
         with FlexModel(make_schedule(kind, model, loss_fn=MSE), records) as flex:
             script(flex)
-            flex(x, target=y)
-            if rank_of(flex) == 0:
-                check(records, expected["records"])
+            compare(flex, records, expected, x, y)
 
 
 @pytest.mark.ranks(2)

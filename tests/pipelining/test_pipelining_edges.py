@@ -15,22 +15,10 @@ from flex_model.errors import HookError, HookMismatchError
 from flex_model.pipelining import SplitPoint, pipeline
 from flex_model.pipelining.instrumented_stage import stages_of
 from pipelines import ALL, SINGLE, Transposed, make_mlp, make_schedule, my_indices, part, unsplit
-from test_pipelining import MSE, assert_near, check, check_parameters, data, is_last, mix, rank_of
+from test_pipelining import MSE, assert_near, compare, data, is_last, mix, rank_of
 from tiers import grid_but
 
 every = pytest.mark.parametrize("kind", grid_but(ALL, ALL[1], ALL[4]))
-
-
-def compare(flex, records, script, model, x, y):
-    """One step against the unsplit model."""
-    expected = unsplit(model, script, x, y, MSE)
-    flex.zero_grad()
-    output = flex(x, target=y)
-    if output is not None:
-        assert_near(output, expected["output"])
-    check_parameters(flex, expected["grads"])
-    if rank_of(flex) == 0:
-        check(records, expected["records"])
 
 
 # ---- Edits ---------------------------------------------------------------------------------------
@@ -53,7 +41,7 @@ def test_integer_inputs_can_be_edited():
 
     with FlexModel(make_schedule(ALL[4], model, loss_fn=MSE), records := {}) as flex:
         script(flex)
-        compare(flex, records, script, model, ids, y)
+        compare(flex, records, unsplit(model, script, ids, y, MSE), ids, y)
         if rank_of(flex) == 0:
             assert records["emb"][0].dtype == torch.int64
 
@@ -162,12 +150,11 @@ def test_dims_of_micro_batches_by_name():
     model.layers[2].act, model.layers[6].act = Transposed(), Transposed()
     dims = {"layers.2.act.inner": 1, "layers.6.act.inner": -1}
     schedule = make_schedule(ALL[0], model, loss_fn=MSE)
-    with FlexModel(schedule, records := {}, microbatch_dim=dims) as flex:
-        script(flex)
-        compare(flex, records, script, model, x, y)
-    with FlexModel(schedule, records := {}) as flex:
-        script(flex)
-        compare(flex, records, script, model, x, y)  # proven
+    expected = unsplit(model, script, x, y, MSE)
+    for stated in (dims, None):  # None: proven
+        with FlexModel(schedule, records := {}, microbatch_dim=stated) as flex:
+            script(flex)
+            compare(flex, records, expected, x, y)
     with FlexModel(schedule, microbatch_dim=dims | {"layers.2.act.inner": 0}) as flex:
         script(flex)
         with pytest.raises(HookError, match="along dim 1 by the operations that made them, and"):
@@ -272,10 +259,10 @@ def test_stages_that_torch_traced(kind):
             flex.register_forward_hook(HookFunction("again@1"))
         with pytest.raises(ValueError, match="leaves out modules that do nothing"):
             flex.register_forward_hook(HookFunction("nothing"))
+        expected = unsplit(model, script, x, y, MSE)
         for _ in range(2):
-            compare(flex, records, script, model, x, y)
-        expected = unsplit(model, script, x, y, MSE)["output"]
+            compare(flex, records, expected, x, y)
         with torch.no_grad():
-            assert_near(flex(x), expected)
+            assert_near(flex(x), expected["output"])
         with pytest.raises(ValueError, match=r"can't run these inputs: stage 0: .*its example"):
             flex(torch.cat([x, x]), target=torch.cat([y, y]))

@@ -11,8 +11,8 @@ from flex_model import FlexModel, HookError, HookFunction
 from flex_model.pipelining.instrumented_stage import stages_of
 from flex_model.selection import Select
 from pipelines import ALL, Transposed, make_mlp, make_schedule, part, unsplit
+from test_pipelining import MSE, check_records, data
 
-MSE = nn.MSELoss()
 GPIPE = ALL[0]
 NAME = "layers.6.act"  # of the last of two stages
 
@@ -59,18 +59,6 @@ class Factor(nn.Module):
         return self.model(x * by)
 
 
-def data(rows=8):
-    torch.manual_seed(1)
-    return torch.randn(rows, 8), torch.randn(rows, 3)
-
-
-def check(records, expected):
-    if dist.get_rank() == 0:
-        assert set(records) == set(expected)
-        for name, tensors in expected.items():
-            torch.testing.assert_close(records[name], tensors, rtol=0, atol=1e-6)
-
-
 def with_path(path):
     model = make_mlp()
     model.layers[6].act = path
@@ -81,9 +69,13 @@ def record(flex):
     flex.register_forward_hook(HookFunction(NAME))
 
 
+def record_fc1(flex):
+    flex.register_forward_hook(HookFunction("layers.6.fc1"))
+
+
 def record_both(flex):
     record(flex)
-    flex.register_forward_hook(HookFunction("layers.6.fc1"))
+    record_fc1(flex)
 
 
 @pytest.mark.ranks(2)
@@ -95,7 +87,7 @@ def test_a_step_whose_modules_have_changed_is_followed_anew(change):
     with FlexModel(schedule, records := {}) as flex:
         record(flex)
         flex(x, target=y)
-        check(records, unsplit(model, record, x, y, MSE)["records"])
+        check_records(records, unsplit(model, record, x, y, MSE)["records"])
         if dist.get_rank() == 1:
             path = stages_of(schedule)[0].submod.layers[6].act
             if change == "an attribute":
@@ -125,7 +117,7 @@ def test_an_argument_that_is_no_tensor_may_choose_the_path():
                     flex(x, target=y, is_reversed=True)
             else:
                 flex(x, target=y, is_reversed=False)
-                check(records, {"inner": [model(x).detach()]})
+                check_records(records, {"inner": [model(x).detach()]})
 
 
 @pytest.mark.ranks(2)
@@ -139,7 +131,7 @@ def test_what_is_one_micro_batchs_own_leaves_its_rows_in_their_place():
     with FlexModel(make_schedule(GPIPE, model, 4, loss_fn=MSE), records := {}) as flex:
         record(flex)
         flex(x, target=y)
-        check(records, {NAME: [torch.cat(seen)]})
+        check_records(records, {NAME: [torch.cat(seen)]})
 
 
 @pytest.mark.ranks(2)
@@ -147,22 +139,12 @@ def test_branches_on_values_that_are_to_be_followed_always():
     model, (x, y) = with_path(Path("a branch")), data()
     schedule = make_schedule(GPIPE, model, loss_fn=MSE)
     with FlexModel(schedule, records := {}, follow="always") as flex:
-        flex.register_forward_hook(HookFunction("layers.6.fc1"))
-        for _ in range(2):
-            flex(x, target=y)
-            expected = unsplit(
-                model,
-                lambda flex: flex.register_forward_hook(HookFunction("layers.6.fc1")),
-                x,
-                y,
-                MSE,
-            )
-            check(records, expected["records"])
-        record(flex)
-        for _ in range(2):
-            flex(x, target=y)
-            both = unsplit(model, record_both, x, y, MSE)["records"]
-            check(records, both)
+        for register, recorded in ((record_fc1, record_fc1), (record, record_both)):
+            register(flex)
+            expected = unsplit(model, recorded, x, y, MSE)["records"]
+            for _ in range(2):
+                flex(x, target=y)
+                check_records(records, expected)
 
 
 @pytest.mark.ranks(2)
@@ -172,7 +154,7 @@ def test_statistics_that_earlier_steps_wrote():
     with FlexModel(schedule, records := {}) as flex:
         record(flex)
         flex(x, target=y)
-        check(records, unsplit(model, record, x, y, MSE)["records"])
+        check_records(records, unsplit(model, record, x, y, MSE)["records"])
         flex.train()
         flex(x, target=y, groups=())
         flex.eval()
@@ -183,7 +165,7 @@ def test_statistics_that_earlier_steps_wrote():
         flex(x, target=y)
         of_ranks = [None, None]
         dist.all_gather_object(of_ranks, seen)
-        check(records, {NAME: [torch.cat(of_ranks[1])]})
+        check_records(records, {NAME: [torch.cat(of_ranks[1])]})
 
 
 @pytest.mark.ranks(2)
@@ -216,7 +198,7 @@ def test_a_selection_along_the_dim_of_the_rows(num_microbatches, is_recorded, al
             return
         for _ in range(2):
             flex(x, target=y)
-            check(records, unsplit(model, script, x, y, MSE)["records"])
+            check_records(records, unsplit(model, script, x, y, MSE)["records"])
 
 
 @pytest.mark.ranks(2)

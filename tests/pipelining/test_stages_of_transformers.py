@@ -1,6 +1,7 @@
 """Hooks over transformers' own pipeline (``pp_size``): the numbers of the unsplit model."""
 
 import copy
+import functools
 import inspect
 
 import pytest
@@ -8,7 +9,11 @@ import torch
 import torch.distributed as dist
 
 import models
+import test_pipelining
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
+from pipelines import alone_group
+
+check = functools.partial(test_pipelining.check, tolerance=1e-10)
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
 SITES = (
@@ -69,18 +74,7 @@ def hooked(model, **settings):
 
 def alone(model, wrap=hooked):
     """The unsplit model of this rank alone."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return wrap(model, process_group=groups[dist.get_rank()])
-
-
-def check(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensors in expected.items():
-        assert len(found[name]) == len(tensors), name
-        for one, other in zip(found[name], tensors):
-            torch.testing.assert_close(
-                one, other, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
-            )
+    return wrap(model, process_group=alone_group())
 
 
 def check_generated(flex, other, padding=0, **settings):

@@ -5,82 +5,47 @@ import torch
 import models
 
 
-def _decoder(config_class, model_class, **settings):
-    config = config_class(**(models.SIZES | {"num_hidden_layers": 3} | settings))
-    return models.seeded(model_class, config).eval()
+def maker(config, model, **settings):
+    """A function that makes a random model of these classes of transformers."""
+
+    def make():
+        import transformers
+
+        made = getattr(transformers, config)(**settings)
+        return models.seeded(getattr(transformers, model), made).eval()
+
+    return make
 
 
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return _decoder(LlamaConfig, LlamaForCausalLM)
-
-
-def gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=64)
-    return models.seeded(GPT2LMHeadModel, config).eval()
+def decoder(name, config=None, **settings):
+    settings = models.SIZES | {"num_hidden_layers": 3} | settings
+    return maker(config or f"{name}Config", f"{name}ForCausalLM", **settings)
 
 
-def mixtral():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return _decoder(MixtralConfig, MixtralForCausalLM, num_local_experts=4)
-
-
-def qwen3_moe():
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    return _decoder(Qwen3MoeConfig, Qwen3MoeForCausalLM, head_dim=8, **settings)
-
-
-def gemma3():
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    return _decoder(
-        Gemma3TextConfig, Gemma3ForCausalLM, head_dim=8, sliding_window=4, sliding_window_pattern=2
-    )
-
-
-def t5():
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0
-    )
-    return models.seeded(T5ForConditionalGeneration, config).eval()
-
-
-def vit():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=4,
-        num_labels=5,
-    )
-    return models.seeded(ViTForImageClassification, config).eval()
-
-
-def clip():
-    from transformers import CLIPConfig, CLIPModel
-
-    tower = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    text = tower | {"vocab_size": 64, "max_position_embeddings": 32, "eos_token_id": 63}
-    vision = tower | {"image_size": 16, "patch_size": 4}
-    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    return models.seeded(CLIPModel, config).eval()
+llama = decoder("Llama")
+gpt2 = maker(
+    "GPT2Config", "GPT2LMHeadModel", vocab_size=64, n_embd=32, n_layer=3, n_head=4, n_positions=64
+)
+mixtral = decoder("Mixtral", num_local_experts=4)
+qwen3_moe = decoder(
+    "Qwen3Moe", head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+)
+gemma3 = decoder(
+    "Gemma3", "Gemma3TextConfig", head_dim=8, sliding_window=4, sliding_window_pattern=2
+)
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+t5 = maker("T5Config", "T5ForConditionalGeneration", **T5, pad_token_id=0)
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+VIT = TOWER | {"num_hidden_layers": 3, "image_size": 16, "patch_size": 4, "num_labels": 5}
+vit = maker("ViTConfig", "ViTForImageClassification", **VIT)
+OF_CLIP = TOWER | {"num_hidden_layers": 2}
+clip = maker(
+    "CLIPConfig",
+    "CLIPModel",
+    text_config=OF_CLIP | {"vocab_size": 64, "max_position_embeddings": 32, "eos_token_id": 63},
+    vision_config=OF_CLIP | {"image_size": 16, "patch_size": 4},
+    projection_dim=16,
+)
 
 
 def tokens(batch, length, seed=0):

@@ -122,23 +122,15 @@ def test_inputs_of_the_user_stay_where_they_are():
 
 def test_files_on_disk_have_no_names(tmp_path, moved):
     """So that a killed run leaves nothing."""
-    seen = []
+    model, seen = Stack(4), []
+    settings = {"offload_activations": "disk", "offload_dir": tmp_path}
+    settings["on_target_end"] = lambda *_: seen.append(list(tmp_path.iterdir()))
     with torch.no_grad():
-        sequential.run(
-            Stack(4),
-            BATCHES,
-            offload_activations="disk",
-            offload_dir=tmp_path,
-            on_target_end=lambda *_: seen.append(list(tmp_path.iterdir())),
-        )
+        sequential.run(model, BATCHES, **settings)
     assert seen == [[]] * 4 and moved() > 0
-
-
-def test_nothing_is_left_after_an_exception(tmp_path):
-    model = Stack(3)
     handle = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), torch.no_grad():
-        sequential.run(model, BATCHES, offload_activations="disk", offload_dir=tmp_path)
+        sequential.run(model, BATCHES, **settings)
     handle.remove()
     assert list(tmp_path.iterdir()) == []
     assert_nothing_left(model)

@@ -141,16 +141,12 @@ def test_layer_by_layer_with_a_bounded_window(prefetch):
         assert delivered == [(0, 2), (1, 2), (2, 4), (3, 4), (4, 5)]
 
 
-def test_each_batch_has_a_namespace():
-    outputs = sequential.run(Stack(2), BATCHES)
-    assert outputs.save_ctxs == [Namespace() for _ in BATCHES]
-
-
 def test_arguments_of_every_kind_and_a_call_of_ones_own():
     model = Stack(2)
     x = BATCHES[0]
     outputs = sequential.run(model, [x, (x,), [x], {"x": x}])
     assert all(torch.equal(output, model(x)) for output in outputs)
+    assert outputs.save_ctxs == [Namespace()] * 4
     doubled = sequential.run(model, [x], call=lambda model, batch: model(model(batch)))
     assert torch.equal(doubled[0], model(model(x)))
     assert sequential.run(model, []) == []
@@ -459,9 +455,6 @@ def test_modes_of_the_caller_reach_the_batches():
         made = sequential.run(model, BATCHES[:1], call=lambda m, b: (m(b), torch.ones(1)))
     assert counter.get_total_flops() > 0
     assert made[0][1].is_meta
-
-
-# ---- gradients ---------------------------------------------------------------------------------
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_what_was_written_as_json(folder, capsys):
 
 def test_what_is_wrong_is_said(folder, capsys):
     assert cli.main(arguments(folder, "--modules", "model.layer.1")) == 1
-    assert "matches no module of LlamaForCausalLM; nearest modules" in capsys.readouterr().err
+    assert "matches no module of LlamaForCausalLM; nearest names" in capsys.readouterr().err
     assert not (folder / "out").exists()
     (folder / "lines.txt").write_text("\n \n")
     assert cli.main(arguments(folder, "--modules", "model.norm")) == 1

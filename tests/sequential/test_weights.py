@@ -77,7 +77,11 @@ def test_families_from_a_folder(tmp_path, name):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("per_step", [1, 3])
-def test_each_target_is_read_once_per_window(tmp_path, prefetch, per_step):
+def test_each_target_is_read_once_per_window(tmp_path, monkeypatch, prefetch, per_step):
+    made, init = [], loader._Buffer.__init__
+    monkeypatch.setattr(
+        loader._Buffer, "__init__", lambda self, *args: (made.append(self), init(self, *args))[1]
+    )
     model = Stack(4)
     empty = on_meta(model)
     state = tensors_of(empty)
@@ -92,19 +96,9 @@ def test_each_target_is_read_once_per_window(tmp_path, prefetch, per_step):
     assert all(torch.equal(output, model(batch)) for output, batch in zip(outputs, BATCHES))
     assert outputs.loads == {f"blocks.{i}": 3 for i in range(4)}
     assert outputs.bytes_read == 3 * stack_weights(model)
+    num_steps = -(-4 // per_step)
+    assert len(made) == min(prefetch, num_steps - 1) + 1  # their memory is reused
     assert_as_before(empty, state)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_the_memory_of_weights_is_reused(monkeypatch, prefetch):
-    made, init = [], loader._Buffer.__init__
-    monkeypatch.setattr(
-        loader._Buffer, "__init__", lambda self, *args: (made.append(self), init(self, *args))[1]
-    )
-    model = Stack(4)
-    settings = {"window": 2, "prefetch": prefetch, "device": "cpu"}
-    sequential.run(on_meta(model), BATCHES, weights=model.state_dict(), **settings)
-    assert len(made) == prefetch + 1
 
 
 def test_targets_inside_targets_keep_the_outer_ones_weights():
@@ -257,28 +251,23 @@ def test_what_nothing_gives_is_named_before_the_first_batch(tmp_path):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_a_source_that_fails(prefetch):
+@pytest.mark.parametrize("where", ["source", "batch"])
+def test_an_exception_leaves_no_weight_and_no_thread(where, prefetch):
     class Failing(sequential.DictWeights):
         def read(self, name):
-            if name == "blocks.2.weight":
+            if where == "source" and name == "blocks.2.weight":
                 raise ConnectionError("the disk is gone")
             return super().read(name)
 
+    def fail(*_):
+        raise ConnectionError("of the batch")
+
     model = Stack(4)
     empty = on_meta(model)
-    state = tensors_of(empty)
-    with pytest.raises(ConnectionError, match="the disk is gone"):
-        sequential.run(empty, BATCHES, weights=Failing(model.state_dict()), prefetch=prefetch)
-    assert_as_before(empty, state)
-
-
-def test_an_exception_in_a_batch_leaves_no_weight_and_no_thread():
-    model = Stack(4)
-    empty = on_meta(model)
-    state = tensors_of(empty)
-    handle = empty.blocks[2].register_forward_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        sequential.run(empty, BATCHES, weights=model.state_dict())
+    state, weights = tensors_of(empty), Failing(model.state_dict())
+    handle = empty.blocks[2].register_forward_hook(fail)
+    with pytest.raises(ConnectionError, match="gone" if where == "source" else "of the batch"):
+        sequential.run(empty, BATCHES, weights=weights, prefetch=prefetch)
     handle.remove()
     assert_as_before(empty, state)
     assert threading.active_count() < 20

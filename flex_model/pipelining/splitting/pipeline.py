@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint
 from torch.distributed.pipelining import pipeline as torch_pipeline
 
-from flex_model.errors import TraceError
+from flex_model.errors import TraceError, check_type
 from flex_model.integrations import torch_pipelining
 from flex_model.integrations.torch_pipelining import GraphStage, PipeInfo, RecvInfo, has_gradient
 from flex_model.integrations.torch_private import unchanged
@@ -268,20 +268,12 @@ def pipeline(
 def _check_arguments(
     module: Any, mb_args: Any, mb_kwargs: Any, split_spec: Any, split_policy: Any, method: str
 ) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"pipeline() splits an nn.Module, got {type(module).__name__}")
-    if not isinstance(mb_args, tuple):
-        raise TypeError(
-            f"mb_args is a tuple of positional arguments, got {type(mb_args).__name__}; write (x,)"
-        )
+    check_type("pipeline() splits an nn.Module", module, nn.Module)
+    check_type("mb_args is a tuple of positional arguments", mb_args, tuple, "; write (x,)")
     for name, value in (("mb_kwargs", mb_kwargs), ("split_spec", split_spec)):
-        if value is not None and not isinstance(value, Mapping):
-            raise TypeError(f"{name} is a dict by name, or None; got {type(value).__name__}")
-    if split_policy is not None and not callable(split_policy):
-        raise TypeError(
-            "split_policy is a function from a traced graph to one with pipe_split in it, or None; "
-            f"got {type(split_policy).__name__}"
-        )
+        check_type(f"{name} is a dict by name, or None", value, Mapping | None)
+    expected = "split_policy is a function that puts pipe_split into a traced graph, or None"
+    check_type(expected, split_policy, Callable | None)
     if method not in METHODS:
         raise ValueError(f"method is {method!r}; choose from {', '.join(map(repr, METHODS))}")
     if split_spec is not None and split_policy is not None:

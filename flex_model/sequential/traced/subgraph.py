@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from flex_model.errors import TraceError
+from flex_model.errors import TraceError, check_type
 from flex_model.integrations.keyword_arguments import takes_keyword
 from flex_model.integrations.torch_private import restored, unchanged
 from flex_model.sequential.targets import get_sequential_ancestors, match_modules
 from flex_model.sequential.traced import trace_check
-from flex_model.sequential.traced.trace_check import NoneForSampleError, Structures, run
+from flex_model.sequential.traced.trace_check import NoneForSampleError, Runner, Structures
 from flex_model.sequential.traced.tracer import (
     CodePath,
     SequentialTracer,
@@ -83,7 +83,8 @@ class Subgraph:
         for name in values:
             if name not in names and name not in self.unused_names:
                 raise TypeError(f"Subgraph.forward: unexpected keyword argument {name!r}")
-        return run(self.graph, model, values, self.structures)
+        runner = Runner(model, self.graph, self.structures)
+        return runner.run(*(values[name] for name in names))
 
 
 def trace_subgraphs(
@@ -115,11 +116,9 @@ def trace_subgraphs(
             exact for these too.
         ValueError: no target, a model on meta, or an argument that the model needs is missing.
     """
-    if not isinstance(model, nn.Module) or not isinstance(sample_input, Mapping):
-        raise TypeError(
-            "trace_subgraphs: expected an nn.Module and a dict of its forward's arguments, got "
-            f"{type(model).__name__} and {type(sample_input).__name__}"
-        )
+    check_type("trace_subgraphs: expected an nn.Module", model, nn.Module)
+    expected_sample = "trace_subgraphs: expected a dict of the forward's arguments"
+    check_type(expected_sample, sample_input, Mapping)
     targets = match_modules(model, sequential_targets)
     if not targets:
         raise ValueError(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from flex_model import _C
 from flex_model.errors import TraceError
@@ -338,39 +337,26 @@ def _described(value: Any) -> str:
 # ---- Running a graph -----------------------------------------------------------------------------
 
 
-def run(graph: Graph, model: nn.Module, inputs: Mapping[str, Any], structures: Structures) -> Any:
-    """Run a graph, node by node; a value is dropped after its last use.
+class Runner(Interpreter):
+    """Runs a graph node by node; a value is dropped after its last use.
 
     Args:
-        inputs: By the targets of placeholders.
+        structures: Those to check, or to note.
     """
-    last_use = {used: node for node in graph.nodes for used in node.all_input_nodes}
-    values: dict[Node, Any] = {}
-    for node in graph.nodes:
-        if node.op == "output":
-            return filled(node.args[0], values)
-        value = inputs[node.target] if node.op == "placeholder" else value_of(node, values, model)
-        if node.op != "get_attr":
-            structures.check(node, value)
-        if node in last_use:
-            values[node] = value
-        for used in node.all_input_nodes:
-            if last_use[used] is node:
-                values.pop(used, None)
-    raise AssertionError("a graph ends with an output")
 
+    def __init__(self, model: nn.Module, graph: Graph, structures: Structures) -> None:
+        super().__init__(model, graph=graph)
+        self.extra_traceback = False  # errors of the model's own code stay as they are
+        self._structures = structures
 
-def value_of(node: Node, values: Mapping[Node, Any], model: nn.Module) -> Any:
-    """Return the value of a node from those of its inputs."""
-    args, kwargs = filled(tuple(node.args), values), filled(dict(node.kwargs), values)
-    target: Any = node.target
-    if node.op == "get_attr":
-        return operator.attrgetter(target)(model)
-    if node.op == "call_module":
-        return model.get_submodule(target)(*args, **kwargs)
-    if node.op == "call_method":
-        return getattr(args[0], target)(*args[1:], **kwargs)
-    return target(*args, **kwargs)
+    def map_nodes_to_values(self, args: Any, n: Node) -> Any:
+        return filled(args, self.env)
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        if n.op not in ("get_attr", "output"):
+            self._structures.check(n, value)
+        return value
 
 
 def filled(argument: Any, values: Mapping[Node, Any]) -> Any:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from flex_model.errors import TraceError
 from flex_model.integrations.torch_private import tree_flatten, tree_unflatten
-from flex_model.sequential.traced.trace_check import IS_FIXED, is_plain, value_of
+from flex_model.sequential.traced.trace_check import IS_FIXED, Runner, Structures, is_plain
 
 # Factories of tensors: torch does not dispatch on the type of their arguments, which may be sizes.
 _FACTORIES = (
@@ -186,7 +186,8 @@ class SequentialTracer(torch.fx.Tracer):
         """
         if self.sample_input is None:
             return super().create_args_for_root(root_fn, is_module, concrete_args)
-        self.samples = {}
+        self._runner = Runner(self.root, self.graph, Structures())
+        self.samples = self._runner.env
         proxies = {
             name: self.create_proxy("placeholder", name, (), {}) for name in self.sample_input
         }
@@ -203,7 +204,7 @@ class SequentialTracer(torch.fx.Tracer):
                     self.samples[node] = (
                         self.sample_input[str(node.target)]
                         if kind == "placeholder"
-                        else value_of(node, self.samples, self.root)
+                        else self._runner.run_node(node)
                     )
             finally:
                 self._is_sampling = False

@@ -15,7 +15,7 @@ import itertools
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flex_model import pytree
 from flex_model.hooks.core import HookCore
 from flex_model.integrations import dtensor, offload, quantized, torch_private
 from flex_model.runs.interrupts import deferred
@@ -113,13 +114,8 @@ def needs_loading(
 
 def moved(batch: Any, place: torch.device) -> Any:
     """Return a batch with its tensors on ``place``."""
-    if isinstance(batch, Tensor):
-        return batch.to(place)
-    if isinstance(batch, Mapping):
-        return {name: moved(value, place) for name, value in batch.items()}
-    if type(batch) in (tuple, list):
-        return type(batch)(moved(value, place) for value in batch)
-    return batch
+    leaves, spec = pytree.flatten(batch)
+    return pytree.unflatten([leaf.to(place) for leaf in leaves], spec)
 
 
 def _check_complete(inventory: Inventory, *, is_given: bool) -> None:
