@@ -1064,8 +1064,8 @@ class FlexModel(nn.Module):
 
         No registered hook runs, and gradients stay as they were. Sites that can't be hooked are in
         the folder with the reason. A fingerprint that the folder has is removed before the run, so
-        that of a run that fails or is interrupted ``compare`` finds none. Inputs are kept in full. The
-        first one proves the layouts for the later ones, too, except where gates choose experts.
+        that of a run that fails or is interrupted ``compare`` finds none. Inputs are kept in full.
+        The first one proves the layouts for the later ones, too, except where gates choose experts.
 
         Args:
             args, kwargs: This rank's inputs, as for a forward.

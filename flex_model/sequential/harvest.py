@@ -9,14 +9,14 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from flex_model.distributed import values
 from flex_model.hooks.function import HookFunction
@@ -118,15 +118,27 @@ def _tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+class _Lines(IterableDataset[str]):
+    """The lines of a text file that are not empty; each iteration reads the file again."""
+
+    def __init__(self, file: str | Path) -> None:
+        self._file = Path(file)
+        self._number = sum(1 for _ in self)
+        if not self._number:
+            raise ValueError(f"harvest: {file} has no line with text")
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __iter__(self) -> Iterator[str]:
+        with self._file.open(encoding="utf-8") as file:
+            yield from (line.rstrip("\n") for line in file if line.strip())
+
+
 def _batches(
     data: str | Path, tokenizer: Any, model: nn.Module, batch_size: int, max_length: int
 ) -> DataLoader[Any]:
-    """Return the batches of lines that are not empty, tokenized and padded to the longest of
-    each.
-    """
-    lines = [line for line in Path(data).read_text(encoding="utf-8").split("\n") if line.strip()]
-    if not lines:
-        raise ValueError(f"harvest: {data} has no line with text")
+    """Return the batches of lines, tokenized and padded to the longest of each."""
     names = inspect.signature(model.forward).parameters
 
     def tokenized(some: list[str]) -> dict[str, Any]:
@@ -139,8 +151,7 @@ def _batches(
         return batch
 
     generator = torch.Generator()  # else iterating draws from the process's own
-    dataset: Any = lines
-    return DataLoader(dataset, batch_size, collate_fn=tokenized, generator=generator)
+    return DataLoader(_Lines(data), batch_size, collate_fn=tokenized, generator=generator)
 
 
 def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> dict[str, Any]:
