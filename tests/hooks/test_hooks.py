@@ -213,22 +213,13 @@ def test_an_edit_in_place_counts_with_and_without_grad():
 
 
 def test_a_module_that_runs_twice_is_hooked_twice():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.step = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.step(self.step(x))
-
-    model, records = Twice(), {}
-    x = torch.ones(3)
-    flex = FlexModel(model, records)
-    flex.register_forward_hook(HookFunction("step", editing_function=plus_one))
-    result = flex(x)
-    first = model.step.weight @ x + model.step.bias
-    second = model.step.weight @ (first + 1) + model.step.bias
-    assert_close(records["step"], [first, second])
+    model = models.Twice().double()
+    flex = FlexModel(model, records := {})
+    flex.register_forward_hook(HookFunction("fc", editing_function=plus_one))
+    result = flex(BATCH)
+    first = nn.functional.linear(BATCH, model.fc.weight, model.fc.bias)
+    second = nn.functional.linear(first + 1, model.fc.weight, model.fc.bias)
+    assert_close(records["fc"], [first, second])
     assert_close(result, second + 1)
 
 

@@ -358,30 +358,11 @@ def test_the_selected_part_and_full_parameters_are_given():
     assert "KeyError: 'fc1.weight'" in finding.message
 
 
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = Two()
-
-    def forward(self, x):
-        wide, narrow = self.inner(x)
-        return wide.sum(-1) + narrow.sum(-1)
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(6, 8, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.lin(x), x * 2
-
-
 def test_several_tensors_of_one_hook():
     def good(module, fulls, save_ctx, modules):
-        wide, narrow = fulls
-        wide[:, 0] += narrow[:, 0]
-        return None, narrow * wide.sum(-1, keepdim=True)
+        hidden, weights = fulls
+        hidden[:, 0] += weights[:, 0].sum()
+        return None, weights * hidden.mean()
 
     def wrong_second(module, fulls, save_ctx, modules):
         return fulls[0], fulls[1][:, :2]
@@ -389,12 +370,12 @@ def test_several_tensors_of_one_hook():
     def wrong_number(module, fulls, save_ctx, modules):
         return fulls[0] + 1
 
-    flex = FlexModel(Pair(), {})
+    flex = FlexModel(models.block(), {})
     edits = (good, wrong_second, wrong_number)
     for edit in edits:
-        hook = HookFunction("inner", None, edit, (0, 1), output_name=edit.__name__)
+        hook = HookFunction("attn", None, edit, (0, 1), output_name=edit.__name__)
         flex.register_forward_hook(hook)
-    dry = flex.dry_run(X)
+    dry = flex.dry_run(models.random(2, 4, 8))
     assert [(f.function.rpartition(".")[2], f.problem, f.line) for f in dry.findings] == [
         ("wrong_second", "result", line_of(wrong_second)),
         ("wrong_number", "result", line_of(wrong_number)),
@@ -481,17 +462,8 @@ def test_the_model_and_save_ctx_are_left_as_they_were():
     assert not flex.output_ptr
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(6, 6).double()
-
-    def forward(self, x):
-        return self.fc(self.fc(x))
-
-
 def test_each_function_is_called_once():
-    flex, calls = FlexModel(Twice(), {}), []
+    flex, calls = FlexModel(models.Twice().double(), {}), []
     hook = HookFunction("fc", editing_function=lambda m, full, *_: calls.append(full.shape))
     flex.register_forward_hook(hook)
     (row,) = flex.dry_run(X)
