@@ -16,21 +16,6 @@ SITES += ["model.embed_tokens", "model.norm"]
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 
 
-class Autoencoder(nn.Module):
-    def __init__(self, width=32):
-        super().__init__()
-        self.into, self.out = nn.Linear(width, 48), nn.Linear(48, width)
-
-    def encode(self, x):
-        return self.into(x).relu()
-
-    def decode(self, latents):
-        return self.out(latents)
-
-    def forward(self, x):
-        return self.decode(self.encode(x))
-
-
 def mix(module, full, save_ctx, modules):
     return full.flip(0).cumsum(-1) / 2
 
@@ -87,7 +72,7 @@ def recomputed(flex):
 
 def spliced(flex):
     """One autoencoder and one vector at layers of all devices."""
-    autoencoder, vector = models.seeded(Autoencoder).double(), nn.Module()
+    autoencoder, vector = models.seeded(models.Autoencoder, 32, 48).double(), nn.Module()
     vector.values = nn.Parameter(models.random(32))
     flex.register_trainable_module("sae", autoencoder)
     flex.register_trainable_module("vector", vector)

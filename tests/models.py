@@ -95,6 +95,32 @@ class Checkpointed(nn.Module):
         return checkpoint(self.b, x, use_reentrant=self.recompute == "reentrant")
 
 
+class Autoencoder(nn.Module):
+    def __init__(self, width, latents):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(width, latents), nn.Linear(latents, width)
+
+    def encode(self, x):
+        return self.encoder(x).relu()
+
+    def decode(self, latents):
+        return self.decoder(latents)
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+class Twice(nn.Module):
+    """Calls its layer twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.fc(self.fc(x))
+
+
 def mlp(width=6, hidden=8, dtype=torch.float64):
     return seeded(MLP, width, hidden).to(dtype)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from flex_model.hooks.function import HookFunction
+from flex_model.hooks.function import HookFunction, name_of
 from flex_model.selection.selectors import is_int, show
 
 
@@ -170,12 +170,8 @@ def chain(*edits: Callable[..., Tensor | None]) -> Edit:
             full = full if edited is None else edited
         return full
 
-    texts = [
-        repr(edit) if isinstance(edit, Edit) else getattr(edit, "__qualname__", repr(edit))
-        for edit in edits
-    ]
     needed = [name for edit in edits if isinstance(edit, Edit) for name in edit.parameters]
-    return Edit(" | ".join(texts), apply, needed)
+    return Edit(" | ".join(map(name_of, edits)), apply, needed)
 
 
 def format_call(name: str, *values: object, **named: object) -> str:

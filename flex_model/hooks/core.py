@@ -35,10 +35,8 @@ from flex_model.parameters.full import Parameters
 from flex_model.parameters.trainable import Replicas
 from flex_model.records.records import Records
 from flex_model.runs.backward_passes import BackwardPasses
-from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.graphs import Graphs
 from flex_model.runs.lifecycle import Runs
-from flex_model.runs.remembered_runs import RememberedRuns
 from flex_model.runs.root_hooks import RootHooks
 from flex_model.runs.step import MicrobatchState
 
@@ -120,8 +118,6 @@ class HookCore:
         self.table = table = HookTable(output_ptr, serves_hooks, partial(clean, module), pads)
         equal = {name: getattr(settings, name) for name in _EQUAL} | {"mesh": of_runs.describe()}
         self.digests = HookDigests(communicator, table, tracking.statements, equal)
-        self._remembered = RememberedRuns()
-        self._watch = BackwardWatch(communicator)
         self.runs = Runs(
             module,
             communicator,
@@ -129,25 +125,19 @@ class HookCore:
             records,
             tracking,
             self.digests,
-            self._remembered,
-            self._watch,
-            save_ctx,
-            sent,
-            self.replicas if executor.edits_on_all else None,
-            executor.layouts.lookup,
-            executor.observers,
+            executor,
+            self.replicas,
             step,
             not only_whole,
         )
-        backwards = BackwardPasses(self.runs, self._watch, communicator, records, tracking, step)
-        self._graphs = Graphs(table, self._remembered, self._free)
+        backwards = BackwardPasses(self.runs, communicator, records, tracking, step)
+        self._graphs = Graphs(table, self.runs.remembered, self._free)
         self._root = RootHooks(
             module,
             self.runs,
             table,
             tracking,
             self._graphs,
-            self._watch,
             watches=step is None,
             has_parts=not only_whole and step is None,
         )
@@ -237,8 +227,8 @@ class HookCore:
 
     def _free(self) -> None:
         """Free what the backward of a graph may have needed. Local."""
-        self._watch.close()
-        self._remembered.forget()
+        self.runs.watch.close()
+        self.runs.remembered.forget()
         self.of_parameters.close()
         self.communicator.close()
 

@@ -266,7 +266,7 @@ class OnRank0Path(_ShardedPath):
         edits: Edits = [None] * len(inputs)
         if communicator.mesh.group_rank == 0:
             if self._sent_to_all is not None and not call.is_replay:
-                self._sent_to_all.note(self._function.context_of(call))
+                self._sent_to_all.note(self._function.context_of(call.run))
             try:
                 # Checkpointing would recompute what is saved here, and on this rank only.
                 with torch.autograd.graph.saved_tensors_hooks(_saved, _unsaved):

@@ -194,7 +194,7 @@ class HookHandlers:
         if not registration.edits:
             return tree
         if self._step is None:
-            self._backwards.watch.watch()
+            self.runs.watch.watch()
         run = self._backwards.run_of_current()
         try:
             if run is None:

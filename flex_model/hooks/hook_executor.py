@@ -38,10 +38,10 @@ class HookExecutor:
 
     Args:
         checks_edits: Whether ranks exchange after each edit whether it failed: in a pipeline.
-        sent_to_all: Sends ``save_ctx`` from rank 0 to all ranks, where the user chose that.
         layouts: Finds the layouts of tensors.
 
     Attributes:
+        sent_to_all: Sends ``save_ctx`` from rank 0 to all ranks, where the user chose that.
         observers: Each is called with ``"hook"`` or ``"edit"`` and the call when a hook, or its
             editing function, begins, and returns the function to call when that ends.
         function: Calls editing functions.
@@ -81,7 +81,7 @@ class HookExecutor:
             self._path = path(
                 communicator, records, layouts, function, not self.settles, sent_to_all
             )
-        self.full_parameter = full_parameter
+        self.full_parameter, self.sent_to_all = full_parameter, sent_to_all
         # Dividing this rank's gradients by it gives those of the mean loss.
         self.gradient_scale: int = communicator.mesh.dp_size
 

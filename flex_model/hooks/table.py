@@ -162,44 +162,30 @@ class HookTable:
                     "with gradients has no cache before it; leave out of='sequence'"
                 )
         joint = Joint(function.unpack_idx) if function.members and comes_together else None
-        registrations = [
-            self._place(function, member, joint, kind, targets, moment) for member in members
-        ]
+        modules = [target for target in targets if isinstance(target, nn.Module)]
+        registrations = []
+        for member in members:
+            registration = Registration(
+                member,
+                kind,
+                self._next_index,
+                self._free_number(Registration.place_of(member, kind)),
+                weakref.ref(modules[0]) if modules else None,
+                function,
+                self._clean(member.module_name),
+                joint,
+                targets=[weakref.ref(target) for target in targets],
+                keys=frozenset(map(id, targets)),
+                moment=moment,
+                pads=self._pads and kind != "tensor",
+            )
+            self._next_index += 1
+            self._make_hook(registration)
+            registrations.append(registration)
         function.attach(registrations, None, None)
         self.groups.add(function, registrations, groups)
         self.refresh(registrations)
         return registrations
-
-    def _place(
-        self,
-        given: HookFunction,
-        function: HookFunction,
-        joint: Joint | None,
-        kind: str,
-        targets: Sequence[nn.Module | nn.Parameter],
-        moment: Moment,
-    ) -> Registration:
-        modules = [target for target in targets if isinstance(target, nn.Module)]
-        module_ref = weakref.ref(modules[0]) if modules else None
-        number = self._free_number(Registration.place_of(function, kind))
-        clean_name = self._clean(function.module_name)
-        registration = Registration(
-            function,
-            kind,
-            self._next_index,
-            number,
-            module_ref,
-            given,
-            clean_name,
-            joint,
-            targets=[weakref.ref(target) for target in targets],
-            keys=frozenset(map(id, targets)),
-            moment=moment,
-            pads=self._pads and kind != "tensor",
-        )
-        self._next_index += 1
-        self._make_hook(registration)
-        return registration
 
     def _make_hook(self, registration: Registration) -> None:
         """Make its dispatcher hook, at the sites of its targets."""

@@ -49,9 +49,9 @@ class UserFunction:
         self._communicator, self._observers = communicator, observers
         self._save_ctx, self._modules = save_ctx, modules
 
-    def context_of(self, call: HookCall) -> Namespace:
-        """Return the ``save_ctx`` of the call's run: the FlexModel's, or a batch's own."""
-        return self._save_ctx if call.run.save_ctx is None else call.run.save_ctx
+    def context_of(self, run: Run) -> Namespace:
+        """Return the ``save_ctx`` of a run: the FlexModel's, or a batch's own."""
+        return self._save_ctx if run.save_ctx is None else run.save_ctx
 
     def settle(self, registration: Registration) -> None:
         """Let the dispatcher call the hook's function, where it is called as in this call."""

@@ -96,7 +96,7 @@ def layouts(core: HookCore, records: Mapping[str, list[Tensor]], why: bool = Fal
 
 
 def _layout_of(
-    core: HookCore, registration: Registration, records: Mapping[str, list[Tensor]]
+    core: HookCore, registration: Registration, records_by_name: Mapping[str, list[Tensor]]
 ) -> SiteLayout:
     place = (registration.name, registration.kind, registration.hook_function.unpack_idx)
     if registration.specs:
@@ -111,18 +111,9 @@ def _layout_of(
             spec.layout.source,
             len(distinct),
         )
-    if core.communicator.is_local:
-        return _on_one_process(core, registration, records, place)
-    return SiteLayout(*place, source=NOT_RUN)
-
-
-def _on_one_process(
-    core: HookCore,
-    registration: Registration,
-    records_by_name: Mapping[str, list[Tensor]],
-    place: tuple[str, str, int | str],
-) -> SiteLayout:
-    """Return the layout on one process, where nothing is sharded: the shapes are the records'."""
+    if not core.communicator.is_local:
+        return SiteLayout(*place, source=NOT_RUN)
+    # One process, on which nothing is sharded: the shapes are the records'.
     name = registration.hook_function.record_name
     records: Any = records_by_name.get(name)
     if not records and core.runs.session is not None:

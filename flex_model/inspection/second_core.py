@@ -229,92 +229,82 @@ class SecondCore(HookCore):
             cause = cause.with_traceback(None).__cause__ or cause.__context__
 
 
-@contextlib.contextmanager
-def _restored_state(core: HookCore, edits: bool) -> Iterator[None]:
-    """Restore ``save_ctx`` and the global random generators afterwards."""
-    if not edits:
-        yield
-        return
-    numpy_random = sys.modules.get("numpy.random")
-    python_state = random.getstate()
-    numpy_state = numpy_random.get_state() if numpy_random else None
-    with same_torch_random_state(), on_copy(core.save_ctx):
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy_random:
-                numpy_random.set_state(numpy_state)
-
-
 # ---- The two runs --------------------------------------------------------------------------------
 
 
-def run_reference(
-    core: HookCore,
-    reference: Reference,
-    sites: Sequence[Site],
-    inputs: Any,
-    loss: Loss | None,
-    edits: bool,
-) -> tuple[Found, list[bool]]:
-    """Run the unsharded model on this process alone; return its tensors, and whether it has each
-    site.
+@dataclass(frozen=True)
+class TwoRuns:
+    """The runs of the unsharded and of the wrapped model on the same sites.
+
+    Attributes:
+        edits: Whether both models are edited as by the user's hooks.
     """
-    module: Any = reference
-    if not isinstance(module, nn.Module) and callable(module):
-        module = module()
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            "verify: rank 0 needs the unsharded model, or a function that makes it, got "
-            f"{type(module).__name__}"
-        )
-    if any(part is core.module for part in module.modules()):
-        raise ValueError(
-            "verify: the reference is the wrapped model itself; give an unsharded one with the "
-            "same weights, loaded or copied before sharding"
-        )
-    parameter = next(module.parameters(), None)
-    with _restored_state(core, edits):
-        second = SecondCore(core, edits, reference=module)
-        if parameter is not None:
-            second.modules.to(parameter.device)
-        has_site = _run(second, sites, range(len(sites)), detached(inputs, parameter), loss)
-    return second.found, has_site
 
+    core: HookCore
+    sites: Sequence[Site]
+    loss: Loss | None
+    edits: bool
 
-def run_sharded(
-    core: HookCore,
-    sites: Sequence[Site],
-    reached: Sequence[int],
-    inputs: Any,
-    loss: Loss | None,
-    edits: bool,
-) -> tuple[Found, dict[int, Exception]]:
-    """Run the wrapped model without the user's hooks; return rank 0's full tensors, and by index
-    the errors of sites whose layouts were not resolved. Collective.
-    """
-    with core.table.nothing_chosen(), _restored_state(core, edits):
-        second = SecondCore(core, edits)
-        _run(second, sites, reached, detached(inputs, None), loss)
-    return second.found, {reached[i]: error for i, error in second.unresolved.items()}
+    def of_reference(self, reference: Reference, inputs: Any) -> tuple[Found, list[bool]]:
+        """Run the unsharded model on this process alone; return its tensors, and whether it has
+        each site.
+        """
+        module: Any = reference
+        if not isinstance(module, nn.Module) and callable(module):
+            module = module()
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                "verify: rank 0 needs the unsharded model, or a function that makes it, got "
+                f"{type(module).__name__}"
+            )
+        if any(part is self.core.module for part in module.modules()):
+            raise ValueError(
+                "verify: the reference is the wrapped model itself; give an unsharded one with the "
+                "same weights, loaded or copied before sharding"
+            )
+        parameter = next(module.parameters(), None)
+        with self._restored_state():
+            second = SecondCore(self.core, self.edits, reference=module)
+            if parameter is not None:
+                second.modules.to(parameter.device)
+            has_site = self._run(second, range(len(self.sites)), detached(inputs, parameter))
+        return second.found, has_site
 
+    def of_shards(self, reached: Sequence[int], inputs: Any) -> tuple[Found, dict[int, Exception]]:
+        """Run the wrapped model without the user's hooks; return rank 0's full tensors, and by
+        index the errors of sites whose layouts were not resolved. Collective.
+        """
+        with self.core.table.nothing_chosen(), self._restored_state():
+            second = SecondCore(self.core, self.edits)
+            self._run(second, reached, detached(inputs, None))
+        return second.found, {reached[i]: error for i, error in second.unresolved.items()}
 
-def _run(
-    second: SecondCore,
-    sites: Sequence[Site],
-    watched: Sequence[int],
-    inputs: Any,
-    loss: Loss | None,
-) -> list[bool]:
-    """Run a core once on some of the sites, and close it; return whether it has each."""
-    try:
-        has_site = [second.watch(sites[i], i) for i in watched]
-        run_once(second, inputs, loss)
-        second.take_gradients(sites)
-    finally:
-        second.close()
-    return has_site
+    def _run(self, second: SecondCore, watched: Sequence[int], inputs: Any) -> list[bool]:
+        """Run a core once on some of the sites, and close it; return whether it has each."""
+        try:
+            has_site = [second.watch(self.sites[i], i) for i in watched]
+            run_once(second, inputs, self.loss)
+            second.take_gradients(self.sites)
+        finally:
+            second.close()
+        return has_site
+
+    @contextlib.contextmanager
+    def _restored_state(self) -> Iterator[None]:
+        """Restore ``save_ctx`` and the global random generators afterwards."""
+        if not self.edits:
+            yield
+            return
+        numpy_random = sys.modules.get("numpy.random")
+        python_state = random.getstate()
+        numpy_state = numpy_random.get_state() if numpy_random else None
+        with same_torch_random_state(), on_copy(self.core.save_ctx):
+            try:
+                yield
+            finally:
+                random.setstate(python_state)
+                if numpy_random:
+                    numpy_random.set_state(numpy_state)
 
 
 def run_once(

@@ -20,9 +20,8 @@ from flex_model.inspection.second_core import (
     Found,
     Loss,
     Reference,
+    TwoRuns,
     full_inputs,
-    run_reference,
-    run_sharded,
     sites_to_compare,
     sites_to_edit,
 )
@@ -126,6 +125,7 @@ def verify(
     communicator, mesh = core.communicator, core.mesh
     choose = sites_to_edit if edits else sites_to_compare
     sites = choose(core, with_loss=loss is not None)
+    runs = TwoRuns(core, sites, loss, edits)
     inputs = full_inputs(core, args, kwargs)
 
     expected: Found = {}
@@ -133,7 +133,7 @@ def verify(
     with communicator.deadline(timeout_s):
         if mesh.group_rank == 0:
             try:
-                expected, has_site = run_reference(core, reference, sites, inputs, loss, edits)
+                expected, has_site = runs.of_reference(reference, inputs)
             except Exception as error:
                 if communicator.is_local:
                     raise
@@ -142,7 +142,7 @@ def verify(
         of_reference: list[int] = exchange_json(communicator, list(map(int, expected)), moment)[0]
 
     reached = sorted(of_reference)
-    found, unresolved = run_sharded(core, sites, reached, (args, kwargs), loss, edits)
+    found, unresolved = runs.of_shards(reached, (args, kwargs))
 
     def result_of(i: int) -> list[Any]:
         if i in unresolved:

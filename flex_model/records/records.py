@@ -74,6 +74,7 @@ def drop(records: dict[Any, list[Any]], name: Any) -> None:
 
 
 Resolve = Callable[..., TensorSpec]  # see `Records.join`
+Deliveries = list[tuple[PendingRecord, TensorSpec]]  # records, and how each is gathered
 OnFailure = Callable[["Registration", Exception], None]
 
 
@@ -270,7 +271,7 @@ class Records:
                 if self.keeps_parts:
                     deliver = self._keep_parts
                 with torch.inference_mode(False), torch.no_grad():  # records are plain tensors
-                    deliver(*found)
+                    deliver(found)
             self._fill_whole(context.pending_fulls)
         except BaseException:
             self.forget(context)
@@ -299,9 +300,9 @@ class Records:
 
     def _check_specs(
         self, pending: list[PendingRecord], per_rank: list[list[tuple[torch.dtype, Shape]]], resolve
-    ) -> tuple[list[PendingRecord], list[TensorSpec]]:
+    ) -> Deliveries:
         """Return the records to deliver, and how each is gathered."""
-        known, specs = [], []
+        found = []
         for record, *tensors in zip(pending, *per_rank):
             if len({(dtype, len(shape)) for dtype, shape in tensors}) > 1:
                 own = tensors[self._communicator.mesh.group_rank]
@@ -330,19 +331,18 @@ class Records:
             if spec.layout.partial_axes:  # reducing needs the same device type on all ranks
                 self._snapshots.to_cpu([snapshot])
                 snapshot.change(lambda shard, spec=spec: spec.cast(spec.summed(shard)))
-            known.append(record)
-            specs.append(spec)
-        self._compare_replicas(known, specs)
-        return known, specs
+            found.append((record, spec))
+        self._compare_replicas(found)
+        return found
 
-    def _compare_replicas(self, pending: list[PendingRecord], specs: list[TensorSpec]) -> None:
+    def _compare_replicas(self, found: Deliveries) -> None:
         """Check that ranks hold equal values where the layout is Replicate, by proof, statement or
         DTensor; gradients, too. Where they differ only by the order of sums, all keep the first
         rank's. Collective where there is such a record.
         """
         compared = [
             (record, spec.layout)
-            for record, spec in zip(pending, specs)
+            for record, spec in found
             if resolve.axes_of_replicas(spec.layout, self._communicator.mesh)
             # A data-parallel rank may have no rows of it.
             and replicas.are_compared(spec.full_shape)
@@ -361,18 +361,18 @@ class Records:
                 first = replicas.reconciled(self._communicator, site, own, axes)
                 record.snapshot.replace_by(owned_copy(first))
 
-    def _deliver_to_all(self, pending: list[PendingRecord], specs: list[TensorSpec]) -> None:
-        self._snapshots.to_cpu([record.snapshot for record in pending])
-        for record, spec in zip(pending, specs):
+    def _deliver_to_all(self, found: Deliveries) -> None:
+        self._snapshots.to_cpu([record.snapshot for record, _ in found])
+        for record, spec in found:
             self._communicator.meter.turn_to(record.call.registration.site)
             full = record.snapshot.tensor  # partial sums are reduced already
             if spec.axes:
                 full = self._communicator.all_gather(spec.axes, full, spec.plan, 1, 1)[0]
             self._fill(record, full)
 
-    def _deliver_to_first(self, pending: list[PendingRecord], specs: list[TensorSpec]) -> None:
+    def _deliver_to_first(self, found: Deliveries) -> None:
         """Gather all records in one transfer; only ranks whose shards rank 0 needs send."""
-        split = [(record, spec) for record, spec in zip(pending, specs) if spec.axes]
+        split = [(record, spec) for record, spec in found if spec.axes]
         if self._communicator.host_gather is None:
             self._snapshots.to_cpu([record.snapshot for record, _ in split])
         if split:
@@ -389,9 +389,7 @@ class Records:
             fulls = self._communicator.gather_to_first(GRID, tensors)
             for (record, _), full in zip(split, fulls or []):
                 self._fill(record, full)
-        self._fill_whole(
-            [record for record, spec in zip(pending, specs) if not spec.axes and record.slot]
-        )
+        self._fill_whole([record for record, spec in found if not spec.axes and record.slot])
 
     def _fill_whole(self, records: list[PendingRecord]) -> None:
         """Deliver full tensors that this rank holds."""
@@ -399,11 +397,10 @@ class Records:
         for record in records:
             self._fill(record, record.snapshot.tensor)
 
-    def _keep_parts(self, pending: list[PendingRecord], specs: list[TensorSpec]) -> None:
+    def _keep_parts(self, found: Deliveries) -> None:
         """Keep the shards where they are; of several replicas, the first rank keeps its own."""
-        kept = [record for record, spec in zip(pending, specs) if spec.rank_0_gathers]
-        self._snapshots.to_cpu([record.snapshot for record in kept])
-        for record, spec in zip(pending, specs):
+        self._snapshots.to_cpu([r.snapshot for r, spec in found if spec.rank_0_gathers])
+        for record, spec in found:
             tensor = record.snapshot.tensor
             layout = RecordLayout.of(spec, tensor.dtype)
             self._fill(record, RecordShard(layout, tensor if spec.rank_0_gathers else None))

@@ -11,7 +11,6 @@ from flex_model.errors import HookError, agreed, is_agreed
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.tracking import Tracking
 from flex_model.records.records import Records
-from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.lifecycle import Runs
 from flex_model.runs.remembered_runs import backward_task
 from flex_model.runs.run import Run
@@ -25,20 +24,17 @@ class BackwardPasses:
 
     Attributes:
         order: Puts the records of several batches in order.
-        watch: Detects passes that are aborted.
     """
 
     def __init__(
         self,
         runs: Runs,
-        watch: BackwardWatch,
         communicator: Communicator,
         records: Records,
         tracking: Tracking,
         step: MicrobatchState | None,
     ) -> None:
         self.order = BackwardOrder(records.output_ptr)
-        self.watch = watch
         self._runs, self._step = runs, step
         self._communicator, self._records, self._tracking = communicator, records, tracking
 
@@ -86,7 +82,7 @@ class BackwardPasses:
         if session is not None:
             session.begin_backward(run.entry)
         self.order.begin(task)
-        self.watch.watch()
+        self._runs.watch.watch()
 
         def end() -> None:
             nonlocal has_begun
@@ -108,7 +104,7 @@ class BackwardPasses:
                 self._runs.interrupted(error)
                 raise
 
-        self.watch.at_end(end, lambda: has_begun)
+        self._runs.watch.at_end(end, lambda: has_begun)
 
 
 class BackwardOrder:

@@ -7,7 +7,6 @@ import sys
 import threading
 import warnings
 import weakref
-from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,10 +19,10 @@ from torch import nn
 from flex_model.distributed.communicator import Communicator
 from flex_model.errors import HookError, HookNotCalledWarning, agreed, is_agreed, see, text_of
 from flex_model.hooks.digests import HookDigests
+from flex_model.hooks.hook_executor import HookExecutor
 from flex_model.hooks.random_state import renew_seed
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.replaced_targets import Targets, refusal
-from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import refused, transformers_private
@@ -36,7 +35,7 @@ from flex_model.integrations.compiled import (
 )
 from flex_model.integrations.torch_private import is_profiling
 from flex_model.parameters.trainable import Replicas
-from flex_model.records.records import Records, Resolve
+from flex_model.records.records import Records
 from flex_model.records.store.activation_store import ActivationStore
 from flex_model.records.store.session import Session
 from flex_model.runs.backward_watch import BackwardWatch
@@ -52,8 +51,7 @@ class Runs:
     """Begins and ends the runs of one FlexModel, and delivers their records.
 
     Args:
-        replicas: Checks trainable modules, where every rank runs editing functions; else None.
-        resolve: Returns the plan by which a record is gathered; see ``Records.join``.
+        replicas: Checks trainable modules, where every rank runs editing functions.
         warns: Whether a hook whose module is not called is reported.
 
     Attributes:
@@ -62,6 +60,7 @@ class Runs:
         thread: The thread that runs the model in the current or last run.
         default_choice: The choice of hooks between runs.
         remembered: The last runs, whose graphs may still run backward.
+        watch: Detects backward passes that are aborted.
         session: Where records go to a store; ``had_store``: whether they did until it was closed.
     """
 
@@ -73,22 +72,16 @@ class Runs:
         records: Records,
         tracking: Tracking,
         digests: HookDigests,
-        remembered: RememberedRuns,
-        watch: BackwardWatch,
-        save_ctx: Namespace,
-        sent_to_all: SentToAll | None,
-        replicas: Replicas | None,
-        resolve: Resolve,
-        observers: Sequence[Any],
+        executor: HookExecutor,
+        replicas: Replicas,
         step: MicrobatchState | None,
         warns: bool,
     ) -> None:
         self._module, self._communicator, self._table = module, communicator, table
         self._records, self._tracking, self._digests = records, tracking, digests
-        self._watch, self._save_ctx, self._sent_to_all = watch, save_ctx, sent_to_all
-        self._replicas, self._resolve = replicas, resolve
-        self._observers, self._step = observers, step
-        self.remembered = remembered
+        self._executor, self._step = executor, step
+        self._replicas = replicas if executor.edits_on_all else None
+        self.remembered, self.watch = RememberedRuns(), BackwardWatch(communicator)
         self.current: Run | None = None
         self.number = 0
         self.thread: int | None = None
@@ -134,7 +127,7 @@ class Runs:
         self.thread = threading.get_ident()
         if not communicator.is_local:
             self.note_forward()
-            self._watch.begin_run(self.thread)
+            self.watch.begin_run(self.thread)
             communicator.begin_run()
             self._tracking.reset()
         run = Run(
@@ -224,7 +217,7 @@ class Runs:
         self._table.clear_records(new)
         run.hooks_seen.update(new)
         # Observers, and profilers, see only the hooks that Python runs, not the dispatcher.
-        self._table.set_in_run(not self._observers and not is_profiling())
+        self._table.set_in_run(not self._executor.observers and not is_profiling())
         if run.save_ctx is None:  # that of the FlexModel, with which functions have settled
             self._table.settle_edits(run.is_recomputed)
         if not communicator.is_local:
@@ -412,12 +405,12 @@ class Runs:
         else:
             self._communicator.finish_transfers()
             self._tracking.finish()
-            has_drawn = self._records.join(run, kind, self._resolve)
+            has_drawn = self._records.join(run, kind, self._executor.layouts.lookup)
         if has_drawn:
             run.take_draws()
             renew_seed()
-        if self._sent_to_all is not None:
-            self._sent_to_all.send(self._save_ctx if run.save_ctx is None else run.save_ctx)
+        if self._executor.sent_to_all is not None:
+            self._executor.sent_to_all.send(self._executor.function.context_of(run))
 
     def _batch_failed(self, run: Run) -> None:
         """Drop the pending records of a run that failed, and the layouts that it showed."""
@@ -453,8 +446,8 @@ class Runs:
         self._batch_failed(run)
         self._drop_records(run, error)
         self._table.forget_calls()
-        if self._sent_to_all is not None:
-            self._sent_to_all.forget()
+        if self._executor.sent_to_all is not None:
+            self._executor.sent_to_all.forget()
         if self._communicator.is_local or not run.hooks_seen or is_agreed(error):
             return
         if not isinstance(error, Exception):

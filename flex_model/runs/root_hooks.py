@@ -18,7 +18,6 @@ from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import compiled, past_positions, refused
 from flex_model.names import find_module, wrapped_chain
-from flex_model.runs.backward_watch import BackwardWatch
 from flex_model.runs.graphs import Graphs
 from flex_model.runs.lifecycle import Runs
 from flex_model.runs.remembered_runs import backward_task
@@ -44,12 +43,11 @@ class RootHooks:
         table: HookTable,
         tracking: Tracking,
         graphs: Graphs,
-        watch: BackwardWatch,
         watches: bool,
         has_parts: bool,
     ) -> None:
         self._root, self.runs, self._table, self._tracking = module, runs, table, tracking
-        self._graphs, self._watch, self._watches = graphs, watch, watches
+        self._graphs, self._watches = graphs, watches
         self._has_parts = not tracking.is_local and has_parts
         self._hooked: dict[nn.Module, tuple[Any, Any]] = {}
         self._parts: dict[nn.Module, Part] = {}  # of those, the parts of the model
@@ -161,7 +159,7 @@ class RootHooks:
         acts_in_backward = self._watches and self._table.active_hooks.acts_in_backward
         if acts_in_backward and torch.is_grad_enabled():
             self._graphs.watch(run, output)
-            self._watch.watch_from(output)
+            self.runs.watch.watch_from(output)
         self.runs.end_direct(error, module in self._parts)
 
     # The hooks are methods of this object, which is copied and pickled with the module.

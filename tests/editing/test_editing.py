@@ -36,28 +36,8 @@ def loss_of(logits, weights):
 WEIGHTS = models.random(ROWS, LENGTH, seed=8).abs()
 
 
-class Autoencoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
-
-    def encode(self, x):
-        return self.encoder(x).relu()
-
-    def decode(self, latents):
-        return self.decoder(latents)
-
-    def forward(self, x):
-        return self.decode(self.encode(x))
-
-
-class LowRank(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.up(self.down(x))
+def low_rank():
+    return nn.Sequential(nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False))
 
 
 def row_mask():
@@ -130,8 +110,9 @@ class Harness:
         else:
             group = pipelines.alone_group() if dist.is_initialized() else None
             self.flex = FlexModel(model, self.records, process_group=group)
-        for name, module in (("sae", Autoencoder), ("adapter", LowRank)):
-            self.flex.register_trainable_module(name, models.seeded(module).double())
+        sae, adapter = models.seeded(models.Autoencoder, WIDTH, 40), models.seeded(low_rank)
+        self.flex.register_trainable_module("sae", sae.double())
+        self.flex.register_trainable_module("adapter", adapter.double())
         vector = nn.ParameterList([nn.Parameter(DIRECTIONS[0].clone())])
         self.flex.register_trainable_module("vector", vector)
 

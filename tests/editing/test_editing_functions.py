@@ -285,21 +285,7 @@ def test_gradients():
 
 
 def test_a_spliced_autoencoder():
-    class Autoencoder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(models.random(16, 8).float())
-
-        def encode(self, x):
-            return (x @ self.weight.T).relu()
-
-        def decode(self, latents):
-            return latents @ self.weight
-
-        def forward(self, x):
-            return self.decode(self.encode(x))
-
-    sae, x = Autoencoder(), X.clone().requires_grad_()
+    sae, x = models.seeded(models.Autoencoder, 8, 16), X.clone().requires_grad_()
     made = sae(X.float())
     assert_close(call(editing.splice("sae"), sae=sae), made.double())
     with_error = call(editing.splice("sae", error=True), x, sae=sae)
@@ -308,7 +294,7 @@ def test_a_spliced_autoencoder():
     (through,) = torch.autograd.grad(sae(given := X.float().requires_grad_()).sum(), given)
     assert_close(grad, through.double(), rtol=1e-5, atol=1e-5)
     without = call(editing.splice("sae", error=True, latents=editing.zero(units=4)), sae=sae)
-    active = sae.encode(X.float())[..., 4, None] * sae.weight[4]
+    active = sae.encode(X.float())[..., 4, None] * sae.decoder.weight[:, 4]
     assert_close(without, (X - active.double()), rtol=1e-4, atol=1e-4)
 
 

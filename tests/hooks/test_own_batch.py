@@ -64,6 +64,9 @@ def test_what_needs_all_ranks_is_refused(tmp_path):
         flex.register_hook(HookFunction("out.bias"))
     assert not flex.hook_functions
     flex.restore()
+    schedule = pipelines.make_schedule(pipelines.SINGLE[0], pipelines.make_mlp())
+    with pytest.raises(ValueError, match='dp_batch="global" is not for a pipeline'):
+        FlexModel(schedule, {}, dp_batch="global")
     pytest.importorskip("safetensors")
     with pytest.raises(ValueError, match=r"ActivationStore.*a dict, or use dp_batch='global'"):
         local(models.mlp(), ActivationStore(tmp_path / "store"))
@@ -135,13 +138,6 @@ def test_ranks_with_another_choice():
         with pytest.raises(HookError, match="rank 0"):
             flex(BATCH)
     flex.restore()
-
-
-@pytest.mark.ranks(2)
-def test_of_a_pipeline_nothing_is_padded():
-    schedule = pipelines.make_schedule(pipelines.SINGLE[0], pipelines.make_mlp())
-    with pytest.raises(ValueError, match='dp_batch="global" is not for a pipeline'):
-        FlexModel(schedule, {}, dp_batch="global")
 
 
 @pytest.mark.ranks(4, timeout=120)

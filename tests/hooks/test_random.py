@@ -76,27 +76,16 @@ def test_every_sharding_draws_the_same_as_one_process(name):
 
 
 @pytest.mark.ranks(2)
-def test_ranks_with_other_seeds_draw_what_rank_0_draws():
-    parallelism = models.TWO_RANKS["tp"]
-    flex = noisy(parallelism, "fc1", "fc2")
-    torch.manual_seed(dist.get_rank())
-    flex(BATCH)
-    for noise in flex.save_ctx.noises:
-        both = [torch.empty_like(noise) for _ in range(2)]
-        dist.all_gather(both, noise.contiguous())
-        assert torch.equal(*both)
-
-
-@pytest.mark.ranks(2)
-def test_each_ranks_own_random_state_is_its_own():
+def test_ranks_with_other_seeds_draw_what_rank_0_draws_and_keep_their_own_state():
     """Dropout of the model draws on, per rank: the edit's seed is not left behind."""
-    parallelism = models.TWO_RANKS["tp"]
+    flex = noisy(models.TWO_RANKS["tp"], "fc1", "fc2")
     torch.manual_seed(10 + dist.get_rank())
-    noisy(parallelism, "fc1")(BATCH)
-    drawn = torch.rand(8)
-    both = [torch.empty(8) for _ in range(2)]
-    dist.all_gather(both, drawn)
-    assert not torch.equal(*both)
+    flex(BATCH)
+    own = torch.rand(8)
+    for drawn in (*flex.save_ctx.noises, own):
+        both = [torch.empty_like(drawn) for _ in range(2)]
+        dist.all_gather(both, drawn.contiguous())
+        assert torch.equal(*both) == (drawn is not own)
 
 
 class Dropping(nn.Module):

@@ -466,13 +466,19 @@ def test_ranks_call_a_settled_edit_without_python(name, settings):
         torch.testing.assert_close(flex(x[:2]), oracle(x[:2]))  # another key
 
 
+@contextlib.contextmanager
+def on_two_ranks(of_fc1):
+    """A FlexModel with two edits, and its input."""
+    sharded = models.TWO_RANKS["tp"].shard(models.mlp())
+    with FlexModel(sharded, tensor_parallel_size=2, timeout=20) as flex, torch.no_grad():
+        flex.register_forward_hook(HookFunction("fc1", None, of_fc1))
+        flex.register_forward_hook(HookFunction("act", None, scaled))
+        yield flex, models.random(4, 6)
+
+
 @pytest.mark.ranks(2)
 def test_ranks_that_differ_in_a_settled_call_raise_before_its_edit_is_used():
-    parallelism, x = models.TWO_RANKS["tp"], models.random(4, 6)
-    sharded = parallelism.shard(models.mlp())
-    with FlexModel(sharded, tensor_parallel_size=2, timeout=20) as flex, torch.no_grad():
-        for name in ("fc1", "act"):
-            flex.register_forward_hook(HookFunction(name, editing_function=scaled))
+    with on_two_ranks(scaled) as (flex, x):
         flex(x), flex(x)
         used = []
         flex.module.act.register_forward_hook(lambda m, args, out: used.append(out))
@@ -497,11 +503,7 @@ def test_a_settled_function_that_raises_on_some_ranks_is_an_error_on_all(failing
             raise KeyError("missing")
         return full * 2
 
-    parallelism, x = models.TWO_RANKS["tp"], models.random(4, 6)
-    sharded = parallelism.shard(models.mlp())
-    with FlexModel(sharded, tensor_parallel_size=2, timeout=20) as flex, torch.no_grad():
-        flex.register_forward_hook(HookFunction("fc1", None, edit))
-        flex.register_forward_hook(HookFunction("act", None, scaled))
+    with on_two_ranks(edit) as (flex, x):
         flex(x), flex(x), flex(x)
         with pytest.raises(HookError, match=f"rank {failing[0]}: .*fc1.*raised KeyError"):
             flex(x)
@@ -514,11 +516,7 @@ def test_an_edit_on_some_ranks_only_is_an_error_on_all_where_it_is_settled():
         save_ctx.calls = getattr(save_ctx, "calls", 0) + 1
         return None if save_ctx.calls == 4 and dist.get_rank() == 1 else full * 2
 
-    parallelism, x = models.TWO_RANKS["tp"], models.random(4, 6)
-    sharded = parallelism.shard(models.mlp())
-    with FlexModel(sharded, tensor_parallel_size=2, timeout=20) as flex, torch.no_grad():
-        for name, function in (("fc1", edit), ("act", scaled)):
-            flex.register_forward_hook(HookFunction(name, None, function))
+    with on_two_ranks(edit) as (flex, x):
         flex(x), flex(x), flex(x)
         with pytest.raises(HookMismatchError, match="run edits that do not do the same"):
             flex(x)

@@ -53,10 +53,7 @@ def test_patching_has_token_labels_and_colours_around_zero():
     assert ax.get_xlabel() == "token"
     assert ax.figure.axes[1].get_ylabel() == "logit difference"
     ax.figure.canvas.draw()  # "$" begins no formula
-
-
-def test_patching_without_tokens_or_effects():
-    ax = plot_patching(torch.zeros(2, 3))
+    ax = plot_patching(torch.zeros(2, 3))  # without tokens or effects
     assert image_of(ax)[1] == (-1.0, 1.0)
     assert labels(ax.xaxis) == ["0", "1", "2"] and ax.get_xlabel() == "position"
 

@@ -56,23 +56,18 @@ def test_functions_describe_themselves_in_a_line(function, expected):
     assert re.fullmatch(expected, told) and len(told) <= 200
 
 
-def lines_of(capsys):
-    return capsys.readouterr().out.splitlines()
-
-
 def shown_by(flex, *inputs, **arguments):
     with contextlib.redirect_stdout(io.StringIO()) as out:
         flex.show(*inputs, **arguments)
     return out.getvalue()
 
 
-def test_before_a_run_there_are_modules_and_hooks(capsys):
+def test_before_a_run_there_are_modules_and_hooks():
     with FlexModel(models.mlp(), {}) as flex:
         flex.create_hook_group("probes", "fc", editing_function=Shift(1))
         flex.register_hook(HookFunction("out.weight", output_name="grad"))
         flex.register_forward_pre_hook(HookFunction(""))
-        flex.show()
-    shown = lines_of(capsys)
+        shown = shown_by(flex).splitlines()
     assert shown[0] == "MLP   (1 process)"
     assert shown[1] == "|   * forward-pre; read-only; not run yet"
     edit = "* forward; edits: Shift( by=1); groups: probes; not run yet"
@@ -80,13 +75,12 @@ def test_before_a_run_there_are_modules_and_hooks(capsys):
     assert shown[-2:] == ["`-- out  Linear", "        * gradient of weight; read-only; not run yet"]
 
 
-def test_ready_edits_and_selections_show_themselves(capsys):
+def test_ready_edits_and_selections_show_themselves():
     with FlexModel(models.mlp(), {}) as flex:
         ready = editing.zero(units=[1, 2])
         flex.register_forward_hook(HookFunction("fc1", editing_function=ready))
         flex.register_forward_hook(HookFunction("act", select=Select(units=[3])))
-        flex.show()
-    shown = capsys.readouterr().out
+        shown = shown_by(flex)
     assert f"* forward; edits: {ready!r}; not run yet" in shown and "units" in repr(ready)
     assert f"* forward; read-only; {Select(units=[3])!r}; not run yet" in shown
 
@@ -97,14 +91,12 @@ def test_a_rank_that_is_not_there_is_an_error():
             FlexModel(models.mlp()).show(rank=rank)
 
 
-def test_layers_with_the_same_hooks_are_folded(capsys):
+def test_layers_with_the_same_hooks_are_folded():
     model = nn.Sequential(*(models.block() for _ in range(6)))
     with FlexModel(model, {}) as flex:
         flex.create_hook_group("mlps", re.compile(r"^[0-3]\.mlp$"), editing_function=double)
-        flex.show()
-        folded = lines_of(capsys)
-        flex.show(show_all=True)
-        unfolded = lines_of(capsys)
+        folded = shown_by(flex).splitlines()
+        unfolded = shown_by(flex, show_all=True).splitlines()
     assert [line for line in folded if "Block" in line] == [
         "|-- 0 to 3  Block",
         "`-- 4 to 5  Block",
@@ -114,12 +106,11 @@ def test_layers_with_the_same_hooks_are_folded(capsys):
     assert sum("double" in line for line in unfolded) == 4
 
 
-def test_wrappers_are_seen_through(capsys):
+def test_wrappers_are_seen_through():
     model = torch.compile(models.mlp(), backend="eager")
     with FlexModel(model, {}) as flex:
         flex.register_forward_hook(HookFunction("fc1"))
-        flex.show()
-    shown = lines_of(capsys)
+        shown = shown_by(flex).splitlines()
     assert shown[3].startswith("|       * forward; read-only") and "fc1" in shown[2]
 
 

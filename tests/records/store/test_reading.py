@@ -9,6 +9,7 @@ from torch import nn
 
 import scripts
 from flex_model import ActivationStore, FlexModel, HookFunction
+from tests.records.store import test_row_loader
 
 DTYPES = [
     torch.float64,
@@ -33,10 +34,12 @@ def tensor(dtype, shape, seed=0):
     return (numbers > 0) if dtype == torch.bool else numbers.abs().to(dtype)
 
 
-def filled(folder, tensors, **settings):
-    with FlexModel(nn.Sequential(nn.Identity()), ActivationStore(folder, **settings)) as flex:
-        flex.register_forward_hook(HookFunction("0"))
-        for one in tensors:
+def filled(folder, tensors, name="0", notes=lambda i: {}, **settings):
+    store = ActivationStore(folder, **settings)
+    with FlexModel(nn.Sequential(nn.Identity()), store) as flex:
+        flex.register_forward_hook(HookFunction("0", output_name=name))
+        for i, one in enumerate(tensors):
+            store.annotate(**notes(i))
             flex(one)
     return ActivationStore(folder)
 
@@ -69,10 +72,7 @@ def test_complex_halves_keep_their_imaginary_parts_in_numpy(tmp_path):
 def test_every_record_is_aligned(tmp_path, num_letters):
     """Else an operation on complex128 kills the process."""
     name, one = "x" * num_letters, torch.randn(64, 64, dtype=torch.complex128)
-    with FlexModel(nn.Sequential(nn.Identity()), ActivationStore(tmp_path)) as flex:
-        flex.register_forward_hook(HookFunction("0", output_name=name))
-        flex(one)
-    found = ActivationStore(tmp_path)[name][0]
+    found = filled(tmp_path, [one], name)[name][0]
     assert found.data_ptr() % 16 == 0
     assert torch.equal(found * 2, one * 2)
 
@@ -127,13 +127,8 @@ def test_it_is_read_without_a_process_group(tmp_path):
 
 def test_as_a_dataset(tmp_path):
     pytest.importorskip("datasets")
-    store = ActivationStore(tmp_path)
     tensors = [tensor(torch.float32, (2, 3), seed) for seed in range(3)]
-    with FlexModel(nn.Sequential(nn.Identity()), store) as flex:
-        flex.register_forward_hook(HookFunction("0"))
-        for i, one in enumerate(tensors):
-            store.annotate(token_ids=torch.full((2, 3), i))
-            flex(one)
+    store = filled(tmp_path, tensors, notes=lambda i: {"token_ids": torch.full((2, 3), i)})
     rows = list(store.dataset())
     assert [row["batch"] for row in rows] == [0, 1, 2]
     for i, (row, one) in enumerate(zip(rows, tensors)):
@@ -145,17 +140,10 @@ def test_as_a_dataset(tmp_path):
         store.dataset(["mlp"])
 
 
-def sequences(folder, notes=lambda i: {}, names=("0", "1"), lengths=(7, 7, 7)):
-    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 6)).bfloat16()
-    store = ActivationStore(folder, shard_bytes=500)
-    with FlexModel(model, store) as flex:
-        for name in names:
-            flex.register_forward_hook(HookFunction(name))
-        for i, length in enumerate(lengths):
-            tokens = torch.randint(50, (3, length))
-            store.annotate(token_ids=tokens, label=torch.arange(3) + 3 * i, text="t", **notes(i))
-            flex(tokens)
-    return ActivationStore(folder)
+def sequences(folder, notes=lambda i: {"text": "t"}, lengths=(7, 7, 7), **settings):
+    return test_row_loader.filled(
+        folder, dtype=torch.bfloat16, notes=notes, lengths=lengths, shard_bytes=500, **settings
+    )
 
 
 def test_as_a_memory_mapped_dataset(tmp_path):
@@ -163,7 +151,7 @@ def test_as_a_memory_mapped_dataset(tmp_path):
     store = sequences(tmp_path / "store")
     found = store.to_datasets(cache_dir=tmp_path / "cache")
     assert found.cache_files and found.column_names == ["0", "1", "token_ids", "label"]
-    assert found.features["1"] == datasets.Array2D((7, 6), "float32")
+    assert found.features["1"] == datasets.Array2D((7, 12), "float32")
     for i, row in enumerate(found.with_format("torch")):
         for name in ("0", "1"):
             assert torch.equal(row[name], store.batch(i // 3)[name][0][i % 3].float())
@@ -204,7 +192,7 @@ def test_saelens_reads_it(tmp_path):
         hook_name="1",
         hook_head_index=None,
         context_size=7,
-        d_in=6,
+        d_in=12,
         n_batches_in_buffer=4,
         total_training_tokens=63,
         store_batch_size_prompts=3,

@@ -19,16 +19,24 @@ pytest.importorskip("safetensors")
 BATCHES, ROWS, LENGTH = 9, 3, 7
 
 
-def filled(folder, names=("0", "1"), dtype=torch.float32, notes=lambda i: {}, **settings):
+def filled(
+    folder,
+    names=("0", "1"),
+    dtype=torch.float32,
+    notes=lambda i: {},
+    lengths=BATCHES * (LENGTH,),
+    shard_bytes=3000,
+    **settings,
+):
     """A store of rows that are all different, in several files."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 12)).to(dtype)
-    store = ActivationStore(folder, shard_bytes=3000, **settings)
+    store = ActivationStore(folder, shard_bytes=shard_bytes, **settings)
     with FlexModel(model, store) as flex:
         for name in names:
             flex.register_forward_hook(HookFunction(name))
-        for i in range(BATCHES):
-            tokens = torch.randint(50, (ROWS, LENGTH))
+        for i, length in enumerate(lengths):
+            tokens = torch.randint(50, (ROWS, length))
             store.annotate(token_ids=tokens, label=torch.arange(ROWS) + ROWS * i, **notes(i))
             flex(tokens)
     return ActivationStore(folder)
