@@ -36,11 +36,6 @@ def test_the_log_names_the_rank_and_goes_to_a_file(own_logger, tmp_path, monkeyp
     assert re.fullmatch(r"\[flex_model rank 3 [\d :,-]+\] hello from here", line)
 
 
-def test_a_level_that_there_is_not(own_logger):
-    with pytest.raises(ValueError, match=r"(?s)FLEX_MODEL_LOG.*debug.*'loud'"):
-        rank_log.setup_logger("loud")
-
-
 def test_steps_are_counted_and_forgotten():
     steps = FlightRecorder()
     assert str(steps) == "nothing"
