@@ -200,7 +200,7 @@ def _add_content(digest: Any, file: Path) -> None:
     content = torch.frombuffer(memory, dtype=torch.uint8)
     with file.open("rb") as opened:
         while num_bytes := opened.readinto(memory):
-            digest.update(str(values.fingerprint(content[:num_bytes]).tolist()).encode())
+            digest.update(str(values.fingerprint(content[:num_bytes])).encode())
 
 
 def report(result: RunResult, out: str | Path, as_json: bool = False) -> None:
