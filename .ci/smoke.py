@@ -23,7 +23,6 @@ rebuilt = torch.ops.flex_model.assemble(packed, [0, 48], plan.code, [4, 6], torc
 shard = torch.ops.flex_model.split(full, plan.code, 1, [4, 3])
 assert torch.equal(rebuilt, full)
 assert torch.equal(shard, full[:, 3:])
-assert torch.ops.flex_model.fingerprint(full)[1] == 0
 
 with tempfile.TemporaryDirectory() as folder, flex_model.FlexModel(torch.nn.Identity()) as flex:
     flex.show(html=Path(folder, "map.html"))  # its template is there

@@ -116,37 +116,32 @@ def _load_engine() -> None:
 
 
 def _load_ops() -> None:
-    path = _find("_ops")
-    if path is None:
-        raise ImportError(explain("_ops", "it is not built"))
-    try:
-        torch.ops.load_library(path)
-    except OSError as error:
-        raise ImportError(explain("_ops", error)) from None
+    state = _load_library("_ops", explain("_ops", "it is not built"))
+    if state != "loaded":
+        raise ImportError(state)
     from flex_model import _ops_fake
 
     _ops_fake.register()
-    _loaded["_ops"] = "loaded"
+    _loaded["_ops"] = state
 
 
 def _load_cuda() -> str:
-    """Return ``"loaded"``, or the reason why not."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} has no CUDA"
-    path = _find("_cuda")
-    if path is None:
-        return f"it was not built: {built_facts().get('why_no_cuda') or 'no reason is kept'}"
+    why = built_facts().get("why_no_cuda") or "no reason is kept"
+    return _load_library("_cuda", f"it was not built: {why}")
+
+
+def _load_library(name: str, why_absent: str) -> str:
+    """Return ``"loaded"``, or the reason why not."""
+    path = FOLDER / f"{name}.abi3.so"  # not a glob, which could find one of another platform
+    if not path.exists():
+        return why_absent
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        return explain("_cuda", error)
+        return explain(name, error)
     return "loaded"
-
-
-def _find(name: str) -> Path | None:
-    # Not a glob, which could find a binary of another Python or platform.
-    path = FOLDER / f"{name}.abi3.so"
-    return path if path.exists() else None
 
 
 def explain(name: str, error: object) -> str:

@@ -17,7 +17,6 @@ def register() -> None:
         "pack": _pack,
         "pack_tensors": _pack_tensors,
         "assemble_tensors": _assemble_tensors,
-        "fingerprint": _fingerprint,
         "moments": lambda tensor: tensor.new_empty((3,), dtype=torch.float64),
     }
     # What they write is an argument, or no tensor.
@@ -57,7 +56,3 @@ def _assemble_tensors(
 
 def _nothing(*args: object) -> None:
     return None
-
-
-def _fingerprint(tensor: Tensor) -> Tensor:
-    return tensor.new_empty((2,), dtype=torch.int64, device="cpu")

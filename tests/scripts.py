@@ -25,12 +25,12 @@ def run_code(code, *arguments, options=(), **environment):
 
 
 def finished(folder, *command, timeout_s=180, **variables):
-    # torchrun's own variables, where pytest itself runs under it, are not for the script.
+    # Variables of torchrun or Slurm, where pytest itself runs under it, are not for the script.
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        and not name.startswith("TORCHELASTIC")
+        and not name.startswith(("TORCHELASTIC", "SLURM"))
     }
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "100"}
     environment["PYTHONPATH"] = os.pathsep.join(

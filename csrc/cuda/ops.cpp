@@ -1,5 +1,5 @@
-// The ops on CUDA, with the checks and allocations of the CPU ops (csrc/ops). fingerprint and
-// moments are CPU only (schema.cpp).
+// The ops on CUDA, with the checks and allocations of the CPU ops (csrc/ops); moments
+// is CPU only (schema.cpp).
 #include <torch/csrc/stable/library.h>
 
 #include "cuda/device.h"

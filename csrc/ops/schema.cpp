@@ -29,10 +29,6 @@ STABLE_TORCH_LIBRARY(flex_model, m) {
   // Packs all ranks' shards into one buffer of `total` bytes, the inverse of assemble; bytes
   // outside of shards are zero.
   m.def("pack(Tensor full, int[] plan, int[] offsets, int total) -> Tensor");
-  // Returns two int64: a 64-bit hash of the tensor's bytes in order, and 1 if all its elements have
-  // the same bits (or it has none) else 0. CPU only: the hash is exchanged by the host at once, so
-  // tensors on other devices are copied first.
-  m.def("fingerprint(Tensor tensor) -> Tensor");
   // Returns three float64: the sum of the elements of a contiguous tensor of float32, float64 or
   // bfloat16, that of their squares, and the largest magnitude, which is NaN if an element is. CPU
   // only: on a GPU, torch's own reductions read at the speed of its memory.

@@ -1,16 +1,16 @@
 """The header of 64 bytes that ranks exchange before a transfer, and at the end of a run.
 
-Layout, eight little-endian int64 words:
+Layout, little-endian:
 
-====  =====================================================================
-0     from high to low: 2 bits unused, magic 16, state 4, kind 8, dtype 8,
-      ndim 4, flags 6, micro-batch 16
-1     number of the FlexModel (high 32 bits) and of the exchange in it
-2     site: hash of kind, module name, tensor index and hook number
-3     random seed of the run (rank 0's counts)
-4-7   up to eight sizes, 32 bits each; word 7 is a hash of the values of a
-      tensor that should be equal on all ranks, with up to six dims
-====  =====================================================================
+=====  ====================================================================
+bytes
+0-7    magic (2), micro-batch (2), kind, dtype, flags, 16 x state + ndim
+8-15   number of the FlexModel (high 32 bits) and of the exchange in it
+16-23  site: hash of kind, module name, tensor index and hook number
+24-31  random seed of the run (rank 0's counts)
+32-63  up to eight sizes of 4; the last 8 are a hash of the values of a
+       tensor that should be equal on all ranks, with up to six dims
+=====  ====================================================================
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import torch
 
 from flex_model.distributed.failure import OK, RankState
 
-_WORDS = struct.Struct("<8q")
+_HEAD, _CALL, _SIZES, _HASH = map(struct.Struct, ("<HHBBBB", "<qqq", "<8I", "<q"))
+_ALL = struct.Struct("<HHBBBBqqq8I")
 MAX_DIMS = 8
 MAX_HASHED_DIMS = 6
-_MAGIC = 0x464D  # fits 15 bits, so that word 0 stays positive
+_MAGIC = 0x464D
 
 DTYPES = sorted(
     {value for value in vars(torch).values() if isinstance(value, torch.dtype)},
@@ -100,38 +101,35 @@ class Header:
         """
         if self.hash is not None:
             flags |= Header.HASHED
-        first, *sizes = _words(
+        head, sizes = _head_and_sizes(
             state, self.kind, self.dtype, self.shape, self.flags | flags, self.microbatch
         )
         if self.hash is not None:
-            sizes[3] = self.hash
-        return _WORDS.pack(first, sequence, self.site ^ mark, self.seed, *sizes)
+            sizes = sizes[: -_HASH.size] + _HASH.pack(self.hash)
+        return head + _CALL.pack(sequence, self.site ^ mark, self.seed) + sizes
 
     @staticmethod
     def unpack(packed: bytes) -> Header:
-        if len(packed) != _WORDS.size:
-            raise ValueError(f"a header has {_WORDS.size} bytes; got {len(packed)}")
-        words = _WORDS.unpack(packed)
-        first = words[0]
-        values = []
-        for bits in (16, 6, 4, 8, 8, 4):
-            values.append(first & (1 << bits) - 1)
-            first >>= bits
-        if first != _MAGIC:
+        if len(packed) != _ALL.size:
+            raise ValueError(f"a header has {_ALL.size} bytes; got {len(packed)}")
+        magic, microbatch, kind, dtype, flags, state_and_ndim, *words = _ALL.unpack(packed)
+        if magic != _MAGIC:
             raise ValueError(
-                f"not a header of flex_model: first word {words[0]:#x}; do all ranks run the same "
-                "version?"
+                f"not a header of flex_model: it begins with {packed[:8].hex()}; do all ranks run "
+                "the same version?"
             )
-        microbatch, flags, ndim, dtype, kind, state = values
-        hashed = words[7] if flags & Header.HASHED else None
-        of_sizes = words[4:] if hashed is None else (*words[4:7], 0)
-        sizes = [half for word in of_sizes for half in (word >> 32, word & 0xFFFFFFFF)]
+        sequence, site, seed, *sizes = words
+        state, ndim = divmod(state_and_ndim, 16)
+        hashed = None
+        if flags & Header.HASHED:
+            sizes = sizes[:MAX_HASHED_DIMS]
+            (hashed,) = _HASH.unpack(packed[-_HASH.size :])
         if (
             state >= len(RankState)
             or kind >= len(KINDS)
             or (dtype != 255 and dtype >= len(DTYPES))
-            or ndim > MAX_DIMS
-            or not all(0 <= size < 2**31 for size in sizes)
+            or ndim > len(sizes)
+            or not all(size < 2**31 for size in sizes)
             or any(sizes[ndim:])
         ):
             raise ValueError(
@@ -140,10 +138,10 @@ class Header:
             )
         return Header(
             kind=KINDS[kind],
-            site=words[2],
+            site=site,
             state=state,
-            sequence=words[1],
-            seed=words[3],
+            sequence=sequence,
+            seed=seed,
             dtype=None if dtype == 255 else DTYPES[dtype],
             shape=tuple(sizes[:ndim]),
             flags=flags & ~Header.HASHED,
@@ -156,7 +154,7 @@ class Header:
         """Return rank 0's seed if all headers are complete and equal except for their seeds; None
         otherwise. Cheaper than unpacking them all.
         """
-        if local[2] & Header.WIDE:  # the flags are bits 16 to 21 of the first word
+        if local[6] & Header.WIDE:  # its flags
             return None
         for row in rows:
             if row[:24] != local[:24] or row[32:] != local[32:]:
@@ -174,26 +172,17 @@ class Header:
 
 
 @lru_cache(maxsize=1024)
-def _words(
+def _head_and_sizes(
     state: int,
     kind: str,
     dtype: torch.dtype | None,
     shape: tuple[int, ...],
     flags: int,
     microbatch: int,
-) -> tuple[int, ...]:
-    """Pack words 0 and 4 to 7."""
+) -> tuple[bytes, bytes]:
+    """Pack what comes before and after what differs from call to call."""
     if len(shape) > MAX_DIMS or any(size >= 2**31 for size in shape):
         shape, flags = (), flags | Header.WIDE
-    first = _MAGIC
-    for value, bits in (
-        (state, 4),
-        (_CODE_OF_KIND[kind], 8),
-        (255 if dtype is None else _CODE_OF_DTYPE[dtype], 8),
-        (len(shape), 4),
-        (flags, 6),
-        (microbatch, 16),
-    ):
-        first = first << bits | value
-    sizes = list(shape) + [0] * (MAX_DIMS - len(shape))
-    return first, *(sizes[i] << 32 | sizes[i + 1] for i in range(0, MAX_DIMS, 2))
+    codes = _CODE_OF_KIND[kind], 255 if dtype is None else _CODE_OF_DTYPE[dtype]
+    head = _HEAD.pack(_MAGIC, microbatch, *codes, flags, 16 * state + len(shape))
+    return head, _SIZES.pack(*shape, *[0] * (MAX_DIMS - len(shape)))

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from flex_model import pytree
+from flex_model.distributed.values import fingerprint
 from flex_model.editing.region import Region
 from flex_model.editing.runs import Inputs, Runs, Site, as_arguments
 from flex_model.errors import agreed
-from flex_model.layouts.replicas import hash_of
 from flex_model.records.store.files import write_whole
 from flex_model.selection.selectors import SelectionArguments, Selector
 
@@ -185,4 +185,4 @@ class Table:
 def described(inputs: Inputs) -> list[str]:
     """Return the dtype, the shape and a hash of each tensor in inputs."""
     leaves = pytree.flatten(as_arguments(inputs))[0]
-    return [f"{leaf.dtype} {tuple(leaf.shape)} {hash_of(leaf)}" for leaf in leaves]
+    return [f"{leaf.dtype} {tuple(leaf.shape)} {fingerprint(leaf)}" for leaf in leaves]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import Mesh
@@ -37,7 +38,7 @@ def check_call(
         seed=run.seed or (seed_of_state() if is_first and may_draw else 0),  # rank 0's counts
         dtype=tensor.dtype,
         shape=tuple(tensor.shape),
-        hash=replicas.hash_of(tensor) if axes else None,
+        hash=values.fingerprint(tensor) if axes else None,
     )
     what = "the gradient of the edit of " if kind == "gradient of an edit" else ""
     headers = communicator.check_consistency(header, what + call.describe())

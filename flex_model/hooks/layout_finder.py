@@ -174,12 +174,11 @@ class LayoutFinder:
                 proven = registration.parameter.placements
             proven = _first_known(call.stated, proven)
             words = call.evidence.words
-            row = torch.tensor([*(site_hash(encode(one)) for one in proven), site_hash(*words)])
-            table = self._communicator.exchange(
-                torch.cat([values.fingerprint(shard), row])
-            ).tolist()
-            prints = values.Fingerprints.of(mesh, [rank[:2] for rank in table])
-            if len({rank[4] for rank in table}) > 1:
+            hashes = [site_hash(*words), *(site_hash(encode(one)) for one in proven)]
+            row = torch.tensor([values.fingerprint(shard), *hashes])
+            table = self._communicator.exchange(row).tolist()
+            prints = values.Fingerprints(mesh, tuple(rank[0] for rank in table))
+            if len({rank[1] for rank in table}) > 1:
                 raise ValueError(
                     f"{site.name}: the ranks call the module with different arguments ({words} on "
                     "this one), so their tensors are not parts of one; where the model goes "

@@ -21,7 +21,7 @@ def seed_of_state() -> int:
     ``torch.manual_seed`` determines it.
     """
     state = torch.default_generator.get_state()
-    return int(torch.ops.flex_model.fingerprint(state)[0]) & (2**63 - 1)
+    return _C.hash_of(state)
 
 
 class RandomState:

@@ -51,7 +51,7 @@ def _state(value: Any) -> Any:
     if isinstance(value, Tensor):
         if _is_hashed(value):
             once = [slice(None) if stride else slice(1) for stride in value.stride()]
-            content = values.fingerprint(value.detach()[tuple(once)]).tolist()
+            content = values.fingerprint(value.detach()[tuple(once)])
             return value.dtype, value.shape, value.device, content
         return id(value), value, None if value.is_inference() else value._version
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):

@@ -12,12 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from flex_model.distributed import memory
+from flex_model.distributed import memory, values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.header import Header
 from flex_model.hooks.hook_call import HookCall
-from flex_model.layouts import replicas
 from flex_model.records.records import Records
 from flex_model.runs.run import Run
 
@@ -88,7 +87,7 @@ class SettledGather:
         if leaf.is_neg() or leaf._is_zerotensor():
             return None
         registration = self._registration
-        value_hash = replicas.hash_of(leaf) if self._is_compared else None
+        value_hash = values.fingerprint(leaf) if self._is_compared else None
         header = self._header.of_call(run.seed or 0, value_hash)
         keeps_record = records.keeps_full and registration.hook_function.record
         part = leaf if pick is None else pick.take(leaf)

@@ -136,7 +136,7 @@ def _ready_edit(site: str, text: str, change: Callable[[Tensor], Tensor]) -> Hoo
 
 
 def _digest(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)}, {int(tensor_values.fingerprint(tensor)[0]):x}"
+    return f"{tuple(tensor.shape)}, {tensor_values.fingerprint(tensor):x}"
 
 
 def _are_experts(indices: Tensor, num_experts: int) -> bool:

@@ -15,7 +15,6 @@ from flex_model.distributed.padding import RankRows
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.errors import agreed
 from flex_model.integrations import dtensor, torch_private
-from flex_model.layouts import replicas
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.kept import KeptTensors
 from flex_model.layouts.replicas import PendingReplica
@@ -62,8 +61,8 @@ def seed_inputs(
     table = communicator.exchange(torch.stack(sketches)).tolist()
     shapes, prints = [], []
     for of_ranks in zip(*table):
-        shapes.append([tuple(row[4 : 4 + row[2]]) for row in of_ranks])
-        prints.append(values.Fingerprints.of(mesh, [row[:2] for row in of_ranks]))
+        shapes.append([tuple(row[3 : 3 + row[1]]) for row in of_ranks])
+        prints.append(values.Fingerprints(mesh, tuple(row[0] for row in of_ranks)))
     passed = [i for i, one in enumerate(inputs) if not one.is_state]
     stated_dp = {i for i, one in statements.items() if one.dp is not None}
     states = [i for i, one in enumerate(inputs) if one.is_state and kept.source(one.tensor) is None]
@@ -88,7 +87,7 @@ def seed_inputs(
         except ValueError as error:
             raise agreed(error) from None
         along_dp = dict(zip((*passed, *states), found))
-        is_stand_in = [not table[place][0][3] for place in line]
+        is_stand_in = [not table[place][0][2] for place in line]
         if any(is_stand_in) and not pads:
             raise agreed(ValueError(refusal_of_stand_in("the active hooks")))
         inputs_along = [(along_dp[i], [shapes[i][place] for place in line]) for i in passed]
@@ -142,7 +141,7 @@ class SharedInputs:
 
     def hash(self) -> int:
         """Return a hash of those on the CPU. Local."""
-        hashes = tuple(replicas.hash_of(one) for _, _, one in self._inputs if one.is_cpu)
+        hashes = tuple(values.fingerprint(one) for _, _, one in self._inputs if one.is_cpu)
         return hash(hashes) & (2**63 - 1)
 
     def compare(self, communicator: Communicator) -> None:
@@ -154,10 +153,11 @@ class SharedInputs:
         on_host = [one for one in self._inputs if one[2].is_cpu]
         header = Header("inputs", site=site_hash("shared", len(on_host)))
         communicator.check_consistency(header, f"a forward with {len(on_host)} tensors as inputs")
-        rows = communicator.exchange(torch.stack([values.fingerprint(t) for _, _, t in on_host]))
+        hashes = torch.tensor([values.fingerprint(tensor) for _, _, tensor in on_host])
+        table = communicator.exchange(hashes).tolist()
         for i, (text, index, tensor) in enumerate(on_host):
             kinds = communicator.exchange_text(f"{tensor.dtype} {tuple(tensor.shape)}")
-            prints = values.Fingerprints.of(communicator.mesh, rows[:, i].tolist())
+            prints = values.Fingerprints(communicator.mesh, tuple(row[i] for row in table))
             self._check(text, index, prints, f" ({'; '.join(dict.fromkeys(kinds))})")
 
     def pending(self) -> list[PendingReplica]:
@@ -222,12 +222,12 @@ def _rows_of(
 
 def _sketch(tensor: Tensor, has_rows: bool) -> Tensor:
     """An input's fingerprint and shape, of a fixed size."""
-    row = torch.zeros(4 + _MAX_DIMS, dtype=torch.int64)
-    row[3] = has_rows
+    row = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
+    row[2] = has_rows
     tensor = dtensor.to_local(tensor)
     if _has_values(tensor):
-        row[:2] = values.fingerprint(dtensor.wait(tensor))
+        row[0] = values.fingerprint(dtensor.wait(tensor))
     shape = tensor.shape[:_MAX_DIMS]
-    row[2] = len(shape)
-    row[4 : 4 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
+    row[1] = len(shape)
+    row[3 : 3 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
     return row

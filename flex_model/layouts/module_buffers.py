@@ -177,5 +177,5 @@ def _hash(tensor: Tensor) -> int | None:
     if kind_of(tensor):
         return None
     with torch.no_grad():
-        content = int(values.fingerprint(tensor)[0]) if tensor.numel() else 0
+        content = values.fingerprint(tensor) if tensor.numel() else 0
     return site_hash(str(tensor.dtype), *tensor.shape, content)

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flex_model import _C
 from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import MAX_HASHED_DIMS
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
-from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.host_copies import Ready, ready_now
 from flex_model.errors import ReplicasDifferError, agreed
 from flex_model.layouts.refusal import AXIS_NAMES
@@ -64,11 +62,6 @@ def are_compared(shape: Shape) -> bool:
     header.
     """
     return math.prod(shape) > 0 and len(shape) <= MAX_HASHED_DIMS
-
-
-def hash_of(tensor: Tensor) -> int:
-    """Return a 63-bit hash of the values."""
-    return _C.hash_of(plain(tensor.detach()).cpu().contiguous())
 
 
 def reconciled(

@@ -93,7 +93,7 @@ def _hash(value: Any, name: str) -> int:
         if kind:
             raise _not_saved(name, f"a {kind}")
     text = json.dumps([name, encoded, describe(tensors)])
-    return site_hash(text, *(int(values.fingerprint(tensor)[0]) for tensor in tensors))
+    return site_hash(text, *map(values.fingerprint, tensors))
 
 
 def _not_saved(name: str, what: str) -> TypeError:

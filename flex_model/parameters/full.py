@@ -197,9 +197,9 @@ class Parameters:
     def _check_equal(self, name: str, full: Tensor) -> None:
         if self._communicator.is_local:
             return
-        rows = self._communicator.exchange(values.fingerprint(full)).tolist()
-        if any(row != rows[0] for row in rows):
-            differ = [rank for rank, row in enumerate(rows) if row != rows[0]]
+        hashes = values.exchanged(self._communicator, full).hashes
+        if len(set(hashes)) > 1:
+            differ = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
             raise ValueError(
                 f"set_module_parameter: ranks {differ} passed other values for {name!r} than rank "
                 "0; pass the same full tensor on every rank"

@@ -161,7 +161,7 @@ def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> di
         size = file.stat().st_size
         content = torch.from_file(str(file), size=size, dtype=torch.uint8)  # memory-mapped
         # All bytes: weights that were trained on have the sizes of those before.
-        digest.update(f"{file.name} {size} {values.fingerprint(content).tolist()}".encode())
+        digest.update(f"{file.name} {size} {values.fingerprint(content)}".encode())
     dtype = next((str(parameter.dtype) for parameter in model.parameters()), "none")
     return {
         "model": digest.hexdigest(),

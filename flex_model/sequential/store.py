@@ -127,7 +127,7 @@ def _add(digest: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         digest.update(f"tensor {tuple(value.shape)} {value.dtype}".encode())
         if value.layout == torch.strided and not value.is_meta:
-            digest.update(str(values.fingerprint(value).tolist()).encode())
+            digest.update(str(values.fingerprint(value)).encode())
         elif value.layout == torch.sparse_coo and not value.is_meta:
             value = value.detach().coalesce()
             _add(digest, [value.indices(), value.values()])

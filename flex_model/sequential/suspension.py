@@ -298,7 +298,7 @@ class ProcessState:
         batch this one. The others have their own, the same for every window, since what the
         batches before them draw isn't known yet.
         """
-        seed = int(torch.ops.flex_model.fingerprint(self._states[torch.default_generator])[0])
+        seed = _C.hash_of(self._states[torch.default_generator])
 
         def state_of(index: int) -> ProcessState:
             states = self._states

@@ -50,7 +50,7 @@ def of_this_version():
 def of_another_version():
     """With a dtype that there is not."""
     packed = bytearray(Header("tensor", site=7, dtype=torch.float32).pack(0, OK))
-    told(bytes(packed[:4] + b"\xfe" + packed[5:]))
+    told(bytes(packed[:5] + b"\xfe" + packed[6:]))
 
 
 def routed(kind, *steps):

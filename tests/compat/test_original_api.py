@@ -599,7 +599,8 @@ def test_setup_logger_leaves_the_root_logger_alone(library_logger, monkeypatch):
     assert "[flex_model.compat.parallel_state rank 0 " in written.getvalue()
     assert written.getvalue().count("hello") == 1
     for level in ("loud", 10):
-        with pytest.raises(ValueError, match=rf"must be one of debug, .*critical.*got {level!r}"):
+        expected = rf"FLEX_MODEL_LOG .* must be one of debug, .*critical.*got {level!r}"
+        with pytest.raises(ValueError, match=expected):
             setup_logger(level)
 
 

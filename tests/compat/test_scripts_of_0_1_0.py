@@ -218,21 +218,23 @@ def oracle(wide, site, edit, kind="forward"):
     return records[0], output.detach(), model, modules["probe"]
 
 
-def check_training(wide, edit, sites):
+def check_run(wide, edit, sites, style="functions", trains=True):
     for site in sites:
         expected, output, model, trained = oracle(wide, site, edit)
-        flex = wrap(split(wide, "functions"), records := {})
+        flex = wrap(split(wide, style), records := {})
         flex.register_trainable_module("probe", probe(trained.in_features))
         flex.register_forward_hook(HookFunction(site, full_shape(site, wide), edit))
-        found = flex(ids())
-        found.sin().mean().backward()
+        with torch.set_grad_enabled(trains):
+            found = flex(ids())
         assert_close(found.detach(), output, msg=lambda text, s=site: f"{s}: {text}")
         if dist.get_rank() == 0:
             assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
-        for name, parameter in flex.trainable_modules["probe"].named_parameters():
-            gradient = trained.get_parameter(name).grad
-            assert_close(parameter.grad, gradient, msg=lambda text, s=site: f"{s}: {text}")
-        check_local_gradients(flex, model)
+        if trains:
+            found.sin().mean().backward()
+            for name, parameter in flex.trainable_modules["probe"].named_parameters():
+                gradient = trained.get_parameter(name).grad
+                assert_close(parameter.grad, gradient, msg=lambda text, s=site: f"{s}: {text}")
+            check_local_gradients(flex, model)
         flex.restore()
 
 
@@ -255,16 +257,7 @@ WIDES = on_ranks(2, "uneven", grid=["even"]) + on_ranks(4, grid=WIDE)
 @pytest.mark.parametrize("wide", WIDES)
 def test_values(wide, style):
     """Every site, with a hint."""
-    wide = WIDE[wide]
-    for site in SPLIT + FRONT + LAST:
-        expected, output, _, _ = oracle(wide, site, None)
-        flex = wrap(split(wide, style), records := {})
-        flex.register_forward_hook(HookFunction(site, expected_shape=full_shape(site, wide)))
-        with torch.no_grad():
-            assert_close(flex(ids()), output)
-        if dist.get_rank() == 0:
-            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
-        flex.restore()
+    check_run(WIDE[wide], None, SPLIT + FRONT + LAST, style, trains=False)
 
 
 EDITS = {"a probe": editing_function, "by its values": by_svd, "in place": in_place}
@@ -274,24 +267,14 @@ EDITS = {"a probe": editing_function, "by its values": by_svd, "in place": in_pl
 @pytest.mark.parametrize("wide", WIDES)
 def test_edits(wide, name):
     """Without gradients at every site."""
-    wide, edit = WIDE[wide], EDITS[name]
-    for site in SPLIT + FRONT + LAST:
-        expected, output, _, trained = oracle(wide, site, edit)
-        flex = wrap(split(wide, "functions"), records := {})
-        flex.register_trainable_module("probe", probe(trained.in_features))
-        flex.register_forward_hook(HookFunction(site, full_shape(site, wide), edit))
-        with torch.no_grad():
-            assert_close(flex(ids()), output, msg=lambda text, s=site: f"{s}: {text}")
-        if dist.get_rank() == 0:
-            assert_close(records[site], [expected], msg=lambda text, s=site: f"{s}: {text}")
-        flex.restore()
+    check_run(WIDE[wide], EDITS[name], SPLIT + FRONT + LAST, trains=False)
 
 
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("wide", WIDES)
 def test_gradients_through_edits(wide, name):
     """A split tensor's gradient is split as it is; behind all Functions the loss's is whole."""
-    check_training(WIDE[wide], EDITS[name], SPLIT + LAST)
+    check_run(WIDE[wide], EDITS[name], SPLIT + LAST)
 
 
 @pytest.mark.ranks(2)
@@ -299,7 +282,7 @@ def test_gradients_through_edits(wide, name):
 def test_gradients_in_front_of_functions_that_are_not_declared(site):
     """Right, or refused with the line to write: a Function's backward may sum over the ranks."""
     try:
-        check_training(WIDE["even"], editing_function, (site,))
+        check_run(WIDE["even"], editing_function, (site,))
     except ValueError as error:
         if "is not known" not in str(error) or f"hook on {site!r}" not in str(error):
             raise

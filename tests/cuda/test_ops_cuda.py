@@ -174,8 +174,3 @@ def test_wrong_calls_are_refused():
     plan = grid_plan((4, 6), [[], [3]], 4)
     with pytest.raises(RuntimeError, match=r"split: `full` must be contiguous"):
         ops.split(full, plan.code, 0, [4, 3])
-
-
-def test_fingerprint_is_not_on_cuda():
-    with pytest.raises(NotImplementedError, match="flex_model::fingerprint"):
-        ops.fingerprint(torch.zeros(3, device="cuda"))

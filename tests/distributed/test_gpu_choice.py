@@ -12,8 +12,10 @@ from flex_model.distributed.transports import choice
 from flex_model.distributed.transports.choice import Rank, candidates, choose
 from flex_model.distributed.transports.transport import UnavailableError, on_every_rank
 from flex_model.errors import HookError
+from tests.distributed.test_nccl import wait
 
 OWN = [Rank(11, True), Rank(12, True)]
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -50,9 +52,8 @@ def test_what_is_left_out_says_why():
 def test_ranks_without_gpus_stay_with_the_cpu():
     group, _ = process_groups.acquire((0, 1), 20.0)
     try:
-        device = torch.device("cpu")
-        on_cpu, why = choose(group, lambda works: [work.wait() for work in works], device)
-        to, reason = choice.connect(on_cpu, why, lambda works: None, device)
+        on_cpu, why = choose(group, wait, CPU)
+        to, reason = choice.connect(on_cpu, why, wait, CPU)
         assert to is on_cpu
         assert reason.startswith(why)
         assert "peer_memory, nccl: ranks [0, 1] have no GPU" in reason
@@ -86,7 +87,6 @@ class OnGpu:
 @contextlib.contextmanager
 def ranks_with(wanted="auto", **means):
     """Two ranks, and the transport that they choose from ``means``, by name."""
-    patch = pytest.MonkeyPatch()
     group, _ = process_groups.acquire((0, 1), 20.0)
     made = {}
 
@@ -94,17 +94,13 @@ def ranks_with(wanted="auto", **means):
         made[name] = on_every_rank(on_cpu, lambda: means[name](name))
         return made[name]
 
-    def wait(works):
-        for work in works:
-            work.wait()
-
     try:
-        patch.setattr(choice, "_rank", lambda device: Rank(dist.get_rank() + 1, True))
-        patch.setattr(choice, "_MEANS", {n: partial(make, n) for n in choice.NAMES})
-        on_cpu, why = choose(group, wait, torch.device("cpu"))
-        yield made, lambda: choice.connect(on_cpu, why, wait, torch.device("cpu"), wanted)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(choice, "_rank", lambda device: Rank(dist.get_rank() + 1, True))
+            patch.setattr(choice, "_MEANS", {n: partial(make, n) for n in choice.NAMES})
+            on_cpu, why = choose(group, wait, CPU)
+            yield made, lambda: choice.connect(on_cpu, why, wait, CPU, wanted)
     finally:
-        patch.undo()
         group.release()
 
 

@@ -17,14 +17,13 @@ from torch.distributed.tensor import Shard
 import models
 from flex_model import _C, FlexModel, HookFunction
 from flex_model.distributed import group_pool, memory, process_groups
-from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.transports import choice, host_copies
 from flex_model.distributed.transports.by_device import ByDevice
 from flex_model.distributed.transports.choice import choose
 from flex_model.distributed.transports.host_gather import HostGather
 from flex_model.distributed.transports.transport import Gathered, end_to_end
 from flex_model.records.snapshots import Snapshots
-from tests.distributed.test_transports import cases, shards_of, transport
+from tests.distributed.test_transports import check_gathered, sharded_cases, transport
 from tests.engine import test_shared_memory
 from tests.ops.test_ops import as_bytes, same_bits
 from tiers import grid_but
@@ -126,25 +125,13 @@ def choose_host_gather(group, wait, device):
 
 def gathers_all(communicator, large):
     """Random tensors, together and one by one, of whole plans and of parts of the ranks."""
-    mesh, rank = communicator.mesh, communicator.mesh.group_rank
     moved = []
-    for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
-        shards = shards_of(full, layout, dp_parts, tp_parts)
-        shapes = [tuple(shard.shape) for shard in shards]
-        spec = TensorSpec.of(communicator, layout, shapes, full.dtype)
-        mine = shards[rank]  # not contiguous
-        places = mesh.ranks_along(spec.axes, place=0)
-        moved.append((full, Gathered(spec.plan, places, mine, 1 + len(moved) % 2)))
+    for full, _, _, gathered in sharded_cases(communicator, large):
         whole = as_bytes(full)  # that rank 1 has alone
-        mine = whole if rank == 1 else whole[:0]
-        moved.append((whole, Gathered(end_to_end([whole.nbytes]), [1], mine)))
+        mine = whole if communicator.mesh.group_rank == 1 else whole[:0]
+        moved += [(full, gathered), (whole, Gathered(end_to_end([whole.nbytes]), [1], mine))]
     for some in (*([one] for one in moved), moved):
-        fulls = communicator.gather_to_first(("dp", "tp"), [gathered for _, gathered in some])
-        assert (fulls is None) == (rank != 0)
-        if fulls is not None:
-            expected = [full for full, gathered in some for _ in range(gathered.num_copies)]
-            for full, got in zip(expected, fulls, strict=True):
-                same_bits(got, full)
+        check_gathered(communicator, some)
 
 
 @pytest.mark.ranks(2)

@@ -13,21 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import _ContextParallel
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import models
 from flex_model import FlexModel, HookError, HookFunction
-from flex_model.distributed.mesh import AXES, Mesh
+from flex_model.distributed.mesh import Mesh
+from tests.integrations.test_model_mesh import PLAN, lines, of_two_by_two
 from tiers import grid_but
-
-PLAN = {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()}
-
-
-def lines(flex):
-    return {
-        axis: flex.mesh.axis_ranks(axis) for axis in AXES if len(flex.mesh.axis_ranks(axis)) > 1
-    }
 
 
 def accelerate_mesh(**sizes):
@@ -45,9 +38,8 @@ def test_accelerate_without_context_parallelism():
     assert shards.mesh_dim_names == ("dp_shard_cp",)
     model = parallelize_module(models.mlp(), mesh["tp"], PLAN)
     model = fully_shard(model, mesh=shards)
-    row, column = divmod(dist.get_rank(), 2)
     flex = FlexModel(model)
-    assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+    assert lines(flex) == of_two_by_two()
     assert FlexModel(model, device_mesh=mesh).mesh == flex.mesh
 
 
@@ -86,8 +78,7 @@ def test_torchtitan_without_context_parallelism(shards, ep):
     expert = parallelize_module(nn.Linear(4, 4), sparse["ep"], ColwiseParallel())
     model.expert = fully_shard(expert, mesh=sparse["efsdp"])
     model = fully_shard(model, mesh=dense[shards])
-    row, column = divmod(dist.get_rank(), 2)
-    assert lines(FlexModel(model)) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+    assert lines(FlexModel(model)) == of_two_by_two()
 
 
 @pytest.mark.ranks(4)

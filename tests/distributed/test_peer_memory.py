@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flex_model  # noqa: F401  (loads the ops)
 from flex_model.distributed.transports.peer_memory import PeerMemory, slot_bytes_for
 from flex_model.distributed.transports.transport import Gathered
-from tests.ops.test_ops import as_bytes, blocks, plan_of, random_tensor
+from tests.distributed.gpu_transfers import check_transfers
+from tests.ops.test_ops import blocks, plan_of, random_tensor, same_bits
 
 
 class HostBuffers:
@@ -89,20 +90,9 @@ def case(dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex128])
-def test_all_gather_gives_each_rank_its_number_of_copies(dtype):
+def test_transfers(dtype):
     full, plan, shards = case(dtype)
-    copies = [1, 0, 2, 3]
-
-    def body(transport, memory):
-        rank = transport.group.rank
-        return transport.all_gather(shards[rank], plan, copies[rank])
-
-    for rank, fulls in enumerate(on_ranks(4, body)):
-        assert len(fulls) == copies[rank]
-        assert len({tensor.data_ptr() for tensor in fulls}) == len(fulls)
-        for tensor in fulls:
-            assert (tensor.shape, tensor.dtype) == (full.shape, dtype)
-            assert torch.equal(as_bytes(tensor), as_bytes(full))
+    on_ranks(4, lambda transport, memory: check_transfers(transport, full, plan, shards))
 
 
 def test_a_slot_is_not_overwritten_before_all_have_read_it():
@@ -177,24 +167,7 @@ def test_gather_to_first_shares_a_meeting():
     results = on_ranks(4, body)
     assert results[1:] == [(None, 1)] * 3
     for got, expected in zip(results[0][0], [full, other, other], strict=True):
-        assert torch.equal(as_bytes(got), as_bytes(expected))
-
-
-def test_scatter_broadcast_and_sum():
-    full, plan, shards = case(torch.float32)
-    terms = [torch.randn(3, 5).to(torch.bfloat16) for _ in range(4)]
-
-    def body(transport, memory):
-        rank = transport.group.rank
-        mine = transport.scatter_from_first(full if rank == 0 else None, shards[rank], plan)
-        same = transport.broadcast(full if rank == 0 else None, torch.empty_like(full))
-        return mine, same, transport.all_reduce_sum(terms[rank])
-
-    expected = ((terms[0] + terms[1]) + terms[2]) + terms[3]
-    for rank, (mine, same, total) in enumerate(on_ranks(4, body)):
-        assert torch.equal(as_bytes(mine), as_bytes(shards[rank]))
-        assert torch.equal(as_bytes(same), as_bytes(full))
-        assert torch.equal(total, expected)
+        same_bits(got, expected)
 
 
 def test_empty_tensors_need_no_meeting():

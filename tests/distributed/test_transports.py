@@ -7,6 +7,7 @@ import os
 import random
 import time
 import traceback
+from unittest import mock
 
 import pytest
 import torch
@@ -61,19 +62,14 @@ NAMES = {
 @contextlib.contextmanager
 def transport(name, dp=1, timeout=30.0):
     """A communicator over the world with one transport."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    before = dict(os.environ)
-    for key, value in SETTINGS.get(name, {}).items():
-        os.environ[key] = value.format(rank=rank, half=rank // 2, parity=rank % 2)
-    communicator = None
-    try:
-        mesh = Mesh.from_sizes(size // dp, 1, dp)
+    rank, mesh = dist.get_rank(), Mesh.from_sizes(dist.get_world_size() // dp, 1, dp)
+    places = {"rank": rank, "half": rank // 2, "parity": rank % 2}
+    settings = {key: value.format(**places) for key, value in SETTINGS.get(name, {}).items()}
+    with mock.patch.dict(os.environ, settings):
         communicator = Communicator(mesh, timeout)
-        yield communicator
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        if communicator is not None:
+        try:
+            yield communicator
+        finally:
             communicator.close()
 
 
@@ -107,16 +103,34 @@ def shards_of(full, layout, dp_parts, tp_parts):
     return [part for row, sizes in zip(rows, tp_parts) for part in row.split(sizes, layout.tp.dim)]
 
 
+def sharded_cases(communicator, large):
+    """Full tensors, with their specs and this rank's shards, not contiguous, as a model's may be;
+    and as ``Gathered``, some of them twice.
+    """
+    mesh = communicator.mesh
+    for i, (full, *parts) in enumerate(cases(mesh.dp_size, mesh.tp_size, large)):
+        shards = shards_of(full, *parts)
+        shapes = [tuple(shard.shape) for shard in shards]
+        spec = TensorSpec.of(communicator, parts[0], shapes, full.dtype)
+        mine, places = shards[mesh.group_rank], mesh.ranks_along(spec.axes, place=0)
+        yield full, spec, mine, Gathered(spec.plan, places, mine, 1 + i % 2)
+
+
+def check_gathered(communicator, some):
+    """Gather tensors together, of ``(full, Gathered)``."""
+    fulls = communicator.gather_to_first(("dp", "tp"), [gathered for _, gathered in some])
+    assert (fulls is None) == (communicator.mesh.group_rank != 0)
+    if fulls is not None:
+        expected = [full for full, gathered in some for _ in range(gathered.num_copies)]
+        for full, got in zip(expected, fulls, strict=True):
+            same_bits(got, full)
+
+
 def moves_every_way(communicator, large):
     """All that a communicator does with a tensor, against what torch's split says."""
     mesh, rank = communicator.mesh, communicator.mesh.group_rank
     moved = []
-    for full, layout, dp_parts, tp_parts in cases(mesh.dp_size, mesh.tp_size, large):
-        shards = shards_of(full, layout, dp_parts, tp_parts)
-        mine = shards[rank]  # not contiguous, as a model's may be
-        spec = TensorSpec.of(
-            communicator, layout, [tuple(shard.shape) for shard in shards], full.dtype
-        )
+    for full, spec, mine, gathered in sharded_cases(communicator, large):
         wanted = rank % 3  # each rank another number of copies
         for num_read in range(3):  # and of those that it may share
             num_read = min((num_read + rank) % 3, wanted)
@@ -125,8 +139,7 @@ def moves_every_way(communicator, large):
             for copy in copies:
                 same_bits(copy, full)
                 as_bytes(copy).zero_()  # nobody else sees that
-        places = mesh.ranks_along(spec.axes, place=0)
-        moved.append((full, Gathered(spec.plan, places, mine, 1 + len(moved) % 2)))
+        moved.append((full, gathered))
         on_first = spec.gather_to_first(mine)
         assert (on_first is None) == (rank != 0)
         if on_first is not None:
@@ -144,12 +157,7 @@ def moves_every_way(communicator, large):
             for term in terms[1:]:  # another order would give other bits
                 total += term
             same_bits(communicator.all_reduce_sum(("dp", "tp"), terms[rank]), total)
-    together = communicator.gather_to_first(("dp", "tp"), [gathered for _, gathered in moved])
-    if rank == 0:
-        expected = [full for full, gathered in moved for _ in range(gathered.num_copies)]
-        assert len(together) == len(expected)
-        for full, got in zip(expected, together):
-            same_bits(got, full)
+    check_gathered(communicator, moved)
     rows = communicator.exchange(torch.arange(20_000) + rank)
     assert torch.equal(rows, torch.arange(20_000) + torch.arange(len(mesh.stage_ranks))[:, None])
 

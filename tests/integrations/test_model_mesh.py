@@ -165,9 +165,10 @@ def lines(flex):
     }
 
 
-def coordinates(shape):
-    """This rank's place in an ``arange`` of this shape."""
-    return (torch.arange(4).reshape(shape) == dist.get_rank()).nonzero()[0].tolist()
+def of_two_by_two():
+    """This rank's lines in a grid (dp, tp) of four ranks, tp fastest."""
+    row, column = divmod(dist.get_rank(), 2)
+    return {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
 
 
 @contextlib.contextmanager
@@ -204,8 +205,7 @@ def fairscale_mlp(model):
 def test_fairscale_needs_no_sizes():
     with fairscale(tp=2):
         flex = FlexModel(fairscale_mlp(models.mlp()))
-        row, column = coordinates((2, 2))
-        assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+        assert lines(flex) == of_two_by_two()
         for sizes in ({"tensor_parallel_size": 2}, {"data_parallel_size": 2}):
             assert FlexModel(fairscale_mlp(models.mlp()), **sizes).mesh == flex.mesh
         with pytest.raises(ValueError, match="contradict the model itself") as error:
@@ -253,8 +253,7 @@ def megatron_layer():
 def test_megatron_tells_its_groups():
     with megatron(tensor_model_parallel_size=2):
         flex = FlexModel(megatron_layer())
-        row, column = coordinates((2, 2))
-        assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+        assert lines(flex) == of_two_by_two()
         assert flex.mesh.ranks == (0, 1, 2, 3)
         with pytest.raises(ValueError, match=r"contradict the model itself.*Megatron"):
             FlexModel(megatron_layer(), data_parallel_size=4)
@@ -318,8 +317,7 @@ def test_dtensors_in_a_data_parallel_wrapper(wrapper):
     else:
         fully_shard(model.fc1, mesh=mesh["dp"])  # the other layers only know of tp, or of nothing
     flex = FlexModel(model)
-    row, column = coordinates((2, 2))
-    assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+    assert lines(flex) == of_two_by_two()
 
 
 @pytest.mark.ranks(4)
@@ -393,8 +391,7 @@ def test_experts_over_tp_and_a_part_of_dp_are_refused(ep):
 @pytest.mark.parametrize("differing", [None, 0, 3])
 @pytest.mark.parametrize("found", [(), (0, 1, 3, 2)])
 def test_one_rank_that_found_another_grid_is_known_to_all(differing, found):
-    row, column = coordinates((2, 2))
-    groups = [(2 * row, 2 * row + 1), (column, 2 + column)]
+    groups = [of_two_by_two()[axis] for axis in ("tp", "dp")]
     ranks = found if dist.get_rank() == differing else (0, 1, 2, 3)
     assert model_mesh.is_agreed(ranks, groups, 60.0) == (differing is None)
 
@@ -448,9 +445,8 @@ def test_hugging_face_tells_its_mesh(tmp_path, keeps_mesh):
     model = AutoModelForCausalLM.from_pretrained(tmp_path, distributed_config=config)
     if not keeps_mesh:
         del model._device_mesh
-    row, column = coordinates((2, 2))
     flex = FlexModel(model)
-    assert lines(flex) == {"dp": (column, 2 + column), "tp": (2 * row, 2 * row + 1)}
+    assert lines(flex) == of_two_by_two()
     assert FlexModel(model, data_parallel_size=2).mesh == flex.mesh
     with pytest.raises(ValueError, match="contradict the model itself"):
         FlexModel(model, tensor_parallel_size=4)

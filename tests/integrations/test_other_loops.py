@@ -97,14 +97,6 @@ def test_a_copy_of_a_hooked_model_on_two_ranks():
 # ---- Modules that were replaced ------------------------------------------------------------------
 
 
-def replace(model):
-    model.fc1 = copy.deepcopy(model.fc1)
-
-
-def replace_around(model):
-    model.set_submodule("b", copy.deepcopy(model.b))
-
-
 def test_a_hook_at_a_module_that_was_replaced_is_an_error():
     """Before, the hook was not called, without a word."""
     flex = wrapped(models.mlp())
@@ -112,7 +104,7 @@ def test_a_hook_at_a_module_that_was_replaced_is_an_error():
     flex.update_hook_groups("fc1", "edits")
     flex.register_forward_hook(HookFunction("act"))
     flex(BATCH)
-    replace(flex.module)
+    flex.module.fc1 = copy.deepcopy(flex.module.fc1)
     for _ in range(2):
         with pytest.raises(HookError, match=r"forward hook on .fc1.: the module .* not in the mod"):
             flex(BATCH)
@@ -126,7 +118,7 @@ def test_a_hook_at_a_module_that_was_replaced_is_an_error():
 def test_a_hook_inside_of_a_module_that_was_replaced():
     flex = wrapped(models.seeded(models.Checkpointed).double(), "a.act", "b.act")
     flex(BATCH)
-    replace_around(flex.module)
+    flex.module.set_submodule("b", copy.deepcopy(flex.module.b))
     with pytest.raises(HookError, match=r"forward hook on 'b\.act': the module"):
         flex(BATCH)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
 import models
@@ -183,12 +184,6 @@ def test_float8_with_the_scales_of_another_part_is_refused():
 # ---- Ranks ---------------------------------------------------------------------------------------
 
 
-def tp_mesh():
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-
-
 @pytest.mark.ranks(2)
 def test_outliers_of_a_batch_are_not_those_of_its_parts():
     """bitsandbytes' 8 bits may treat units by the largest value of all rows."""
@@ -201,8 +196,6 @@ def test_outliers_of_a_batch_are_not_those_of_its_parts():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", ["torchao int8", "bitsandbytes 4 bits"])
 def test_the_parts_of_a_weight_are_whole_only_where_it_is_stated_to_be(kind):
-    from torch.distributed.tensor import Replicate, Shard
-
     model, records = build(kind), {}
     flex = FlexModel(model, records, tensor_parallel_size=2, output_ranks="all")
     handle = flex.register_forward_hook(HookFunction("blocks.0.up"))
@@ -236,12 +229,10 @@ def test_a_replicated_weight_of_half_as_many_bytes_is_not_taken_for_a_shard(kind
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shards_that_unpack_themselves_are_read_as_the_whole_weight(dim):
-    from torch.distributed.tensor import DTensor, Shard
-
     whole = build("a tensor that unpacks itself").blocks[0].up.weight.detach()
     part = whole.part(dim, dist.get_rank(), 2)
     model = build("a tensor that unpacks itself")
-    local = DTensor.from_local(part, tp_mesh(), [Shard(dim)], run_check=False)
+    local = DTensor.from_local(part, models.mesh(1, 2)["tp"], [Shard(dim)], run_check=False)
     assert type(local.to_local()) is Packed
     model.blocks[0].up.weight = nn.Parameter(local, requires_grad=False)
     flex = FlexModel(model)
@@ -266,18 +257,13 @@ def test_float8_sharded_with_its_blocks_is_read_as_the_whole_weight():
 
 @pytest.mark.ranks(2)
 def test_float8_sharded_by_fsdp_is_not_unpacked_shard_by_shard():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     layer, _ = in_blocks(8, 12, (3, 4))  # rank 1's first row is of the first rank's last block
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    mesh = models.mesh(2, 1)["dp"]
     for name in ("weight", "weight_scale_inv"):
         own = getattr(layer, name).detach()
         bits = own.view(torch.uint8) if own.element_size() == 1 else own
         part = distribute_tensor(bits, mesh, [Shard(0)])
         if own.element_size() == 1:
-            from torch.distributed.tensor import DTensor
-
             bits_here = part.to_local().view(own.dtype)
             part = DTensor.from_local(bits_here, mesh, [Shard(0)], run_check=False)
         setattr(layer, name, nn.Parameter(part, requires_grad=False))

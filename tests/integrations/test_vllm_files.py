@@ -10,6 +10,7 @@ import torch
 
 from flex_model import FlexModel, HookFunction
 from flex_model.integrations.vllm_files import read_hidden_states, read_routed_experts
+from mixtures import NUM_EXPERTS, TOP_K, make
 
 save_file = pytest.importorskip("safetensors.torch").save_file
 
@@ -61,31 +62,18 @@ BLOCKS = ["model.layers.0.mlp", "model.layers.1.mlp"]
 
 
 def test_routed_experts_are_replayed():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=20,
-        hidden_size=8,
-        moe_intermediate_size=4,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=4,
-        num_experts=6,
-        num_experts_per_tok=2,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(config).eval()
-    served = numpy.stack([numpy.random.default_rng(i).permutation(6)[:2] for i in range(14)])
-    served = served.reshape(7, 2, 2).astype("uint8")
+    pytest.importorskip("transformers")
+    chosen = [numpy.random.default_rng(i).permutation(NUM_EXPERTS)[:TOP_K] for i in range(14)]
+    served = numpy.stack(chosen).reshape(7, 2, TOP_K).astype("uint8")
     routes = read_routed_experts([served[:3], encoded(served[3:])], BLOCKS)
-    with FlexModel(model, {}) as flex, torch.no_grad():
+    with FlexModel(make("Qwen3Moe"), {}) as flex, torch.no_grad():
         for name in BLOCKS:
             routing = flex.routing(name)
             flex.register_forward_hook(routing.replay(routes[name]))
             flex.register_forward_hook(HookFunction(routing.load))
         flex(torch.arange(7)[None], use_cache=False)
         for i, name in enumerate(BLOCKS):
-            counts = numpy.bincount(served[:, i].ravel(), minlength=6)
+            counts = numpy.bincount(served[:, i].ravel(), minlength=NUM_EXPERTS)
             load = flex.output_ptr[flex.routing(name).load][0]
             assert load.diagonal().tolist() == counts.tolist()
 

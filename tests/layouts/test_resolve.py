@@ -219,7 +219,7 @@ def test_shapes_that_fit_no_layout_are_a_mismatch():
     ],
 )
 def test_values_refute_that_a_tensor_is_replicated(layout, values, differing):
-    prints = Fingerprints.of(TP2, [(value, 0) for value in values])
+    prints = Fingerprints(TP2, tuple(values))
     assert differing_axes(layout, prints) == differing
 
 

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import uuid
+from unittest import mock
 
 import nbformat
 import psutil
@@ -45,15 +46,10 @@ def marked(folder):
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
     try:
-        yield mark
+        with mock.patch.dict(os.environ, settings):
+            yield mark
     finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
         for process in processes(mark):
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -293,71 +293,6 @@ def test_no_code_reaches_beyond_its_buffers(case):
     assert refused > 100
 
 
-# ---- fingerprint ----
-
-
-def fingerprint(tensor):
-    value, constant = ops.fingerprint(tensor).tolist()
-    return value, bool(constant)
-
-
-def test_equal_bytes_have_equal_fingerprints():
-    tensor = random_tensor((7, 11))
-    assert fingerprint(tensor) == fingerprint(tensor.clone())
-    assert fingerprint(tensor) == fingerprint(tensor.view(torch.int32).reshape(-1))
-
-
-def test_every_bit_and_the_order_count():
-    bits = torch.zeros(200, dtype=torch.uint8)
-    seen = {fingerprint(bits)[0]}
-    for byte, bit in itertools.product(range(200), range(8)):
-        changed = bits.clone()
-        changed[byte] = 1 << bit
-        seen.add(fingerprint(changed)[0])
-    assert len(seen) == 1 + 200 * 8
-    words = torch.arange(64)
-    for i, j in itertools.combinations(range(64), 2):
-        swapped = words.clone()
-        swapped[[i, j]] = words[[j, i]]
-        seen.add(fingerprint(swapped)[0])
-    assert len(seen) == 1 + 200 * 8 + 64 * 63 // 2
-
-
-def test_lengths_count():
-    values = {fingerprint(torch.zeros(size, dtype=torch.uint8))[0] for size in range(300)}
-    assert len(values) == 300
-
-
-def test_values_spread_over_all_bits():
-    values = [fingerprint(torch.tensor([i]))[0] & (2**64 - 1) for i in range(4000)]
-    for bit in range(64):
-        assert 0.45 < sum(value >> bit & 1 for value in values) / len(values) < 0.55
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES)
-def test_a_constant_is_recognised(dtype):
-    element = random_tensor((1,), dtype)
-    tensor = element.expand(100).contiguous()
-    assert fingerprint(tensor)[1]
-    changed = tensor.view(torch.uint8).clone()
-    changed[-1] ^= 1
-    assert not fingerprint(changed.view(dtype))[1]
-
-
-def test_constants_are_compared_by_bits():
-    assert not fingerprint(torch.tensor([0.0, -0.0]))[1]
-    assert fingerprint(torch.tensor([float("nan")]).expand(3).contiguous())[1]
-    assert fingerprint(torch.empty(0, 3))[1]
-    assert fingerprint(torch.tensor(2.0))[1]
-    assert not fingerprint(torch.tensor([1, 2, 1, 2], dtype=torch.uint8))[1]
-    assert fingerprint(torch.tensor([1, 2, 1, 2], dtype=torch.uint8).view(torch.int16))[1]
-
-
-def test_fingerprint_refuses_strided_tensors():
-    with pytest.raises(RuntimeError, match=r"fingerprint: `tensor` must be contiguous"):
-        ops.fingerprint(torch.zeros(4, 6).t())
-
-
 # ---- moments ----
 
 
@@ -391,7 +326,6 @@ def test_opcheck(case):
         (ops.assemble, (gathered, offsets, plan.code, [4, 6], torch.float32)),
         (ops.split, (full, plan.code, 1, [4, 3])),
         (ops.pack, (full, plan.code, offsets, 100)),
-        (ops.fingerprint, (full,)),
         (ops.moments, (full,)),
     ]:
         torch.library.opcheck(op.default, arguments)
@@ -404,4 +338,3 @@ def test_fake_kernels_give_sizes_and_dtypes(case):
     assert (full.shape, full.dtype, full.device.type) == ((4, 6), torch.bfloat16, "meta")
     assert ops.split(full, plan.code, 0, [4, 3]).shape == (4, 3)
     assert ops.pack(full, plan.code, offsets, 96).dtype == torch.uint8
-    assert ops.fingerprint(full).device.type == "cpu"

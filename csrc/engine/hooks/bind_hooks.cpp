@@ -100,11 +100,10 @@ void bind_hooks(py::module_& m) {
   m.def(
       "hash_of",
       [](const Span& tensor) {
-        const auto* bytes = reinterpret_cast<const unsigned char*>(tensor.data);
-        return hash_bytes(bytes, tensor.bytes) & INT64_MAX;
+        const char* const bytes = tensor.of_size(tensor.bytes, "hash_of: the tensor");
+        return hash_bytes(reinterpret_cast<const unsigned char*>(bytes), tensor.bytes) & INT64_MAX;
       },
-      "63 bits of the hash of a tensor's bytes, as torch.ops.flex_model.fingerprint has it. Many "
-      "times faster for small tensors.",
+      "63 bits of a hash of a tensor's bytes, in order.",
       py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
 
   m.def(

@@ -19,8 +19,7 @@ from flex_model.records.store.manifest import RecordLayout, RecordShard
 
 def described(name: str, tensor: Tensor) -> list[Any]:
     """Return what ranks exchange of a tensor, as JSON: name, dtype, shape and fingerprint."""
-    print_ = values.fingerprint(tensor).tolist()
-    return [name, str(tensor.dtype), list(tensor.shape), print_]
+    return [name, str(tensor.dtype), list(tensor.shape), values.fingerprint(tensor)]
 
 
 def parts_of(
@@ -47,7 +46,7 @@ def parts_of(
         try:
             if len({len(shape) for shape in shapes}) > 1:
                 raise ValueError("ranks give different numbers of dims")
-            prints = values.Fingerprints.of(mesh, [one[3] for one in of_ranks])
+            prints = values.Fingerprints(mesh, tuple(one[3] for one in of_ranks))
             if not prints.equal_along("tp"):
                 raise ValueError("tensor-parallel ranks give different values")
             is_same = len(set(shapes)) == 1 and prints.equal_along("dp")
