@@ -434,8 +434,11 @@ class Parameters:
                         ValueError(
                             f"{site}: the {words} ranks hold different values of shape {shape} "
                             f"where, by {layout.source}, they should share one; reduce gradients "
-                            "over the ranks first (Megatron: finalize_model_grads); state the "
-                            "layout of shards with annotate_layout(..., kind='parameter')"
+                            "over the ranks first (Megatron: finalize_model_grads; with its "
+                            "distributed optimizer each rank has a part even then: read gradients "
+                            "in hooks, flex.register_hook, or set use_distributed_optimizer="
+                            "False); state the layout of shards with annotate_layout(..., "
+                            "kind='parameter')"
                         )
                     )
 
