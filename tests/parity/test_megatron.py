@@ -1,6 +1,8 @@
 """Megatron-core beyond the rows of the parity table: its own wrappers and mixtures of experts."""
 
 import contextlib
+import re
+from unittest import mock
 
 import pytest
 import torch
@@ -85,3 +87,73 @@ def test_its_data_parallelism(is_sharded):
                 return
             for one, gradient in expected.items():
                 assert_close(flex.get_module_gradient(one), gradient, **NEAR)
+
+
+@contextlib.contextmanager
+def all_to_all_on_cpu():
+    """Its dispatcher copies the numbers of rows to the host on a stream of its own."""
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    def to_host(self, point, rows_of_experts=None):
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            value = getattr(self, name, None)
+            if isinstance(value, torch.Tensor):
+                setattr(self, name, value.tolist())
+        return rows_of_experts
+
+    with (
+        mock.patch.object(torch.cuda, "Stream"),
+        mock.patch.object(MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", to_host),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_experts_on_other_ranks(is_split):
+    """What a block gives for its rows was not known along tp: its rows go to their experts and
+    back. Split: sequence parallelism; else in eval mode, since Megatron refuses to train without.
+    """
+    with megatron() as state, all_to_all_on_cpu():
+        size, rank, mlp = dist.get_world_size(), dist.get_rank(), f"{LAYER}.mlp"
+        state.initialize_model_parallel()
+        whole, records, passed = randomise(megatron_model(1, False, 4)).eval(), {}, []
+        whole.get_submodule(mlp).register_forward_hook(
+            lambda module, args, out: (mixing_features(module, out[0], None, None), out[1])
+        )
+        whole.get_submodule(LAYER).register_forward_hook(lambda *of: records.update(layer=of[2][0]))
+        whole.get_submodule(LAYER).register_full_backward_pre_hook(
+            lambda module, gradients: passed.append(gradients[0])
+        )
+        full = whole(IDS, POSITIONS, MASK)
+        full.sin().sum().backward()
+        layer = records.pop("layer").detach()
+
+        state.destroy_model_parallel()
+        settings = {"expert_model_parallel_size": size, "expert_tensor_parallel_size": 1}
+        state.initialize_model_parallel(tensor_model_parallel_size=size, **settings)
+        settings["moe_token_dispatcher_type"] = "alltoall"
+        model = megatron_model(size, is_split, 4, **settings).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                of_whole = re.sub(
+                    r"(?<=local_experts\.)\d", lambda n: str(2 * rank + int(n[0])), name
+                )
+                value = whole.get_parameter(of_whole)
+                if value.shape != parameter.shape:
+                    dim, parts = parameter.partition_dim, parameter.partition_stride
+                    pieces = [part.chunk(size, dim)[rank] for part in value.chunk(parts, dim)]
+                    value = torch.cat(pieces, dim)
+                parameter.copy_(value)
+        own = {"tensor_parallel_size": size, "output_ranks": "all"}
+        with FlexModel(model, records, **own) as flex:
+            flex.register_forward_hook(HookFunction(mlp, None, mixing_features))
+            flex.register_forward_hook(HookFunction(LAYER))
+            flex.register_full_backward_pre_hook(HookFunction(LAYER, output_name="gradient"))
+            output = flex(IDS, POSITIONS, MASK)
+            assert_close(output, full.chunk(size, -1)[rank], **NEAR)
+            assert_close(records[LAYER], [layer], **NEAR)
+            if is_split:  # what an exchange passes back to replicas has no contract
+                output.sin().sum().backward()
+                assert_close(records["gradient"], passed, **NEAR)
+            with pytest.raises(ValueError, match="each rank has others by this name"):
+                flex.get_module_parameter(f"{mlp}.experts.local_experts.0.linear_fc1.weight")
