@@ -1368,7 +1368,7 @@ class FlexModel(nn.Module):
 
     def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
         """Return the wrapped model's."""
-        return self.module.buffers(recurse)
+        return nn.Module.buffers(self.module, recurse)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Return the wrapped model's, with its names."""

@@ -10,7 +10,8 @@ from flex_model.errors import nearest
 
 # Children under which wrappers keep the module that they wrap.
 _WRAPPED_CHILDREN = {"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"}
-_WRAPPER_CLASSES = {"DistributedDataParallel", "DataParallel"}  # keep it under "module"
+# These keep it under "module": torch's, and Megatron's.
+_WRAPPER_CLASSES = {"DistributedDataParallel", "DataParallel", "Float16Module"}
 
 
 def clean(module: nn.Module, name: str) -> str:

@@ -235,5 +235,6 @@ class HookCore:
 
 def _device_of(module: nn.Module) -> torch.device:
     """Return the device of a model's first parameter or buffer."""
-    first = next(itertools.chain(module.parameters(), module.buffers()), None)
+    # Megatron's DDP has a list `buffers` in front of the method.
+    first = next(itertools.chain(module.parameters(), nn.Module.buffers(module)), None)
     return torch.device("cpu") if first is None else first.device

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flex_model.distributed.mesh import Mesh
@@ -42,9 +43,11 @@ def parameter_layout(
     """
     if mesh.tp_size == 1 or leaf_name not in ("weight", "bias") or _is_along_tp(parameter, mesh):
         return None
-    weight = getattr(module, "weight", None)
-    if getattr(weight, "tensor_model_parallel", False):
-        if not getattr(parameter, "tensor_model_parallel", False):
+    weight = getattr(module, "weight", None)  # None in an output layer that is tied
+    if _is_marked(parameter) or _is_marked(weight):
+        if is_of_own_experts(parameter) or not _is_split_over(module, mesh):
+            return None
+        if not _is_marked(parameter):
             return ShardLayout(source="its layer's marks")
         dim: int = parameter.partition_dim  # type: ignore[attr-defined]
         parts: int = getattr(parameter, "partition_stride", 1)
@@ -58,6 +61,33 @@ def parameter_layout(
     is_split = leaf_name == "weight" or split == 0
     tp: Placement = Shard(split) if is_split else Replicate()
     return ShardLayout(tp=tp, source=BY_SIZES)
+
+
+def placement_without_statement(parameter: Tensor, axis: str) -> Placement | None:
+    """Return the placement of a parameter where nothing states it (along tp: beside others that are
+    stated): replicated, but None for what Megatron marks as a shard or as an expert's. Local.
+    """
+    is_other = is_of_own_experts(parameter) or (axis == "tp" and _is_marked(parameter))
+    return None if is_other else Replicate()
+
+
+def _is_marked(parameter: Any) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def is_of_own_experts(parameter: Any) -> bool:
+    """Whether, under Megatron's expert parallelism, ranks have other experts by the same name.
+    Local.
+    """
+    return getattr(parameter, "allreduce", True) is False
+
+
+def _is_split_over(module: nn.Module, mesh: Mesh) -> bool:
+    """Whether the group that a marked layer splits its parameters over may be that of tp: experts
+    have one of their own.
+    """
+    group = getattr(module, "tp_group", None)
+    return not isinstance(group, dist.ProcessGroup) or group.size() == mesh.tp_size
 
 
 def as_computed_with(

@@ -368,8 +368,9 @@ def restored(tables: Iterable[dict[Any, Any]]) -> Iterator[None]:
 @contextlib.contextmanager
 def unchanged(*modules: torch.nn.Module) -> Iterator[None]:
     """No gradients; afterwards buffers and random states are what they were before."""
-    buffers = [(buffer, buffer.clone()) for one in modules for buffer in one.buffers()]
-    tensors = [tensor for one in modules for tensor in (*one.parameters(), *one.buffers())]
+    own = [buffer for one in modules for _, buffer in one.named_buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in own]
+    tensors = [*own, *(tensor for one in modules for tensor in one.parameters())]
     devices = {tensor.device.index or 0 for tensor in tensors if tensor.is_cuda}
     with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
         try:

@@ -198,7 +198,8 @@ class Follower:
         made = _tensors(output)  # none after an exception
         if made and not self.recorder.is_paused:
             inputs = _tensors((args, kwargs))[: experts.num_inputs(module)]
-            self.recorder.note_experts(inputs, made[0], experts.refusal(module), is_opaque)
+            own = experts.returns_own_rows(module)
+            self.recorder.note_experts(inputs, made[0], experts.refusal(module), is_opaque, own)
 
     def _stating(self, statement: Statement) -> Callable[..., None]:
         takes_inputs = statement.kind == "forward_pre"

@@ -105,6 +105,7 @@ class Experts(NamedTuple):
     shape: Shape
     refusal: str
     is_opaque: bool
+    returns_own_rows: bool
 
 
 class Placed(NamedTuple):

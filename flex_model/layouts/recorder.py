@@ -248,7 +248,12 @@ class Recorder(DispatchMode):
 
     @without_function_mode
     def note_experts(
-        self, inputs: Sequence[Tensor], result: Tensor, refusal: str, is_opaque: bool
+        self,
+        inputs: Sequence[Tensor],
+        result: Tensor,
+        refusal: str,
+        is_opaque: bool,
+        returns_own_rows: bool,
     ) -> None:
         """Log a call of experts; see `contracts.experts`. ``is_opaque``: whether nothing inside was
         recorded.
@@ -256,7 +261,9 @@ class Recorder(DispatchMode):
         before, value = None if is_opaque else self.value(result), self.log.new_value()
         shape = tuple(memory_map.plain(result).shape)
         values = tuple(map(self.value, inputs))
-        self.log.add(logged.Experts(value, before, values, shape, refusal, is_opaque))
+        self.log.add(
+            logged.Experts(value, before, values, shape, refusal, is_opaque, returns_own_rows)
+        )
         self._revalue(result, before, value)
         if is_opaque and (result.requires_grad or self.is_recomputed):
             self.nodes.add_function("experts", "whole", values, result)

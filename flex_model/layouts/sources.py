@@ -199,8 +199,8 @@ class Weights:
             share = layers.uneven_share(module, leaf, tensor)
             tp, sizes = (None, None) if share is None else (encode(share[0]), share[1])
         elif tp is None and self._is_stated and not self._states_along_tp(tensor, leaf):
-            tp = encode(Replicate())
-        return (dp or encode(Replicate()), tp), sizes
+            tp = encode(layers.placement_without_statement(tensor, "tp"))
+        return (dp or encode(layers.placement_without_statement(tensor, "dp")), tp), sizes
 
     def _stated_by_model(
         self, module: nn.Module, leaf: str, tensor: Tensor, statement: Statement | None

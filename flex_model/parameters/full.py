@@ -32,6 +32,7 @@ from flex_model.selection.selectors import Selector, numbers, parse
 ExpectedShape = Sequence[int | None] | None
 _Use = Literal["values", "raw", "write"]  # what for a parameter that may be packed is found
 _CPU = torch.device("cpu")
+_OBSTACLES = dict.fromkeys(resolve.AXES, "experts, of which each rank has others by this name")
 
 
 @dataclass(frozen=True)
@@ -289,6 +290,7 @@ class Parameters:
                 {},
                 expected,
                 known,
+                _OBSTACLES if layers.is_of_own_experts(found.parameter) else None,
                 prints=prints,
                 statements=self._statements,
             )
@@ -380,7 +382,7 @@ class Parameters:
         mesh, name = self._communicator.mesh, clean(self._root, found.full_name)
         leaf_name = found.leaf_name
         statement = self._statements.of_parameter(name, found.module)
-        dp: Placement | None = Replicate()
+        dp = layers.placement_without_statement(found.parameter, "dp")
         tp: Placement | None = Replicate() if mesh.tp_size == 1 else None
         axes = self._stated_axes(name, tensor)
         if dtensor.is_dtensor(tensor):
@@ -395,7 +397,7 @@ class Parameters:
             elif self._states_tensor_parallelism and not layers.dims_smaller_than_stated(
                 found.module, leaf_name, found.parameter
             ):
-                tp = Replicate()
+                tp = layers.placement_without_statement(found.parameter, "tp")
         if statement is not None:
             dp = dp if "dp" in axes else statement.dp or dp
             tp = tp if "tp" in axes else statement.tp or tp
@@ -432,8 +434,11 @@ class Parameters:
                         ValueError(
                             f"{site}: the {words} ranks hold different values of shape {shape} "
                             f"where, by {layout.source}, they should share one; reduce gradients "
-                            "over the ranks first (Megatron: finalize_model_grads); state the "
-                            "layout of shards with annotate_layout(..., kind='parameter')"
+                            "over the ranks first (Megatron: finalize_model_grads; with its "
+                            "distributed optimizer each rank has a part even then: read gradients "
+                            "in hooks, flex.register_hook, or set use_distributed_optimizer="
+                            "False); state the layout of shards with annotate_layout(..., "
+                            "kind='parameter')"
                         )
                     )
 

@@ -34,7 +34,24 @@ def fsdp2_compiled(model):
     return fully_shard(model)
 
 
-WRAPPERS = {"fsdp1": fsdp1, "ddp": ddp_compiled, "fsdp2": fsdp2_compiled}
+class AsMegatrons(nn.Module):
+    """Keeps lists of its own where nn.Module has a method."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.buffers = module, []
+
+    def forward(self, *inputs):
+        return self.module(*inputs)
+
+
+def megatron(model):
+    for name in ("Float16Module", "DistributedDataParallel"):
+        model = type(name, (AsMegatrons,), {})(model)
+    return model
+
+
+WRAPPERS = {"fsdp1": fsdp1, "ddp": ddp_compiled, "fsdp2": fsdp2_compiled, "megatron": megatron}
 
 
 def fail(module, full, save_ctx, modules):
@@ -90,7 +107,7 @@ def no_gradient(flex, name):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_errors_have_clean_names(wrapper):
-    flex = FlexModel(WRAPPERS[wrapper](models.mlp()), {})
+    flex = FlexModel(WRAPPERS[wrapper](models.mlp()), {}, data_parallel_size=2)
     plain = re.compile(r"(?<![\w.])fc1(\.weight)?(?!\w)")
     names = [name for name, _ in flex.module.named_modules() if "fc1" in name]
     parameters = [name for name, _ in flex.module.named_parameters() if "fc1" in name]

@@ -45,7 +45,7 @@ def megatron_on_cpu() -> Iterator[None]:
         yield
 
 
-def megatron_model(tp: int, sp: bool, experts: int | None) -> nn.Module:
+def megatron_model(tp: int, sp: bool, experts: int | None, **settings) -> nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -72,8 +72,8 @@ def megatron_model(tp: int, sp: bool, experts: int | None) -> nn.Module:
         attention_dropout=0.0,
         num_moe_experts=experts,
         moe_router_topk=2,
-        moe_token_dispatcher_type="allgather",
         moe_ffn_hidden_size=48 if experts else None,
+        **{"moe_token_dispatcher_type": "allgather", **settings},
     )
     return GPTModel(
         config,

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from flex_model import FlexModel
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.integrations.layers import (
@@ -95,6 +97,36 @@ def test_megatrons_marks_tell_dim_and_parts():
     assert marked(0, 1).layouts() == [Shard(0), Shard(0)]
     assert marked(0, 2, output_size=8).layouts() == [Shard(0, parts=2)] * 2
     assert marked(1, 1).layouts() == [Shard(1), Replicate()]
+    tied = marked(0, 1)  # an output layer that computes with the embedding's weight
+    tied.weight = None
+    assert tied.layouts() == [Shard(0)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mark", ["tp_group", "allreduce"])
+def test_megatrons_marks_of_experts_are_not_along_tp(mark):
+    """A group of one rank splits nothing, and under expert parallelism each rank has other experts
+    by the same name: their halves were joined.
+    """
+    model = nn.ModuleDict({"expert": marked(0, 1), "dense": marked(1, 1)})
+    expert = model["expert"]
+    if mark == "tp_group":
+        expert.tp_group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    else:
+        expert.weight.allreduce = expert.bias.allreduce = False
+    assert expert.layouts() == [None, None]
+    with FlexModel(model, tensor_parallel_size=2) as flex:
+        assert flex.get_module_parameter("dense.weight").shape == (4, 12)
+        for name in ("expert.weight", "expert.bias"):
+            with pytest.raises(ValueError, match="over the tensor-parallel ranks is not known"):
+                flex.get_module_parameter(name)
+    if mark == "allreduce":
+        with FlexModel(model, data_parallel_size=2) as flex:
+            assert flex.get_module_parameter("dense.weight").shape == (4, 6)
+            with pytest.raises(
+                ValueError, match=r"data-parallel ranks is not known .*others by this name"
+            ):
+                flex.get_module_parameter("expert.weight")
 
 
 def test_a_megatron_parameter_that_lost_its_marks_is_not_guessed():

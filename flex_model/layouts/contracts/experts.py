@@ -20,11 +20,8 @@ from flex_model.layouts.propagation.operation import REPLICATED
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
 
-_BLOCKS = (
-    "megatron.core.transformer.moe.moe_layer.MoELayer",
-    "torchtitan.models.common.moe.MoE",
-    "torchtitan.models.moe.moe.MoE",
-)
+_MEGATRONS = "megatron.core.transformer.moe.moe_layer.MoELayer"
+_BLOCKS = (_MEGATRONS, "torchtitan.models.common.moe.MoE", "torchtitan.models.moe.moe.MoE")
 # What `flex.experts` makes of experts, or selects: all that it passes on has rows of tokens.
 _PARTS = "flex_model.integrations.expert_units.RowByRow"
 # With these settings of Megatron's a full expert drops rows, and which ones depends on the others.
@@ -44,6 +41,13 @@ def is_opaque(module: nn.Module) -> bool:
     return transformers_private.is_expert_parallel(module) or _PARTS in _names(module)
 
 
+def returns_own_rows(module: nn.Module) -> bool:
+    """Whether, along tp too, each rank gets the whole result of the rows that it gave: Megatron's
+    blocks, whichever ranks have which part of which expert. Torchtitan's return partial sums.
+    """
+    return _MEGATRONS in _names(module)
+
+
 def _names(module: nn.Module) -> set[str]:
     return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}
 
@@ -56,16 +60,18 @@ def refusal(module: nn.Module) -> str:
 
 def follow_experts(proofs: AxisProofs, entries: tuple[logged.Experts, ...]) -> None:
     """Note the placement of the result of a call of experts: as it was followed inside, else that
-    of all its inputs, if they are replicated, or split along dp by rows. Along tp this holds where
-    nothing inside is followed, since expert parallelism completes each row on all ranks.
+    of all its inputs, if they are replicated, or split along dp by rows. Along tp this holds for
+    Megatron's blocks; and for replicated inputs where nothing inside is followed, since expert
+    parallelism completes each row on all ranks.
     """
-    value, before, inputs, _, why_not, is_opaque = entries[0]
+    value, before, inputs, _, why_not, is_opaque, are_own = entries[0]
+    are_own = are_own or proofs.axis == "dp"
     proofs.shapes[value] = tuple(entry.shape for entry in entries)
     followed = proofs.placement(before) if all(one.before == before for one in entries) else None
     given = {proofs.placement(one) for one in inputs if all(e.inputs == inputs for e in entries)}
     place = given.pop() if len(given) == 1 else None
-    is_kept = (proofs.axis == "dp" or is_opaque) and place == REPLICATED
-    if proofs.axis == "dp" and isinstance(place, Shard):
+    is_kept = (are_own or is_opaque) and place == REPLICATED
+    if are_own and isinstance(place, Shard):
         is_kept = place.dim < max(1, len(proofs.shapes[value][0]) - 1)
     text = f"experts with {why_not}, so that rows depend on each other" if why_not else "experts"
     proofs.note_step(value, text, tuple(one for one in inputs if isinstance(one, int)))

@@ -236,7 +236,7 @@ class SequentialTracer(torch.fx.Tracer):
         return super().create_arg(a)
 
     def _is_of_model(self, tensor: Tensor) -> bool:
-        own = (*self.root.parameters(), *self.root.buffers())
+        own = (*self.root.parameters(), *torch.nn.Module.buffers(self.root))
         return any(tensor is one for one in own)
 
     @contextlib.contextmanager
