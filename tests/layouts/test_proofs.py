@@ -331,6 +331,7 @@ READS = {
     "as_tensor": lambda x: torch.as_tensor([list(row) for row in x]),
     "new_tensor": lambda x: x.new_tensor([list(row) for row in x]),
     "Tensor": lambda x: torch.Tensor([list(row) for row in x]),
+    "an amount": lambda x: torch.tensor(F.pad(torch.ones(1), (x[0, 0].long(), 0)).tolist()),
 }
 
 
