@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 #: In the text of an operation.
 OF_OTHERS = " of tensors that differ from rank to rank"
+NOT_MADE = " that no operation of this forward made"
 
 # Of which later operations read what they made.
 _MAKERS = {*factories.ZEROS, "empty_like", "sort", "argsort"}
@@ -54,6 +55,8 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
         with suppress(ArgumentsDifferError):
             found = _infer(proofs, entries[0], read, operation)
     text = name.removeprefix("aten::") + OF_OTHERS * read.are_others
+    if read.unrecorded and not read.are_others and name != "aten::lift_fresh":
+        text += f" of a tensor of shape {read.unrecorded[0]}{NOT_MADE}"
     inputs = tuple(v for v in values if isinstance(v, int)) or tuple(read.sized_by)
     for i, output in enumerate(outputs):
         value, placements = output.value, output.placements

@@ -4,6 +4,7 @@ every module's tensors together to the full ones, and where a proof is due there
 
 import math
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -423,6 +424,34 @@ def test_ranks_that_run_in_the_order_of_a_set_are_advised():
         ValueError, match=r"lost at mul\.Tensor of tensors that differ.*PYTHONHASHSEED=0"
     ):
         flex(models.random(4, 6))
+
+
+@cache
+def table():
+    return torch.arange(6).double()
+
+
+@pytest.mark.ranks(2)
+def test_a_table_in_a_cache_is_named():
+    """As patch coordinates of DINOv3: nothing shows how what was made before is placed."""
+    model = Sites(lambda m, x: m.last(m.rope(table()[None].cos()) * x), "rope last")
+    table()
+    with FlexModel(model, {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("last"))
+        lost = r"unsqueeze of a tensor of shape \(6,\) that no operation of this forward made"
+        with pytest.raises(ValueError, match=rf"lost at {lost}.*in a cache or a global"):
+            flex(models.random(2, 6))
+    with FlexModel(model, {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("last"))
+        flex.annotate_layout("rope", kind="forward", dp=Replicate())
+        flex(models.random(2, 6))
+        assert flex.layouts()[0].layout.dp == Shard(0)
+    table.cache_clear()
+    with FlexModel(model, {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("last"))
+        for rows in (2, 3):
+            flex(models.random(rows, 6))
+        assert flex.layouts()[0].layout.dp == Shard(0)
 
 
 @pytest.mark.ranks(2)
