@@ -114,6 +114,7 @@ def _infer(
 def _readings(proofs: AxisProofs, operation: Operation) -> Iterator[Operation]:
     """Yield the operation, then with placements that tensors among its operands have, too."""
     yield _with_all_written(proofs, operation)
+    yield constants.with_written_blank(operation, proofs.blank)
     yield constants.with_zeros_as_sums(operation, proofs)
     if proofs.axis == "tp":
         yield constants.with_shares(operation, proofs.open)

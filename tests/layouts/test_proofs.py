@@ -639,6 +639,59 @@ def test_a_view_by_numbers_does_not_tell_one_row_from_other_dims_of_size_1(width
     assert found["median"] == [None]
 
 
+def empty(m, x):
+    return torch.empty(x.shape[0], m.heads, 8, 4, dtype=x.dtype)
+
+
+def blank_caches(m, x):
+    """Keys in caches that ``torch.empty`` made, a few positions at a time. What was never written
+    is not shown: it holds anything.
+    """
+    keys = x.view(*x.shape[:2], m.heads, 4).transpose(1, 2)
+    by_slices, by_places, by_copies = (empty(m, x) for _ in range(3))
+    for positions in (torch.arange(3), torch.arange(3, x.shape[1])):
+        start, stop = int(positions[0]), int(positions[-1]) + 1
+        by_slices[:, :, start:stop] = keys[:, :, positions]
+        by_places[:, :, positions] = keys[:, :, positions]
+        by_copies.index_copy_(2, positions, keys[:, :, positions])
+        for one in (by_slices, by_places, by_copies):
+            m.read(one[:, :, :stop])
+    return x
+
+
+def blank_caches_that_are_not_known(m, x):
+    first, keys = slice(3), x.view(*x.shape[:2], m.heads, 4).transpose(1, 2)
+    constant, of_ranks, mixed = (empty(m, x) for _ in range(3))
+    constant[:, :, first] = m.table
+    m.lost(constant[:, :, first])
+    of_ranks[:, :, m.rank : m.rank + 3] = keys[:, :, first]
+    m.lost(of_ranks[:, :, first])
+    mixed[:, :, first] = keys[:, :, first]
+    m.read(mixed)
+    mixed[:, :, 4:5] = x[:, :1, : m.heads, None].expand(-1, -1, -1, 4).transpose(1, 2).flip(0)
+    m.lost(mixed)
+    return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_a_blank_tensor_that_is_written_in_part_is_placed_as_what_is_written(axis):
+    """Was refused, where one of zeros was known: caches of Megatron's static inference."""
+    x, is_tp = models.random(4, 5, 8), axis == "tp"
+    mine = x.chunk(2, 2 if is_tp else 0)[dist.get_rank()].contiguous()
+    given = mesh_of(**{f"{axis}_size": 2}), [mine], [(R, Shard(2)) if is_tp else ROWS]
+    heads = {"heads": 1 if is_tp else 2, "head_dim": 4}
+    found, _, _ = follow(Sites(blank_caches, "read", **heads), *given)
+    expected = unsharded(Sites(blank_caches, "read", heads=2), [x])
+    assert_close(found["read"], expected["read"])
+    model = Sites(blank_caches_that_are_not_known, "read lost", **heads)
+    model.rank, model.table = dist.get_rank() * is_tp, models.random(3, 4)
+    found, _, _ = follow(model, *given)
+    constant, of_ranks, mixed = found["lost"]
+    assert constant is None and mixed is None and (of_ranks is None) == is_tp
+    assert [one.shape for one in found["read"]] == [(4, 2, 8, 4)]
+
+
 def sorted_rows(m, x):
     """Rows in the order of a key, and back, as mixtures of experts have them."""
     order = x.detach()[:, 0].sort()[1]
