@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 #: In the text of an operation.
 OF_OTHERS = " of tensors that differ from rank to rank"
 NOT_MADE = " that no operation of this forward made"
+INTO_WHOLE = " of shards into the whole buffer "
 
 # Of which later operations read what they made.
 _MAKERS = {*factories.ZEROS, "empty_like", "sort", "argsort"}
@@ -46,7 +47,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
     read, operation = _read(proofs, name, entries)
     values = [one.value for one in read.operands]
     found: _Found = [None] * len(outputs)
-    written = entries[0].writes[0].before if entries[0].writes else None
+    written: Any = entries[0].writes[0].before if entries[0].writes else None
     if name == "aten::copy_" and written in proofs.received and values[1] is None:
         # Gloo's own copy into the result of a collective, when it is waited for.
         found = [proofs.placements.get(written)]
@@ -57,6 +58,9 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
     text = name.removeprefix("aten::") + OF_OTHERS * read.are_others
     if read.unrecorded and not read.are_others and name != "aten::lift_fresh":
         text += f" of a tensor of shape {read.unrecorded[0]}{NOT_MADE}"
+    is_whole = written in proofs.weights and proofs.placement(written) == REPLICATED
+    if is_whole and proofs.axis == "tp" and any(one.shard is not None for one in read.operands):
+        text += f"{INTO_WHOLE}{proofs.steps[written].text!r}"
     inputs = tuple(v for v in values if isinstance(v, int)) or tuple(read.sized_by)
     for i, output in enumerate(outputs):
         value, placements = output.value, output.placements

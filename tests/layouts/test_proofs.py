@@ -455,6 +455,28 @@ def test_a_table_in_a_cache_is_named():
 
 
 @pytest.mark.ranks(2)
+def test_a_buffer_that_shards_are_written_into_is_named():
+    """A cache of keys: of how its heads are split, only the user knows."""
+    model = Sites(lambda m, x: m.last(m.keys.index_copy_(2, m.at, x) * 1), "last")
+    model.register_buffer("keys", torch.zeros(2, 1, 8, 4).double())
+    model.register_buffer("at", torch.arange(3))
+    for is_stated in (False, True):
+        with FlexModel(model, records := {}, tensor_parallel_size=2, output_ranks="all") as flex:
+            flex.annotate_layout(re.compile("^$"), kind="forward_pre", tp=Shard(1))
+            flex.annotate_layout("", kind="parameter", tp=Replicate())
+            flex.register_forward_hook(HookFunction("last"))
+            if is_stated:
+                flex.annotate_layout("keys", kind="parameter", tp=Shard(1))
+                flex(models.random(2, 1, 3, 4, seed=dist.get_rank()))
+                assert records["last"][0].shape == (2, 2, 8, 4)
+                continue
+            lost = r"index_copy_ of shards into the whole buffer 'keys'"
+            advised = r"annotate_layout[(]'keys', kind='parameter', tp=Shard"
+            with pytest.raises(ValueError, match=rf"lost at {lost}.*{advised}"):
+                flex(models.random(2, 1, 3, 4, seed=dist.get_rank()))
+
+
+@pytest.mark.ranks(2)
 def test_nan_is_one_number_on_all_ranks():
     def filled(m, x):
         m.full(torch.full(x.shape, math.nan))
