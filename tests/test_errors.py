@@ -278,6 +278,33 @@ def test_an_exception_in_an_edit_is_the_cause_of_a_hook_error():
     flex(BATCH)
 
 
+def test_a_tensor_without_values_has_no_record():
+    with torch.device("meta"):
+        model, batch = models.mlp(), torch.empty(4, 6, dtype=torch.float64)
+    flex = FlexModel(model, records := {})
+
+    def negated(module, full, save_ctx, modules):
+        return -full
+
+    for edit, advice in ((None, "dry_run[(]...[)], or"), (negated, "record=False")):
+        refused = pytest.raises(HookError, match=f"'fc1': the tensor is on .*'meta'.*{advice}")
+        with flex.register_forward_hook(HookFunction("fc1", None, edit)), refused:
+            flex(batch)
+    flex.register_forward_hook(HookFunction("fc1", None, negated, record=False))
+    assert flex(batch).is_meta and not records
+
+
+def test_a_hook_without_function_does_not_blame_one(monkeypatch):
+    def fail(tensor):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("flex_model.records.records.owned_copy", fail)
+    flex = FlexModel(models.mlp(), {})
+    flex.register_full_backward_hook(HookFunction("fc2"))
+    with pytest.raises(HookError, match="'fc2': reading the tensor raised MemoryError: no room"):
+        flex(BATCH).sum().backward()
+
+
 KINDS = ["forward", "forward_pre", "full_backward", "full_backward_pre"]
 
 

@@ -95,7 +95,7 @@ class HookExecutor:
         """
         ends = profiler.begun(self.observers, profiler.begin_span, "hook", call)
         try:
-            call.registration.check_movable(leaf)
+            call.registration.check_movable(leaf, call.records)
             cuda_graphs.check(call, leaf, self._communicator.is_local)
             if not call.registration.edits:
                 self._collect(call, leaf)
@@ -128,7 +128,7 @@ class HookExecutor:
         """
         ends = profiler.begun(self.observers, profiler.begin_span, "hook", call)
         try:
-            call.registration.check_movable(grad)
+            call.registration.check_movable(grad, call.records)
             scale, communicator = self.gradient_scale, self._communicator
             is_of_parameter = call.registration.kind == "tensor"
             moves = is_of_parameter and communicator.mesh.dp_size > 1

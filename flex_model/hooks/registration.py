@@ -281,7 +281,8 @@ class Registration:
         text = str(error) if isinstance(error, HookError) else text_of(error)
         if self.describe() in text:
             return text
-        return f"{self.describe()}: the editing function raised {text}"
+        what = "the editing function" if self.edits else "reading the tensor"
+        return f"{self.describe()}: {what} raised {text}"
 
     def state(self, sources: ParameterSources, first_name: str) -> None:
         """Set the placements that are stated for the parameter whose gradient it gets, and the
@@ -307,10 +308,18 @@ class Registration:
         """Record whether a call of the editing function wrote to its tensor."""
         self.writes = self.writes or has_written
 
-    def check_movable(self, leaf: Tensor) -> None:
-        """TypeError for tensors that are not plain strided ones."""
+    def check_movable(self, leaf: Tensor, is_recorded: bool = False) -> None:
+        """TypeError for tensors that are not plain strided ones, or have no values to record."""
         kind = kind_of(leaf)
-        if kind and kind != "meta":  # a dry run may use meta tensors
+        if kind == "meta":  # a dry run may use such tensors
+            if is_recorded:
+                without = ", leave the record out by HookFunction(..., record=False)" * self.edits
+                raise TypeError(
+                    f"{self.describe()}: the tensor is on the device 'meta', so it has no values "
+                    f"to record; get shapes by flex.dry_run(...){without}, or run the model with "
+                    "the weights of its checkpoint by flex_model.sequential.run(...)"
+                )
+        elif kind:
             advice = "; hook a module whose tensor is dense"
             if self.kind == "tensor":
                 advice = SPARSE_GRADIENT

@@ -50,6 +50,7 @@ class ArgumentReader:
         differs: Whether ranks passed what no rule can compare: another kind of argument, other
             elements.
         are_others: Whether a tensor is not the same one of the program on all ranks.
+        unrecorded: The local shapes of tensors of which nothing is known on any rank.
         sized_by: The values whose sizes are among its numbers.
         are_plain: Whether no size is known to be another one in the unsharded program, or may be.
     """
@@ -60,6 +61,7 @@ class ArgumentReader:
         self.operands: list[Operand] = []
         self.full_sizes: dict[str, list[int | None]] = {}
         self.differs = self.are_others = False
+        self.unrecorded: list[Shape] = []
         self.shards_passed: dict[int, Shard] = {}
         self.sized_by: list[Value] = []
         self._plain: list[tuple[str, int, Any]] = []  # sizes without an expression
@@ -122,6 +124,8 @@ class ArgumentReader:
         else:
             placement = None if value is None else self._proofs.placement(value)
         shapes = tuple(tuple(item[2]) for item in items)
+        if all(item[1] is None for item in items):
+            self.unrecorded.append(shapes[0])
         operand = Operand(shapes, dtype_of(items[0][3]), placement, value)
         self.operands.append(operand)
         return operand

@@ -34,6 +34,7 @@ _KEEP_ALL = {
     "unflatten", "expand",
 }  # fmt: skip
 _BESIDE = {"where", "masked_fill", "copy", "index_copy", "complex"}
+_AT_INDICES = {"index_put", "index_copy"}
 _MAX_CHOICES = 64
 EXPANDS = {"expand": "size", "repeat": "repeats"}  # by the argument that has the sizes
 _FILLS = {"zeros_like", "ones_like", "full_like", "fill", "zero"}
@@ -226,6 +227,18 @@ def with_single_rows(operation: Operation) -> Operation:
     ]
     others = [operand for operand in operands if operand.shard is not None]
     return _as_rules_allow(operation, unknown, others) if unknown else operation
+
+
+def with_written_blank(operation: Operation, blank: Container[Any]) -> Operation:
+    """Return the operation, with a blank tensor that it writes to at some indices placed as its
+    rule allows beside the split values: the rest holds anything in the unsharded program, too.
+    """
+    if operation.name not in _AT_INDICES or operation.values[0] not in blank:
+        return operation
+    written, *others = operation.operands
+    if written.placement is not None:
+        return operation
+    return _as_rules_allow(operation, [(written, frozenset(range(written.ndim)))], others)
 
 
 def with_zeros_as_sums(operation: Operation, proofs: AxisProofs) -> Operation:

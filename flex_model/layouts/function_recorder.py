@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import is_functorch_tensor
@@ -123,13 +123,15 @@ class FunctionRecorder(TorchFunctionMode):
         if name in _LIKE_OTHER and len(args) == 2 and isinstance(args[1], Tensor):
             func, name = _LIKE_OTHER[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})
-        reduction = _reduction_of(func, kwargs)
-        sizes = CallSizes(recorder.key, name, args, kwargs)
-        with recorder.during(sizes=sizes, reduction=reduction):
-            bound = _bind(func, types, args, kwargs)
+        bound = _bind(func, types, args, kwargs)
+        if bound is None:
+            sizes = CallSizes(recorder.key, name, args, kwargs)
+        else:
+            schema, given, named = _with_numbers(*bound, kwargs)
+            sizes = CallSizes(recorder.key, name, given, named)
+        with recorder.during(sizes=sizes, reduction=_reduction_of(func, kwargs)):
             if bound is not None:
-                schema, given = bound
-                encoded = recorder.encode(schema, given, kwargs)
+                encoded = recorder.encode(schema, given, named)
                 with recorder.paused():
                     result = func(*args, **kwargs)
                 recorder.add_operation(schema.name, encoded, result, schema)
@@ -226,6 +228,25 @@ def _is_overridden(types: Iterable[Any]) -> bool:
     return any(override not in _OF_TENSORS for override in overrides)
 
 
+def _with_numbers(
+    schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return the call with the elements of tensors that are passed where the operation takes
+    numbers: ``F.pad(x, (amount, 0))``. Each is a read of Python's that is recorded, as torch reads
+    it inside of the call.
+    """
+
+    types = {argument.name: str(argument.type) for argument in schema.arguments}
+
+    def of(name: str, value: Any) -> Any:
+        if "Tensor" in types.get(name, "Tensor"):
+            return value
+        return tree_map_only(Tensor, lambda one: one.item() if one.numel() == 1 else one, value)
+
+    positional = tuple(map(of, [*types, *[""] * len(args)], args))
+    return schema, positional, {name: of(name, one) for name, one in kwargs.items()}
+
+
 def _bind(
     func: Any, types: Iterable[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any] | None:
@@ -237,7 +258,7 @@ def _bind(
         return None
     if not args or "out" in kwargs:  # torch.matmul(input=..., other=...)
         return None
-    if operation is _RESHAPE and len(args) > 1 and isinstance(args[1], int):
+    if operation is _RESHAPE and len(args) > 1 and isinstance(args[1], (int, Tensor)):
         args = (args[0], tuple(args[1:]))  # reshape(2, 3)
     elif operation is _NARROW and any(isinstance(argument, Tensor) for argument in args[1:]):
         return None

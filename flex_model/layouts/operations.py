@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: In the text of an operation.
 OF_OTHERS = " of tensors that differ from rank to rank"
+NOT_MADE = " that no operation of this forward made"
+INTO_WHOLE = " of shards into the whole buffer "
 
 # Of which later operations read what they made.
 _MAKERS = {*factories.ZEROS, "empty_like", "sort", "argsort"}
@@ -45,7 +47,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
     read, operation = _read(proofs, name, entries)
     values = [one.value for one in read.operands]
     found: _Found = [None] * len(outputs)
-    written = entries[0].writes[0].before if entries[0].writes else None
+    written: Any = entries[0].writes[0].before if entries[0].writes else None
     if name == "aten::copy_" and written in proofs.received and values[1] is None:
         # Gloo's own copy into the result of a collective, when it is waited for.
         found = [proofs.placements.get(written)]
@@ -54,6 +56,11 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
         with suppress(ArgumentsDifferError):
             found = _infer(proofs, entries[0], read, operation)
     text = name.removeprefix("aten::") + OF_OTHERS * read.are_others
+    if read.unrecorded and not read.are_others and name != "aten::lift_fresh":
+        text += f" of a tensor of shape {read.unrecorded[0]}{NOT_MADE}"
+    is_whole = written in proofs.weights and proofs.placement(written) == REPLICATED
+    if is_whole and proofs.axis == "tp" and any(one.shard is not None for one in read.operands):
+        text += f"{INTO_WHOLE}{proofs.steps[written].text!r}"
     inputs = tuple(v for v in values if isinstance(v, int)) or tuple(read.sized_by)
     for i, output in enumerate(outputs):
         value, placements = output.value, output.placements
@@ -111,6 +118,7 @@ def _infer(
 def _readings(proofs: AxisProofs, operation: Operation) -> Iterator[Operation]:
     """Yield the operation, then with placements that tensors among its operands have, too."""
     yield _with_all_written(proofs, operation)
+    yield constants.with_written_blank(operation, proofs.blank)
     yield constants.with_zeros_as_sums(operation, proofs)
     if proofs.axis == "tp":
         yield constants.with_shares(operation, proofs.open)

@@ -62,6 +62,7 @@ class AxisProofs:
         axis: "dp" or "tp"; ``index``: 0 or 1.
         split_sizes: Local sizes of all split dims so far, but for shards of FSDP, which the model
             reads as a whole: a tensor that is made with such a size may be a part of a larger one.
+        weights: The values of parameters and buffers that nothing was written to yet.
         placements, shapes, steps: By value: its placement, its local shapes, the reason.
         open: For values that are the same on all ranks except for the extent of some dims: those
             dims (see `constants`). Along dp they have no placement.
@@ -86,7 +87,7 @@ class AxisProofs:
         self.axis, self.num_ranks, self.other_size = axis, num_ranks, other_size
         self.index = ("dp", "tp").index(axis)
         self.split_sizes: set[int] = set()
-        self._weights: set[Value] = set()
+        self.weights: set[Value] = set()
         self.placements: dict[Value, Placement] = {}
         self.shapes: dict[Value, tuple[Shape, ...]] = {}
         self.steps: dict[Value, Step] = {}
@@ -171,8 +172,8 @@ class AxisProofs:
         for value, source in chunks[0].sources.items():
             sources = [chunk.sources[value] for chunk in chunks if value in chunk.sources]
             if len(sources) == len(chunks):
-                if source.is_weight and self.axis == "dp":
-                    self._weights.add(value)
+                if source.is_weight:
+                    self.weights.add(value)
                 placed = [decode(one.placements and one.placements[self.index]) for one in sources]
                 self._place(value, placed, [one.shape for one in sources], source.name)
                 self._check_sizes(value, {one.sizes for one in sources if one.sizes is not None})
@@ -221,7 +222,8 @@ class AxisProofs:
             self.placements.pop(value, None)
             return
         self.placements[value] = placement
-        if isinstance(placement, Shard) and value not in self._weights:
+        is_of_fsdp = self.axis == "dp" and value in self.weights
+        if isinstance(placement, Shard) and not is_of_fsdp:
             self.split_sizes.update(
                 shape[placement.dim] for shape in self.shapes.get(value, ()) if shape
             )

@@ -15,7 +15,7 @@ from flex_model.distributed.placement import (
 )
 from flex_model.distributed.values import Fingerprints
 from flex_model.layouts.expected_shape import unique
-from flex_model.layouts.operations import OF_OTHERS
+from flex_model.layouts.operations import INTO_WHOLE, NOT_MADE, OF_OTHERS
 from flex_model.layouts.proofs import DIFFERS
 from flex_model.layouts.statements import KINDS, Site, Statements, text_of
 
@@ -70,6 +70,19 @@ def refusal(
             advice += (
                 "; where the model goes through a set (for kind in set(layer_types): ...), "
                 f"{ONE_ORDER}"
+            )
+        if NOT_MADE in lost:
+            advice += (
+                "; it is kept in a cache or a global variable, or is numpy's memory: clear the "
+                "cache before the run, hold the tensor in an attribute of a module, or, where all "
+                "ranks have the same, state what a module returns of it: flex.annotate_layout(..., "
+                f"kind='forward', {axis}=Replicate())"
+            )
+        if INTO_WHOLE in lost:
+            buffer = lost.partition(INTO_WHOLE)[2].split("'")[1]
+            advice += (
+                "; where each rank's buffer is its part of a larger one, state that, with its dim: "
+                f"flex.annotate_layout({buffer!r}, kind='parameter', {axis}=Shard(...))"
             )
         if axis == "dp" and site.kind != "parameter":
             lines.append('FlexModel(..., dp_batch="local")  # each data-parallel rank its own rows')

@@ -10,7 +10,7 @@ from flex_model.distributed.placement import Partial, Placement, Replicate, Shar
 from flex_model.layouts import chunks, constants, factories, logged
 from flex_model.layouts.logged import Value
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.propagation.operation import REPLICATED
+from flex_model.layouts.propagation.operation import REPLICATED, differ
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
@@ -42,7 +42,7 @@ def _follow_write(
     gradients, is_complete = proofs.gradients, all(write.is_complete for write in writes)
     if same and before in proofs.blank:
         _fill(proofs, before, written, new, None, is_complete)
-    for old, value, dims in {other for write in writes for other in write.others}:
+    for (old, value), dims in _other_values(writes).items():
         proofs.shapes[value] = proofs.shapes.get(old, ())
         proofs.note_step(value, f"{text} (written through a view)", (old, written))
         gradients.note_made([old, written], [value])
@@ -55,9 +55,12 @@ def _follow_write(
             if of_old is not None and not is_own:  # else each rank wrote its own part
                 proofs.set_placement(value, of_old)
         elif same and old in proofs.blank:
-            dims = _dims_of_piece(proofs, before, old) or dims
+            piece = _dims_of_piece(proofs, before, old)
             gradients.note_filled(before, written)
-            _fill(proofs, old, value, new, dims, is_complete)
+            _fill(proofs, old, value, new, piece or dims, is_complete)
+            placed = proofs.blank.get(value)
+            if isinstance(placed, Shard) and piece and _is_at_one_place(proofs, before, old):
+                proofs.set_placement(value, placed)  # the rest holds anything on one process, too
         elif same and old in proofs.open and isinstance(new, (Shard, Replicate)):
             # The rest holds one number: `cache[:, i] = h[:, -1]` shows the extent of all of it.
             dims = _dims_of_piece(proofs, before, old) or dims
@@ -66,6 +69,22 @@ def _follow_write(
             is_split = isinstance(moved, Shard) and moved.dim in proofs.open[old]
             if is_split or (moved == REPLICATED and (proofs.axis == "tp" or old in proofs.plain)):
                 proofs.set_placement(value, moved)
+
+
+def _other_values(
+    writes: Sequence[logged.Write],
+) -> dict[tuple[Value, Value], tuple[int | None, ...]]:
+    """Return the other values that a write has changed, old and new, with those dims that are the
+    same ones on all ranks.
+    """
+    found: dict[tuple[Value, Value], list[tuple[int | None, ...]]] = {}
+    for write in writes:
+        for old, value, dims in write.others:
+            found.setdefault((old, value), []).append(dims)
+    return {
+        values: tuple(dims[0] if len(set(dims)) == 1 else None for dims in zip(*of_ranks))
+        for values, of_ranks in found.items()
+    }
 
 
 def _own_slice_of_zeros(proofs: AxisProofs, piece: Value, whole: Value) -> Placement | None:
@@ -90,6 +109,16 @@ def _dims_of_piece(proofs: AxisProofs, piece: Value, whole: Value) -> tuple[int 
         piece = maker[0].values[0]
     sizes = zip(*(zip(*of_ranks) for of_ranks in shapes))
     return tuple(dim if own == full else None for dim, (own, full) in enumerate(sizes))
+
+
+def _is_at_one_place(proofs: AxisProofs, piece: Value, whole: Value) -> bool:
+    """Whether all ranks have sliced the piece by the same numbers."""
+    while piece != whole:
+        operation, _ = proofs.makers[piece]
+        if any(map(differ, map(operation.by_rank, operation.arguments[0]))):
+            return False
+        piece = operation.values[0]
+    return True
 
 
 def _fill(

@@ -220,10 +220,26 @@ SAME_CHOICES = {
 }
 
 
+def number(m, value):
+    """A tensor of one number, as a layer keeps it in a buffer."""
+    return m.linear.weight.new_tensor(value, dtype=torch.long)
+
+
+NUMBERS_OF_TENSORS = {
+    "amounts": lambda m, x: F.pad(x, (number(m, 1), number(m, 2))),
+    "an amount beside a size": lambda m, x: F.pad(x, (number(m, 2), x.shape[2])),
+    "what fills": lambda m, x: F.pad(x, (1, 1), value=number(m, 3)),
+    "sizes": lambda m, x: x.reshape(x.shape[0], number(m, 5), number(m, 2), 4),
+    "a size that equals the rows": lambda m, x: x.reshape(x.shape[0], 5, 4, number(m, 2)),
+    "a size that stands first": lambda m, x: x.mT.reshape(number(m, 2), -1).view_as(x.mT),
+    "a size by name": lambda m, x: x.unflatten(2, sizes=(number(m, 2), 4)),
+}
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", WHOLE_SLICES | SAME_CHOICES)
+@pytest.mark.parametrize("name", WHOLE_SLICES | SAME_CHOICES | NUMBERS_OF_TENSORS)
 def test_slices_and_choices_that_are_those_of_the_unsharded_program_are_known(name):
-    lines = (WHOLE_SLICES | SAME_CHOICES)[name]
+    lines = (WHOLE_SLICES | SAME_CHOICES | NUMBERS_OF_TENSORS)[name]
     torch.testing.assert_close(proven(lines), made(lines)(X))
 
 
@@ -259,6 +275,7 @@ OF_RANKS = {
     "an index": lambda m, x: x.index_fill(0, torch.tensor([on_each(x, 0, 1)]), 0.0),
     # It was taken for a share, since 0 and 1 add up to 1.
     "a factor of 0 or 1": lambda m, x: x * on_each(x, 0, 1),
+    "an amount of a tensor": lambda m, x: F.pad(x, (torch.tensor(on_each(x, 0, 1)), 0)),
     "several of one dim": lambda m, x: x.roll(on_each(x, (1,), (1, 1)), on_each(x, (1,), (0, 1))),
 }
 

@@ -4,6 +4,7 @@ every module's tensors together to the full ones, and where a proof is due there
 
 import math
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -331,6 +332,7 @@ READS = {
     "as_tensor": lambda x: torch.as_tensor([list(row) for row in x]),
     "new_tensor": lambda x: x.new_tensor([list(row) for row in x]),
     "Tensor": lambda x: torch.Tensor([list(row) for row in x]),
+    "an amount": lambda x: torch.tensor(F.pad(torch.ones(1), (x[0, 0].long(), 0)).tolist()),
 }
 
 
@@ -422,6 +424,56 @@ def test_ranks_that_run_in_the_order_of_a_set_are_advised():
         ValueError, match=r"lost at mul\.Tensor of tensors that differ.*PYTHONHASHSEED=0"
     ):
         flex(models.random(4, 6))
+
+
+@cache
+def table():
+    return torch.arange(6).double()
+
+
+@pytest.mark.ranks(2)
+def test_a_table_in_a_cache_is_named():
+    """As patch coordinates of DINOv3: nothing shows how what was made before is placed."""
+    model = Sites(lambda m, x: m.last(m.rope(table()[None].cos()) * x), "rope last")
+    table()
+    with FlexModel(model, {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("last"))
+        lost = r"unsqueeze of a tensor of shape \(6,\) that no operation of this forward made"
+        with pytest.raises(ValueError, match=rf"lost at {lost}.*in a cache or a global"):
+            flex(models.random(2, 6))
+    with FlexModel(model, {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("last"))
+        flex.annotate_layout("rope", kind="forward", dp=Replicate())
+        flex(models.random(2, 6))
+        assert flex.layouts()[0].layout.dp == Shard(0)
+    table.cache_clear()
+    with FlexModel(model, {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("last"))
+        for rows in (2, 3):
+            flex(models.random(rows, 6))
+        assert flex.layouts()[0].layout.dp == Shard(0)
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_that_shards_are_written_into_is_named():
+    """A cache of keys: of how its heads are split, only the user knows."""
+    model = Sites(lambda m, x: m.last(m.keys.index_copy_(2, m.at, x) * 1), "last")
+    model.register_buffer("keys", torch.zeros(2, 1, 8, 4).double())
+    model.register_buffer("at", torch.arange(3))
+    for is_stated in (False, True):
+        with FlexModel(model, records := {}, tensor_parallel_size=2, output_ranks="all") as flex:
+            flex.annotate_layout(re.compile("^$"), kind="forward_pre", tp=Shard(1))
+            flex.annotate_layout("", kind="parameter", tp=Replicate())
+            flex.register_forward_hook(HookFunction("last"))
+            if is_stated:
+                flex.annotate_layout("keys", kind="parameter", tp=Shard(1))
+                flex(models.random(2, 1, 3, 4, seed=dist.get_rank()))
+                assert records["last"][0].shape == (2, 2, 8, 4)
+                continue
+            lost = r"index_copy_ of shards into the whole buffer 'keys'"
+            advised = r"annotate_layout[(]'keys', kind='parameter', tp=Shard"
+            with pytest.raises(ValueError, match=rf"lost at {lost}.*{advised}"):
+                flex(models.random(2, 1, 3, 4, seed=dist.get_rank()))
 
 
 @pytest.mark.ranks(2)
@@ -607,6 +659,59 @@ def test_a_view_by_numbers_does_not_tell_one_row_from_other_dims_of_size_1(width
     model = Sites(median, "median")
     found, _, _ = follow(model, mesh_of(dp_size=2), [mine], [(Shard(1), R)])
     assert found["median"] == [None]
+
+
+def empty(m, x):
+    return torch.empty(x.shape[0], m.heads, 8, 4, dtype=x.dtype)
+
+
+def blank_caches(m, x):
+    """Keys in caches that ``torch.empty`` made, a few positions at a time. What was never written
+    is not shown: it holds anything.
+    """
+    keys = x.view(*x.shape[:2], m.heads, 4).transpose(1, 2)
+    by_slices, by_places, by_copies = (empty(m, x) for _ in range(3))
+    for positions in (torch.arange(3), torch.arange(3, x.shape[1])):
+        start, stop = int(positions[0]), int(positions[-1]) + 1
+        by_slices[:, :, start:stop] = keys[:, :, positions]
+        by_places[:, :, positions] = keys[:, :, positions]
+        by_copies.index_copy_(2, positions, keys[:, :, positions])
+        for one in (by_slices, by_places, by_copies):
+            m.read(one[:, :, :stop])
+    return x
+
+
+def blank_caches_that_are_not_known(m, x):
+    first, keys = slice(3), x.view(*x.shape[:2], m.heads, 4).transpose(1, 2)
+    constant, of_ranks, mixed = (empty(m, x) for _ in range(3))
+    constant[:, :, first] = m.table
+    m.lost(constant[:, :, first])
+    of_ranks[:, :, m.rank : m.rank + 3] = keys[:, :, first]
+    m.lost(of_ranks[:, :, first])
+    mixed[:, :, first] = keys[:, :, first]
+    m.read(mixed)
+    mixed[:, :, 4:5] = x[:, :1, : m.heads, None].expand(-1, -1, -1, 4).transpose(1, 2).flip(0)
+    m.lost(mixed)
+    return x
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_a_blank_tensor_that_is_written_in_part_is_placed_as_what_is_written(axis):
+    """Was refused, where one of zeros was known: caches of Megatron's static inference."""
+    x, is_tp = models.random(4, 5, 8), axis == "tp"
+    mine = x.chunk(2, 2 if is_tp else 0)[dist.get_rank()].contiguous()
+    given = mesh_of(**{f"{axis}_size": 2}), [mine], [(R, Shard(2)) if is_tp else ROWS]
+    heads = {"heads": 1 if is_tp else 2, "head_dim": 4}
+    found, _, _ = follow(Sites(blank_caches, "read", **heads), *given)
+    expected = unsharded(Sites(blank_caches, "read", heads=2), [x])
+    assert_close(found["read"], expected["read"])
+    model = Sites(blank_caches_that_are_not_known, "read lost", **heads)
+    model.rank, model.table = dist.get_rank() * is_tp, models.random(3, 4)
+    found, _, _ = follow(model, *given)
+    constant, of_ranks, mixed = found["lost"]
+    assert constant is None and mixed is None and (of_ranks is None) == is_tp
+    assert [one.shape for one in found["read"]] == [(4, 2, 8, 4)]
 
 
 def sorted_rows(m, x):
