@@ -129,8 +129,11 @@ def run(
     random state derived from it, the same for every window. Random edits draw what they draw in a
     plain loop, if those of every batch draw: the next batch starts before that is known.
 
-    Not equal to a loop: forwards that depend on earlier batches (BatchNorm in training, a state
-    kept in the model).
+    Attributes that a forward sets on the model's modules, or deletes, are its own batch's.
+
+    Not equal to a loop, unless ``window=1``: forwards that depend on earlier batches (BatchNorm in
+    training), or read after a target what they have kept in the model otherwise: in buffers, in
+    lists, dicts and objects that attributes hold, by compiled code, from another thread.
 
     Collective on a sharded model: every rank passes the same number of batches in the same order.
 
@@ -196,6 +199,7 @@ def run(
             return _call(module, batch) if call is None else call(model, batch)
 
         engine = Engine(
+            module,
             found,
             forward,
             hooks,
