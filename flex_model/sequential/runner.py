@@ -139,8 +139,8 @@ def run(
 
     Raises:
         ValueError: a target that matches nothing; a weight that is in no source, named, before the
-            first batch: one on meta, or any parameter that ``weights`` lack; activations to be
-            offloaded with gradients on.
+            first batch: one on meta, or any parameter that ``weights`` lack; a weight with two
+            names and two values there; activations to be offloaded with gradients on.
         TypeError: an argument of a wrong type, before the first batch.
         Exception: what a batch raised, with its own type (``HookError`` for editing functions);
             ``error.batch_index`` is the batch. No thread, hook or loaded weight is left.
