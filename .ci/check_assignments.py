@@ -45,6 +45,8 @@ API = {
     "iter_forward_root",
     "__enter__",  # of the classes of torch's modes: sequential/traced/tracer.py
     "__init__",
+    "__setattr__",  # of nn.Module: sequential/suspension.py
+    "__delattr__",
     "_timeout",  # of ProcessGroupNCCL.Options, as torch.distributed sets them
 }
 Function = ast.FunctionDef | ast.AsyncFunctionDef

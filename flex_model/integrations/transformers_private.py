@@ -7,10 +7,12 @@ imported here: transformers is used where it is there.
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -98,6 +100,20 @@ def sums_gradient(hook: Any) -> bool:
     """
     name = f"{getattr(hook, '__module__', '')}.{getattr(hook, '__name__', '')}"
     return name == "transformers.distributed.tensor_parallel._all_reduce_grad"
+
+
+# ---- Dtypes --------------------------------------------------------------------------------------
+
+
+def set_dtypes(model: Any, dtype: torch.dtype) -> None:
+    """Give a model that was built in a dtype the tensors of ``from_pretrained(dtype=...)``, which
+    leaves some in float32, as classes state. Without the name it fails.
+    """
+    plan = model._get_dtype_plan(dtype)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        for pattern, stated in plan.items():
+            if re.search(pattern.replace("*", ".*"), name) and tensor.is_floating_point():
+                tensor.data = tensor.data.to(stated)
 
 
 # ---- Experts -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.distributed.tensor_dicts import Description, describe, gather_tensors
-from flex_model.distributed.transports.buffer_layout import as_bytes
+from flex_model.distributed.transports.buffer_layout import same_bits
 from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.pipelining.row_proofs import BatchRows
 from flex_model.records.records import list_of
@@ -244,12 +244,6 @@ def part_of_shape(
     part = list(shape)
     part[dim] = sum(of_rank[0] for of_rank in rows)
     return tuple(part)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are alike, in dtype, shape and bits."""
-    is_alike = one.shape == other.shape and one.dtype == other.dtype
-    return is_alike and torch.equal(as_bytes(one), as_bytes(other))
 
 
 _BACKWARD = ("full_backward", "full_backward_pre")

@@ -26,6 +26,7 @@ from flex_model.integrations import torch_private
 from flex_model.runs.batches import BatchRun, BatchRuns
 from flex_model.runs.interrupts import Deferral, deferrable
 from flex_model.sequential.suspension import (
+    ModuleAttributes,
     ProcessState,
     SuspendedCall,
     ThreadState,
@@ -84,6 +85,7 @@ class Engine:
 
     def __init__(
         self,
+        model: nn.Module,
         targets: list[Target],
         call: Callable[[Any], Any],
         hooks: BatchRuns | None,
@@ -102,6 +104,7 @@ class Engine:
         self._cuda_device = cuda_device
         self._deliver, self._on_step = deliver, on_step
         self._on_target_end, self._on_window_end = on_target_end, on_window_end
+        self._attributes = ModuleAttributes(model)
         self._deferral = Deferral()
         self._ends_matter = loader is not None or on_target_end is not None
         self._ended_from: ThreadState | None = None
@@ -143,6 +146,7 @@ class Engine:
                     except Exception as error:  # it is not this window's
                         failure = error
                 self._run_window(under_way, bool(following))
+                self._attributes.end_window()
                 self.has_drawn |= any(batch.process.has_drawn for batch in under_way)
                 with self._deferral.released():
                     self._on_window_end()
@@ -255,6 +259,7 @@ class Engine:
         """Resume it; meanwhile everything is as the batch left it."""
         try:
             batch.process.restore()
+            self._attributes.resume(batch.index, batch.call.greenlet)
             self._current = batch
             if self._hooks is not None and batch.hooks is not None:
                 self._hooks.resume(batch.hooks)
@@ -306,6 +311,7 @@ class Engine:
         with (
             deferrable() as self._deferral,
             self._deferral.held(),
+            self._attributes.noted(),
             contextlib.ExitStack() as handles,
         ):
             for module in self._targets:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flex_model.distributed import values
 from flex_model.hooks.function import HookFunction
+from flex_model.integrations import transformers_private
 from flex_model.model import FlexModel
 from flex_model.records.store import ActivationStore
 from flex_model.sequential.runner import RunResult, run
@@ -91,14 +92,15 @@ def _on_meta(folder: Path, dtype: torch.dtype | None) -> nn.Module:
 
     config = transformers.AutoConfig.from_pretrained(folder)
     kind = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-    own = getattr(config, "dtype", None)
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or own or torch.float32)
+    torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
             model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
     finally:
         torch.set_default_dtype(before)
+    transformers_private.set_dtypes(model, dtype)
     return model.eval()
 
 

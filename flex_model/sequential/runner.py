@@ -130,15 +130,18 @@ def run(
     random state derived from it, the same for every window. Random edits draw what they draw in a
     plain loop, if those of every batch draw: the next batch starts before that is known.
 
-    Not equal to a loop: forwards that depend on earlier batches (BatchNorm in training, a state
-    kept in the model).
+    Attributes that a forward sets on the model's modules, or deletes, are its own batch's.
+
+    Not equal to a loop, unless ``window=1``: forwards that depend on earlier batches (BatchNorm in
+    training), or read after a target what they have kept in the model otherwise: in buffers, in
+    lists, dicts and objects that attributes hold, by compiled code, from another thread.
 
     Collective on a sharded model: every rank passes the same number of batches in the same order.
 
     Raises:
         ValueError: a target that matches nothing; a weight that is in no source, named, before the
-            first batch: one on meta, or any parameter that ``weights`` lack; activations to be
-            offloaded with gradients on.
+            first batch: one on meta, or any parameter that ``weights`` lack; a weight with two
+            names and two values there; activations to be offloaded with gradients on.
         TypeError: an argument of a wrong type, before the first batch.
         Exception: what a batch raised, with its own type (``HookError`` for editing functions);
             ``error.batch_index`` is the batch. No thread, hook or loaded weight is left.
@@ -197,6 +200,7 @@ def run(
             return _call(module, batch) if call is None else call(model, batch)
 
         engine = Engine(
+            module,
             found,
             forward,
             hooks,

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from greenlet import greenlet
-from torch import Generator, Tensor
+from greenlet import getcurrent, greenlet
+from torch import Generator, Tensor, nn
 
 from flex_model import _C
 from flex_model.integrations import torch_private
@@ -313,3 +313,65 @@ class ProcessState:
     def has_drawn(self) -> bool:
         """Whether random numbers were drawn since it was made."""
         return any(not torch.equal(self._first[g], state) for g, state in self._states.items())
+
+
+_ABSENT = object()
+
+
+class ModuleAttributes:
+    """The plain attributes of a model's modules while the batches of a window take turns. A batch
+    finds the value that it has set itself, else that of the last one before it, as in a loop. Not
+    parameters, buffers and children, nor what compiled code sets.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = set(model.modules())
+        self._batch, self._greenlet = -1, None
+        # What each batch has set, -1 before all, and which of these the module has.
+        self._values: dict[tuple[nn.Module, str], dict[int, Any]] = {}
+        self._present: dict[tuple[nn.Module, str], int] = {}
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """A context in which it is noted what batches set and delete."""
+        methods = nn.Module.__setattr__, nn.Module.__delattr__
+        noting = self._noting(methods[0]), self._noting(methods[1])
+        nn.Module.__setattr__, nn.Module.__delattr__ = noting  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if nn.Module.__setattr__ is noting[0]:  # else a run that began meanwhile calls it
+                nn.Module.__setattr__, nn.Module.__delattr__ = methods  # type: ignore[method-assign]
+            self._modules.clear()
+
+    def _noting(self, method: Callable[..., None]) -> Callable[..., None]:
+        def __setattr__(module: nn.Module, name: str, *value: Any) -> None:  # noqa: N807
+            if torch.compiler.is_compiling() or getcurrent() is not self._greenlet:
+                method(module, name, *value)
+                return
+            before = vars(module).get(name, _ABSENT)
+            method(module, name, *value)
+            if module in self._modules:
+                values = self._values.setdefault((module, name), {-1: before})
+                values[self._batch] = vars(module).get(name, _ABSENT)
+                self._present[module, name] = self._batch
+
+        return __setattr__  # torch.compile runs functions of this name as they are
+
+    def resume(self, batch: int, greenlet: Any = None) -> None:
+        """Give the modules what a batch finds, which goes on in a greenlet."""
+        self._batch, self._greenlet = batch, greenlet
+        for (module, name), values in self._values.items():
+            found = batch if batch in values else max(one for one in values if one < batch)
+            if self._present[module, name] != found:
+                self._present[module, name] = found
+                if values[found] is _ABSENT:
+                    vars(module).pop(name, None)
+                else:
+                    vars(module)[name] = values[found]
+
+    def end_window(self) -> None:
+        """Leave what the last batch that set it has left, and forget the others."""
+        self.resume(sys.maxsize)
+        self._values.clear()
+        self._present.clear()

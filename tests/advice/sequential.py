@@ -252,6 +252,29 @@ def from_files(folder, how):
 
 
 @in_a_folder
+def from_two_files(folder, how=None):
+    model = Stack()
+    safetensors = pytest.importorskip("safetensors.torch")
+    for name in "ab":
+        safetensors.save_file(model.state_dict(), folder / f"{name}.safetensors")
+    if how == "removed":
+        (folder / "b.safetensors").unlink()
+    weights = folder / "a.safetensors" if how == "one" else folder
+    compare(on_meta(model), expected=model, weights=weights, device="cpu")
+
+
+def tied_with_two_values(how=None):
+    model = hugging_face(use_cache=False, tie_word_embeddings=how != "untied")
+    state, batch = model.state_dict(), {"input_ids": torch.arange(6)[None]}
+    state["lm_head.weight"] = state["lm_head.weight"] * 2
+    if how == "removed":
+        state.pop("lm_head.weight")
+    found = sequential.run(on_meta(model), [batch], weights=state, device="cpu")
+    model.load_state_dict(state, strict=how == "untied")
+    assert torch.equal(found[0].logits, model(**batch).logits)
+
+
+@in_a_folder
 def of_a_quantised_folder(folder, how, method="torchao"):
     transformers = pytest.importorskip("transformers")
     batch = {"input_ids": torch.arange(9)[None]}
@@ -477,6 +500,14 @@ ROWS = {
     "which its index lists; download the checkpoint again": (
         lambda: from_shards(has_files=False),
         from_shards,
+    ),
+    "give one of the files, or remove the other": (
+        from_two_files,
+        lambda: [from_two_files(how) for how in ("one", "removed")],
+    ),
+    "set tie_word_embeddings=False in the configuration": (
+        tied_with_two_values,
+        lambda: [tied_with_two_values(how) for how in ("untied", "removed")],
     ),
     "read() must return a torch.Tensor": (
         lambda: of_kind(torch.Tensor.tolist),

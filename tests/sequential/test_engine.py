@@ -344,6 +344,63 @@ def test_a_copy_of_the_model_is_made_inside_a_batch():
     assert_equal(outputs, [model(model(batch)) for batch in BATCHES])
 
 
+class Known(nn.Linear):
+    """Sets an attribute, also where it is compiled."""
+
+    def forward(self, x):
+        self.is_called = True
+        return super().forward(x)
+
+
+class Noted(nn.Module):
+    """A block that reads an attribute and sets two."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.mask, self.calls = Known(6, 6), None, 0
+
+    def forward(self, x):
+        self.mean, self.calls = x.mean(), self.calls + 1
+        return x + self.linear(x * self.mask)
+
+
+class KeepsInAttributes(nn.Module):
+    """Sets attributes of its blocks and reads those that they set; some batches set none."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(models.seeded(Noted) for _ in range(3))
+
+    def forward(self, x):
+        if len(x) != 1:
+            for block in self.blocks:
+                block.mask = x[:1].sign()
+        self.skip = x
+        for block in self.blocks:
+            x = block(x)
+        x, is_there = x + self.skip, hasattr(self, "skip")
+        del self.skip
+        means = torch.stack([block.mean for block in self.blocks])
+        return x, means, torch.tensor([is_there, hasattr(self, "skip")])
+
+
+@pytest.mark.parametrize("window", [None, 2, 1])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_attributes_that_a_batch_sets_are_its_own(window, is_compiled):
+    methods = nn.Module.__setattr__, nn.Module.__delattr__
+    model, other = KeepsInAttributes(), KeepsInAttributes()
+    if is_compiled:
+        for block in model.blocks:
+            block.linear.compile(backend="eager", fullgraph=True)
+    with torch.no_grad():  # torch warns where it compiles for a leaf with a gradient
+        found = sequential.run(model, BATCHES, window=window)
+        assert_equal(found, [other(batch) for batch in BATCHES])
+    assert [(block.calls, block.linear.is_called) for block in model.blocks] == [(5, True)] * 3
+    for block, expected in zip(model.blocks, other.blocks):
+        assert torch.equal(block.mask, expected.mask) and torch.equal(block.mean, expected.mean)
+    assert (nn.Module.__setattr__, nn.Module.__delattr__) == methods
+
+
 def test_transforms_of_functions_are_suspended():
     model = Stack(3)
 

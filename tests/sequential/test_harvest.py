@@ -1,5 +1,6 @@
 """``python -m flex_model harvest``, and the example."""
 
+import copy
 import json
 
 import pytest
@@ -65,6 +66,27 @@ def test_activations_equal_those_of_the_whole_model(folder, kind, capsys):
             model(**batch, use_cache=False)
         for name, expected in found.items():
             assert torch.equal(store.batch(index)[name][0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_from_pretrained_keeps_in_float32(folder, dtype):
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    made = transformers.T5EncoderModel(transformers.T5Config(vocab_size=64, **sizes))
+    made.save_pretrained(folder / "model")
+    model = transformers.T5EncoderModel.from_pretrained(folder / "model", dtype=dtype)
+    name = "encoder.block.1"
+    expected = []
+    model.get_submodule(name).register_forward_hook(lambda m, a, out: expected.append(out[0]))
+    given = arguments(folder, "--modules", name, "--dtype", str(dtype).partition(".")[2])
+    assert cli.main([*given, "--batch-size", "9"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    lines = [line for line in LINES if line.strip()]
+    batch = tokenizer(lines, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        copy.deepcopy(model)(batch["input_ids"], batch["attention_mask"])
+    (found,) = ActivationStore(folder / "out").tensors(name)
+    assert torch.equal(found, expected[0])
+    assert found.dtype == (torch.float32 if dtype == torch.float16 else dtype)
 
 
 def test_a_tokenizer_without_a_token_for_padding(folder):

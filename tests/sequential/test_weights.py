@@ -202,6 +202,35 @@ def test_tied_weights_in_memory_need_one_of_their_names():
         sequential.run(model, BATCHES, ["re:blocks.[0-9]$"], weights=weights)
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_tied_weights_with_two_values_are_refused(is_tied):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(**models.SIZES, tie_word_embeddings=is_tied)
+    model = transformers.LlamaForCausalLM(config).eval()
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    state = model.state_dict() | {names[1]: model.get_parameter(names[0]) * 2}
+    if is_tied:
+        with pytest.raises(ValueError, match=f"{names[0]}' and '{names[1]}' are one weight"):
+            sequential.run(on_meta(model), [{"input_ids": torch.arange(6)[None]}], weights=state)
+        state[names[1]] = state[names[0]].clone()
+    model.load_state_dict(state)
+    batch = {"input_ids": torch.arange(6)[None]}
+    outputs = sequential.run(on_meta(model), [batch], weights=state)
+    assert torch.equal(outputs[0].logits, model(**batch).logits)
+
+
+def test_a_second_file_in_a_folder(tmp_path):
+    model, other = Stack(2), models.seeded(lambda: Stack(2).apply(redrawn))
+    path = saved(other, tmp_path) / "model.safetensors"
+    path.rename(tmp_path / "old.safetensors")
+    saved(model, tmp_path)
+    outputs = sequential.run(on_meta(model), BATCHES, weights=tmp_path)
+    assert torch.equal(outputs[0], model(BATCHES[0]))
+    path.rename(tmp_path / "new.safetensors")
+    with pytest.raises(ValueError, match=r"has 'blocks.0.\w+' in new.safetensors and in old.safet"):
+        sequential.CheckpointWeights(tmp_path)
+
+
 def redrawn(module):
     if isinstance(module, nn.Linear):
         module.reset_parameters()

@@ -135,3 +135,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     # A tensor of one element is contiguous whatever its strides, which `reshape` keeps.
     return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are alike, in dtype, shape and bits."""
+    is_alike = one.shape == other.shape and one.dtype == other.dtype
+    return is_alike and torch.equal(as_bytes(one), as_bytes(other))

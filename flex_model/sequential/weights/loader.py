@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model import pytree
+from flex_model.distributed.transports.buffer_layout import same_bits
 from flex_model.hooks.core import HookCore
 from flex_model.integrations import dtensor, offload, quantized, torch_private
 from flex_model.runs.interrupts import deferred
@@ -62,7 +63,15 @@ def _finder(module: nn.Module, source: WeightSource | None) -> Callable[[list[st
 
     def find(names: list[str]) -> str | None:
         others = [other for name in names for other in sorted(tied.get(name, ()))]
-        return next((name for name in [*names, *others] if has(name)), None)
+        found = [name for name in dict.fromkeys([*names, *others]) if has(name)]
+        for other in found[1:]:
+            if not same_bits(source.read(found[0]), source.read(other)):
+                raise ValueError(
+                    f"sequential.run: {found[0]!r} and {other!r} are one weight of the model, and "
+                    "differ in the weights; set tie_word_embeddings=False in the configuration "
+                    "that it is built with, or remove one of them from the weights"
+                )
+        return next(iter(found), None)
 
     return find
 

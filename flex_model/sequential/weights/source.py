@@ -28,7 +28,8 @@ class WeightSource(Protocol):
 
         sequential.run(model, batches, weights=FromBucket())
 
-    ``read`` is called once per name and load, maybe from another thread, never from two at once.
+    ``read`` is called once per name and load, maybe from another thread, never from two at once;
+    once more for several names of one weight, whose values must be the same.
     """
 
     def names(self) -> Iterable[str]: ...
@@ -64,14 +65,14 @@ class CheckpointWeights:
         weights = CheckpointWeights("checkpoint/", rename=lambda name: f"model.{name}")
 
     Args:
-        path: A ``.safetensors`` file, or a folder: with an index, as ``save_pretrained`` writes
-            it, or with any number of ``.safetensors`` files.
+        path: A ``.safetensors`` file, or a folder: with an index or a ``model.safetensors``, as
+            ``save_pretrained`` writes it, or with any number of other ``.safetensors`` files.
         rename: From a name in the model to the name in the files. By default the same, or as
             transformers renames, merges and splits tensors for its own models.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors file in the folder.
-        ValueError: a file that is not safetensors.
+        ValueError: a file that is not safetensors, or a name that is in two of them.
     """
 
     def __init__(self, path: str | Path, *, rename: Callable[[str], str] | None = None) -> None:
@@ -81,6 +82,7 @@ class CheckpointWeights:
         self.is_renamed = rename is not None
         self._rename = rename or (lambda name: name)
         self._files: dict[str, Any] = {}
+        of_name: dict[str, str] = {}
         for file in _files_of(self.path):
             try:
                 opened = safe_open(str(file), framework="pt")
@@ -89,7 +91,13 @@ class CheckpointWeights:
                     f"CheckpointWeights: {file.name} in {self.path} is not a safetensors file "
                     f"({error}); save the model with save_pretrained or safetensors.torch.save_file"
                 ) from error
-            self._files.update(dict.fromkeys(opened.keys(), opened))
+            for name in opened.keys():  # noqa: SIM118
+                if name in of_name:
+                    raise ValueError(
+                        f"CheckpointWeights: {self.path} has {name!r} in {of_name[name]} and in "
+                        f"{file.name}; give one of the files, or remove the other"
+                    )
+                self._files[name], of_name[name] = opened, file.name
 
     def names(self) -> Iterable[str]:
         """Return the names in the files."""
@@ -125,6 +133,8 @@ def _files_of(path: Path) -> list[Path]:
         )
     index = path / "model.safetensors.index.json"
     if not index.is_file():
+        if (path / "model.safetensors").is_file():  # others are not of it, as for from_pretrained
+            return [path / "model.safetensors"]
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(
