@@ -25,7 +25,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.settled_gather import Gathered
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import Before, changed, late_draws
-from flex_model.integrations.torch_private import current_transform
+from flex_model.integrations.torch_private import current_transform, uncounted
 from flex_model.layouts import follow
 from flex_model.runs import remembered_runs
 from flex_model.runs.backward_passes import BackwardPasses
@@ -90,7 +90,8 @@ class HookHandlers:
             error = raised
             raise
         finally:
-            self.runs.end(run, error)
+            with uncounted():
+                self.runs.end(run, error)
 
     def _call(self, run: Run, registration: Registration, module: nn.Module, tree: Any) -> Any:
         if registration.edits and not run.is_recomputed and is_in_checkpoint():
@@ -298,7 +299,8 @@ class HookHandlers:
                     grad = self._gradient(call, grad, run.batch)
                 return grad
 
-        edge: Tensor = _Edge.apply(leaf, handle, passes_through)
+        with uncounted():
+            edge: Tensor = _Edge.apply(leaf, handle, passes_through)
         with follow.paused():
             for evidence in evidences:
                 evidence.move_to(edge)

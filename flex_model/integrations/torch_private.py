@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 from torch.nn.utils import stateless
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _device, _pytree
+from torch.utils import _device, _pytree, checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 # ---- Tensors without values. Without them: no runs on shapes -------------------------------------
@@ -293,6 +293,40 @@ MODE_STACKS = (
     ),
 )
 
+# ---- Selective checkpointing. Without its modes: hooks in it are wrong ---------------------------
+
+_num_dispatch_modes = _C._len_torch_dispatch_stack
+_SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+_ANYHOW = contextlib.nullcontext()
+
+
+def is_selective() -> bool:
+    """Whether selective checkpointing counts the operations that run: what it saved in a forward,
+    a recomputation gets by operation and number.
+    """
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
+@contextlib.contextmanager
+def _without_selective() -> Iterator[None]:
+    stack = MODE_STACKS[1]
+    before = stack.read()
+    stack.write([mode for mode in before if not isinstance(mode, _SELECTIVE)])
+    try:
+        yield
+    finally:  # a mode may have been entered inside, or left
+        now = stack.read()
+        kept = [mode for mode in before if mode in now or isinstance(mode, _SELECTIVE)]
+        stack.write([*kept, *(mode for mode in now if mode not in before)])
+
+
+def uncounted() -> contextlib.AbstractContextManager[None]:
+    """Return a context whose operations selective checkpointing neither counts nor serves: they are
+    not the same in a recomputation.
+    """
+    return _without_selective() if _num_dispatch_modes() and is_selective() else _ANYHOW
+
+
 InferenceMode = _C._InferenceMode  # a guard: its end restores what was there when it was made
 ForceDispatchKeys = _C._ForceDispatchKeyGuard
 is_any_autocast_enabled = _C._is_any_autocast_enabled
@@ -321,7 +355,8 @@ FOR_DISPATCHER = SimpleNamespace(
     is_inference_mode=torch.is_inference_mode_enabled,
     is_grad_enabled=torch.is_grad_enabled,
     inference_mode=torch._C._InferenceMode,
-    num_dispatch_modes=torch._C._len_torch_dispatch_stack,
+    num_dispatch_modes=_num_dispatch_modes,
+    is_selective=is_selective,
     current_transform=_functorch.maybe_current_level,  # faster than the other
     saved_hooks=top_saved_hooks,
     random_state=torch.default_generator.get_state,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate
 from flex_model.integrations import layers
-from flex_model.integrations.torch_private import find_group
+from flex_model.integrations.torch_private import find_group, uncounted
 from flex_model.layouts import active, logged
 from flex_model.layouts.contracts import experts
 from flex_model.layouts.graph_nodes import has_backward_hooks
@@ -37,14 +37,19 @@ def recording() -> list[Follower]:
     return [one.owner for one in active.active_recorders()]
 
 
-_NOT_RECORDING = nullcontext()
-
-
 def paused(*others: Follower) -> AbstractContextManager[None]:
-    """Exclude what runs inside from the logs of all FlexModels: it is not part of the model."""
+    """Exclude what runs inside from the logs of all FlexModels, and from what checkpointing saves
+    of single operations: it is not part of the model.
+    """
     if not others and not active.active_recorders():
-        return _NOT_RECORDING
-    return active.all_paused(*(follower.recorder for follower in others))
+        return uncounted()
+    return _all_paused(*others)
+
+
+@contextmanager
+def _all_paused(*others: Follower) -> Iterator[None]:
+    with uncounted(), active.all_paused(*(follower.recorder for follower in others)):
+        yield
 
 
 def place_edited(mesh: Mesh, tensor: Tensor, original: Tensor, placements: Pair) -> None:

@@ -33,7 +33,7 @@ from flex_model.integrations.compiled import (
     outside_graphs,
     stopped_at_fullgraph,
 )
-from flex_model.integrations.torch_private import is_profiling
+from flex_model.integrations.torch_private import is_profiling, uncounted
 from flex_model.parameters.trainable import Replicas
 from flex_model.records.records import Records
 from flex_model.records.store.activation_store import ActivationStore
@@ -555,11 +555,13 @@ class OutermostRun:
 
     @outside_graphs
     def __enter__(self) -> Run:
-        self._run = self._begin()
+        with uncounted():
+            self._run = self._begin()
         return self._run
 
     @outside_graphs
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        self._end(self._run, error)
+        with uncounted():
+            self._end(self._run, error)
         if error is not None and stopped_at_fullgraph(error):
             raise HookError(f"torch.compile: {HOOKS_BREAK_GRAPHS}") from error

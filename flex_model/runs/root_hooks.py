@@ -16,11 +16,12 @@ from flex_model.hooks.evidence import Part
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Tracking
-from flex_model.integrations import compiled, past_positions, refused
+from flex_model.integrations import compiled, past_positions, refused, torch_private
 from flex_model.names import find_module, wrapped_chain
 from flex_model.runs.graphs import Graphs
 from flex_model.runs.lifecycle import Runs
 from flex_model.runs.remembered_runs import backward_task
+from flex_model.runs.run import Run
 from flex_model.runs.until import CutError
 
 
@@ -125,7 +126,10 @@ class RootHooks:
         self.runs.end_left()
         if self._table.active_hooks.indices and self._watches:
             past_positions.begin(module, args, kwargs)
-        part = self._parts.get(module)
+        with torch_private.uncounted():
+            self._begin(self._parts.get(module), args, kwargs)
+
+    def _begin(self, part: Part | None, args: Any, kwargs: Any) -> None:
         self.runs.begin_direct(() if part is None else self._beside(part))
         if not self._tracking.is_local:
             run = self.runs.current
@@ -154,13 +158,17 @@ class RootHooks:
             run.cut()
             self.runs.end_direct(None, module in self._parts)
             return
+        with torch_private.uncounted():
+            self._end(run, output, error, module in self._parts)
+
+    def _end(self, run: Run, output: Any, error: BaseException | None, is_part: bool) -> None:
         if not self._tracking.is_local:
             self._tracking.end(output, failed=error is not None)
         acts_in_backward = self._watches and self._table.active_hooks.acts_in_backward
         if acts_in_backward and torch.is_grad_enabled():
             self._graphs.watch(run, output)
             self.runs.watch.watch_from(output)
-        self.runs.end_direct(error, module in self._parts)
+        self.runs.end_direct(error, is_part)
 
     # The hooks are methods of this object, which is copied and pickled with the module.
 

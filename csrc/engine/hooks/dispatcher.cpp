@@ -85,6 +85,9 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
     if (!is_settled || hook.records_here || !is_true(of.is_cuda.of(leaf))) return false;
     if (is_true(checked(PyObject_CallNoArgs(torch.is_capturing.ptr())))) return false;
   }
+  if (!is_settled && torch.has_dispatch_modes() &&
+      is_true(checked(PyObject_CallNoArgs(torch.is_selective.ptr()))))
+    return false;
   if (hook.expected_shape && !has_shape(leaf, *hook.expected_shape)) return false;
   if (hook.edits_here && !(of.layout.of(leaf).is(torch.strided) &&
                            !is_true(of.is_quantized.of(leaf)) && !is_true(of.is_nested.of(leaf)))) {
@@ -202,7 +205,7 @@ bool Dispatcher::is_settled(const Hook& hook) const {
   const py::object function = names().editing_function.of(names().given.of(hook.registration));
   if (!function.is(hook.settled.function)) return false;  // replaced, or taken off
   if (py::len(names().edit_of.of(handlers->communicator)) > 0) return false;
-  if (PyLong_AsLong(returned(torch.num_dispatch_modes).ptr()) != 0) return false;
+  if (torch.has_dispatch_modes()) return false;
   return is_recomputed_ ||
          (is_true(returned(torch.is_grad_enabled)) && returned(torch.saved_hooks).is_none());
 }

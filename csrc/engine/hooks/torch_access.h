@@ -83,6 +83,8 @@ struct TorchAccess {
   py::object inference_mode = torch.attr("inference_mode");  // in force as long as its result lives
   // With one, something follows what runs.
   py::object num_dispatch_modes = torch.attr("num_dispatch_modes");
+  // Whether one of them counts operations, for selective checkpointing: a copy would be one more.
+  py::object is_selective = torch.attr("is_selective");
   // Of torch.func; None outside of them. Inside, a tensor is a wrapper that dies with it.
   py::object current_transform = torch.attr("current_transform");
   // Of tensors saved for backward; not None in a checkpoint.
@@ -94,6 +96,10 @@ struct TorchAccess {
 
   bool is_in_inference_mode() const {
     return is_true(checked(PyObject_CallNoArgs(is_inference_mode.ptr())));
+  }
+
+  bool has_dispatch_modes() const {
+    return PyLong_AsLong(checked(PyObject_CallNoArgs(num_dispatch_modes.ptr())).ptr()) != 0;
   }
 
   bool is_tensor(const py::object& object) const {
