@@ -256,6 +256,13 @@ def chosen_and_rejected(model, h):
     return one.sigmoid() * other
 
 
+def crops(model, h):
+    """Views of two sizes, of which there are other numbers, behind each other."""
+    two, three = torch.cat([h, h.sin()]), torch.cat([h * 2, h.cos(), -h])
+    one, *_, other, last = torch.cat([torch.cat([two, three]), h.tanh()]).chunk(6)
+    return one - other.cos() + last
+
+
 def grouped(model, h):
     """A kernel for each row: rows are groups of channels of one image."""
     rows = h.shape[0]
