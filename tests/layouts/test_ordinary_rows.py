@@ -20,6 +20,7 @@ from torch.testing import assert_close
 import models
 import ordinary_lines
 from flex_model import FlexModel, HookError, HookFunction
+from flex_model.distributed.placement import Shard
 from ordinary import (
     LENGTH,
     SITES,
@@ -427,6 +428,23 @@ def test_the_advice_for_rows_in_another_order_or_number(name):
         flex.register_forward_hook(HookFunction("behind"))
         assert_close(flex(x), expected)
     assert_close(records["behind"], seen)
+
+
+@pytest.mark.ranks(2)
+def test_the_advice_for_rows_in_blocks_is_right():
+    """Stated as consecutive rows, they were recorded in another order than the twin's."""
+    model = around(lambda model, h: torch.cat([h, h.sin()]).flip(0).flip(0))
+    x, records, settings = batch(3), {}, {"data_parallel_size": 2, "output_ranks": "all"}
+    _, expected = twin(model, [x], dict.fromkeys(SITES, mixing_features))
+    with FlexModel(model, records, **settings, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("before", None, mixing_features))
+        flex.register_forward_hook(HookFunction("behind"))
+        with pytest.raises(ValueError, match=r"lost at flip, beside rows in 2 parts") as error:
+            flex(x.chunk(2)[dist.get_rank()])
+        (line,) = re.findall(r"flex\.annotate_layout\(.*dp=Shard\(0.*\)(?=  #)", str(error.value))
+        eval(line, {"flex": flex, "Shard": Shard})
+        flex(x.chunk(2)[dist.get_rank()])
+    assert_close(records["behind"][0], expected["behind"])
 
 
 @pytest.mark.ranks(2)
