@@ -138,9 +138,8 @@ def _of_own_rows(
                 found[i] = own.split
             elif own is not None:
                 proofs.own_rows[output.value] = own
-    if operation.name in BATCH_NORMS and operation.operands[0].placement == Shard(0):
-        return [Shard(0), *found[1:]]
-    return found
+    rows = operation.operands[0].shard if operation.name in BATCH_NORMS else None
+    return found if rows is None or rows.dim != 0 else [rows, *found[1:]]
 
 
 def _propagate(proofs: AxisProofs, read: ArgumentReader, operation: Operation) -> _Found:

@@ -24,6 +24,7 @@ from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
 from flex_model.layouts.propagation.slicing import SPLITS, follow_to_end, range_taken
 from flex_model.layouts.propagation.text_cases import RECURRENT
+from flex_model.layouts.propagation.text_forms import sizes_along
 from flex_model.layouts.propagation.views import TO_SIZES
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class OwnRows(NamedTuple):
 
     Attributes:
         place: Which ones, in which order: a range, ``ALL``, ``PICKED``, or what made the order.
+        like: How all rows are split over the ranks, as along dim 0: also in parts. None for an
+            index that counts them, however they are split.
         dim: The dim along which each index belongs to a row; None where the tensor belongs to all
             of these rows together.
         counts: Whether its elements are the places of these rows among all.
@@ -56,14 +59,17 @@ class OwnRows(NamedTuple):
 
     place: Any
     total: int
+    like: Shard | None
     dim: int | None = None
     counts: bool = False
     column: int | None = None
 
     @property
     def split(self) -> Placement:
-        """How the rows of all ranks together would be split."""
-        return REPLICATED if self.dim is None else Shard(self.dim)
+        """How the rows of all ranks together would be split: some, by each rank's own number."""
+        if self.dim is None:
+            return REPLICATED
+        return replace((self.place == ALL and self.like) or Shard(0), dim=self.dim)
 
 
 Known = Mapping[Any, OwnRows]
@@ -95,13 +101,12 @@ def _taken(operation: Operation, output: int) -> OwnRows | None:
     if name not in (*SPLITS, "unbind", "select", "slice") or len(operands) != 1:
         return None
     operand, dim = operands[0], operation.get("dim", 0) % max(operands[0].ndim, 1)
-    found = range_taken(operation, output, dim) if operand.placement == Shard(dim) else None
-    if found is None:
+    own, found = _own(operand, {}), range_taken(operation, output, dim)
+    if found is None or own is None or own.dim != dim:
         return None
-    total = operand.shapes[0][dim]
     is_row = name in ("select", "unbind")
-    is_row |= operation.full_sizes.get("chunks") == [total * operation.num_ranks]
-    return OwnRows(range(*found), total, None if is_row else dim)
+    is_row |= operation.full_sizes.get("chunks") == [own.total * operation.num_ranks]
+    return own._replace(place=range(*found), dim=None if is_row else dim)
 
 
 def _counted(operation: Operation, split_sizes: Set[int]) -> OwnRows | None:
@@ -111,13 +116,21 @@ def _counted(operation: Operation, split_sizes: Set[int]) -> OwnRows | None:
         full = list(operation.full_sizes.get("end", ()))
         is_plain = first.get("start", 0) == 0 and first.get("step", 1) == 1
         is_count = full == [size * operation.num_ranks] or (full == [None] and size in split_sizes)
-        return OwnRows(ALL, size, 0, True) if is_plain and is_count else None
+        return OwnRows(ALL, size, None, 0, True) if is_plain and is_count else None
     mask = operation["self"] if operation.name == "nonzero" else None
-    if mask is None or mask.shard is None or mask.shard != Shard(mask.shard.dim):
+    own = None if mask is None else _own(mask, {})
+    if mask is None or own is None:
         return None
-    dim = mask.shard.dim  # indices are sorted by the first dim first
-    place = PICKED if dim == 0 else ("nonzero", mask.value)
-    return OwnRows(place, mask.shapes[0][dim], 0, True, dim if mask.ndim > 1 else None)
+    return own._replace(
+        place=_picked(mask), dim=0, counts=True, column=own.dim if mask.ndim > 1 else None
+    )
+
+
+def _picked(mask: Operand) -> Any:
+    """Return which rows a mask picks. Those of two masks may be of other ranks, or of other parts,
+    in the unsharded program, but for plain rows along the first dim, by which indices are sorted.
+    """
+    return PICKED if mask.placement == Shard(0) else ("nonzero", mask.value)
 
 
 def _sorted(operation: Operation, output: int, known: Known) -> OwnRows | None:
@@ -133,10 +146,10 @@ def _sorted(operation: Operation, output: int, known: Known) -> OwnRows | None:
         return None
     if own.place == ALL and not own.counts and name != "scatter":
         settings = [one for one in arguments.values() if not isinstance(one, Operand)]
-        return OwnRows((name, key.value, *settings), own.total, 0, counts)
+        return own._replace(place=(name, key.value, *settings), dim=0, counts=counts)
     is_order = own.counts and own.place[:1] in (("sort",), ("argsort",))
     if name == "scatter":  # empty[order] = torch.arange(rows)
-        of_all = OwnRows(ALL, own.total, 0, True)
+        of_all = OwnRows(ALL, own.total, None, 0, True)
         is_inverted = known.get(operation.operands[-1].value) == of_all
         is_inverted &= operation.operands[0].shapes == key.shapes
     else:
@@ -174,9 +187,9 @@ def _packed(operation: Operation, output: int, known: Known, proofs: AxisProofs)
 def _own(operand: Operand, known: Known) -> OwnRows | None:
     """Return the rows along the split dim of a tensor; those of a rank are all."""
     shard = operand.shard
-    if shard is None or shard != Shard(shard.dim):
+    if shard is None:
         return known.get(operand.value)
-    return OwnRows(ALL, operand.shapes[0][shard.dim], shard.dim)
+    return OwnRows(ALL, operand.shapes[0][shard.dim], replace(shard, dim=0), shard.dim)
 
 
 def _without_ones(operation: Operation, known: Known) -> OwnRows | None:
@@ -196,7 +209,7 @@ def _without_ones(operation: Operation, known: Known) -> OwnRows | None:
 
 def _read(operation: Operation, known: Known) -> OwnRows | None:
     """Return which rows an index or a mask reads of a tensor in rows, ``x[i]``, which is whole for
-    its rank.
+    its rank. Their dim is that of the output, of which dims may be left out in front.
     """
     if operation.name not in ("index", "_unsafe_index", "index_select"):
         return None
@@ -212,26 +225,34 @@ def _read(operation: Operation, known: Known) -> OwnRows | None:
     if index is None:
         return None
     own = known.get(index.value)
-    if len(given) == 1 and index.dtype == torch.bool and index.placement == Shard(dim) == Shard(0):
+    if len(given) == 1 and index.dtype == torch.bool and dim == 0:
         # As the indices that `nonzero` returns: one for each dim of the mask.
-        shapes = tuple(shape[:1] for shape in operation.outputs[0].shapes)
-        picked = Operand(shapes, torch.int64, Shard(0))
-        operation = operation.with_arguments(indices=[picked] * index.ndim)
-        own = OwnRows(PICKED, of_self.total, 0, True)
-    if own is None or not own.counts or own.total != of_self.total or own.column is not None:
-        return None
-    for one in given:
-        other = known.get(one.value)
-        is_alike = own.place == ALL if other is None else other[::3] == (own.place, False)
-        if not (one is index or one.placement == REPLICATED or is_alike):
+        if index.placement != of_self.like:
             return None
+        own = of_self._replace(place=_picked(index), counts=True)
+        given = [Operand(tuple(shape[:1] for shape in index.shapes), torch.int64)] * index.ndim
+        operation, index = operation.with_arguments(indices=given), given[0]
+    if own is None or not own.counts or own.dim is None or own.column is not None:
+        return None
+    sizes, own = sizes_along(index, own.dim), own._replace(like=own.like or of_self.like)
+    if own[1:3] != of_self[1:3]:
+        return None
     if of_self.place != ALL and own.place != ("inverse", of_self.place):
         return None
-    placed = {id(one): known[one.value].split for one in given if one.value in known}
-    placed[id(self)] = REPLICATED
-    (made,) = rules.propagate(with_placements(operation, placed))
+    placed: dict[int, Placement | None] = {id(self): REPLICATED}
+    for one in given:
+        other = own if one is index else _own(one, known)
+        if other is not None and (other is own or (other[:3], other.counts) == (own[:3], False)):
+            placed[id(one)] = other.split
+        elif one.placement != REPLICATED:
+            return None
+    ndim = self.ndim - len(given) + max(one.ndim for one in given)
+    made = replace(self, shapes=tuple((size,) * ndim for size in sizes))
+    (found,) = rules.propagate(replace(with_placements(operation, placed), outputs=(made,)))
+    if not isinstance(found, Shard):
+        return None
     place = own.place if of_self.place == ALL else ALL
-    return OwnRows(place, own.total, made.dim) if isinstance(made, Shard) else None
+    return own._replace(place=place, dim=found.dim - ndim + operation.outputs[0].ndim, counts=False)
 
 
 def _joined(operation: Operation, known: Known) -> OwnRows | None:
@@ -241,13 +262,13 @@ def _joined(operation: Operation, known: Known) -> OwnRows | None:
         return None
     dim = 1 - operation["batch_first"] if name == "pad_sequence" else operation.get("dim", 0)
     dim, rows = dim % operation.outputs[0].ndim, [known[value] for value in values]
-    if len({one.total for one in rows}) > 1 or not all(isinstance(r.place, range) for r in rows):
+    if len({one[1:3] for one in rows}) > 1 or not all(isinstance(r.place, range) for r in rows):
         return None
     are_single = all(one.dim is None and len(one.place) == 1 for one in rows)
     are_along = name == "cat" and all(one.dim in (None, dim) for one in rows)
     ranges = [(one.place.start, one.place.stop) for one in rows]
     is_all = follow_to_end(ranges, rows[0].total) and (are_single or are_along)
-    return OwnRows(ALL, rows[0].total, dim) if is_all else None
+    return rows[0]._replace(place=ALL, dim=dim) if is_all else None
 
 
 def _written(operation: Operation, known: Known) -> OwnRows | None:
@@ -257,31 +278,38 @@ def _written(operation: Operation, known: Known) -> OwnRows | None:
     reading, of_values = _WRITES.get(operation.name, ("", "source"))
     self, values = operation.operands[0], operation.arguments[0][of_values]
     rows, own = _own(self, known), _own(values, known)
-    if rows is None or rows.place != ALL or rows.counts or own is None or own.counts:
+    if rows is None or rows.place != ALL or rows.counts:
+        return None
+    if own is None and values.placement != REPLICATED:
+        return None
+    if own is not None and (own.counts or own.like != rows.like):
         return None
     if not reading:
         mask = operation["mask"]
         is_by_rows = mask.ndim == self.ndim and mask.placement == self.placement == Shard(0)
-        return rows if is_by_rows and (own.place, own.dim) in ((ALL, 0), (PICKED, 0)) else None
-    if own.dim is None and rows.total == own.total == 1:
+        is_in_order = own is not None and (own.place, own.dim) in ((ALL, 0), (PICKED, 0))
+        return rows if is_by_rows and is_in_order else None
+    if own is not None and own.dim is None and rows.total == own.total == 1:
         others = [one for one in operation.operands if one is not self and one is not values]
         if all(one.placement == REPLICATED for one in others):
             return rows
-    # Where torch has dropped dims of size 1, they are there again.
-    for num_ones in range(1 if own.dim is not None else self.ndim + 1):
-        made = replace(values, shapes=tuple((1,) * num_ones + shape for shape in values.shapes))
-        read = _read(replace(operation.without(of_values), name=reading, outputs=(made,)), known)
-        if read is not None and own.dim in (None, read.dim):
-            is_in_order = {own.place, read.place} <= {ALL, PICKED}
-            return rows if own.place == read.place or is_in_order else None
-    return None
+    read = _read(replace(operation.without(of_values), name=reading, outputs=(values,)), known)
+    if read is None or read.dim is None:
+        return None
+    if own is None:  # one value for all rows that are written
+        is_shared = read.dim < 0 or {shape[read.dim] for shape in values.shapes} == {1}
+        return rows if is_shared else None
+    places = {own.place, read.place}
+    is_in_order = PICKED in places and places <= {ALL, PICKED}
+    is_alike = own[:3] == read[:3] or is_in_order
+    return rows if is_alike and own.dim in (None, read.dim) else None
 
 
 def _computed(operation: Operation, output: int, known: Known) -> OwnRows | None:
     """Return the rows of all operands that belong to some, if all rows share the others."""
     own = {id(one): known[one.value] for one in operation.operands if one.value in known}
     others = [one for one in operation.operands if id(one) not in own]
-    if len({one[:2] for one in own.values()}) != 1:
+    if len({one[:3] for one in own.values()}) != 1:
         return None
     if any(one.placement != REPLICATED for one in others):
         return None
@@ -290,7 +318,7 @@ def _computed(operation: Operation, output: int, known: Known) -> OwnRows | None
         if operation.name not in ("select", "unbind") or operation["dim"] not in (1, -1):
             return None
         (column, _) = range_taken(operation, output, 1) or (None, None)
-        return OwnRows(*first[:3], column == first.column)
+        return OwnRows(*first[:4], column == first.column)
     if counts and operation.name not in _MOVES:
         return None
     if all(one.dim is None for one in own.values()):

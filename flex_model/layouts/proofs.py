@@ -36,6 +36,9 @@ _CONTRACTS: dict[type, Any] = {
 #: In the text of an operation that follows one which not all ranks ran.
 DIFFERS = ": the ranks' control flow differs, not all ran "
 
+#: Behind it, where rows on the way to the value are in such parts.
+IN_PARTS = ", beside rows in {} parts"
+
 
 @dataclass(frozen=True)
 class Step:
@@ -133,8 +136,8 @@ class AxisProofs:
         where it is known, or nothing is known of it.
         """
         value = self.resolve_joint(value)
-        pending = [value[0] if isinstance(value, tuple) and value else value]
-        seen: set[Value] = set()
+        value = value[0] if isinstance(value, tuple) and value else value
+        pending, seen, parts = [value], set[Value](), 1
         while pending:
             one = pending.pop()
             step = self.steps.get(one)
@@ -142,12 +145,25 @@ class AxisProofs:
                 continue
             seen.add(one)
             unknown = [source for source in step.inputs if source not in self.placements]
+            parts = max(parts, *(self._parts_in(value, source) for source in step.inputs), 1)
             traced = [source for source in unknown if source in self.steps]
             if not traced:
                 differs = bool(unknown) and bool(self.difference)
-                return f"{step}{DIFFERS}{self.difference}" if differs else str(step)
+                text = f"{step}{DIFFERS}{self.difference}" if differs else str(step)
+                return text + IN_PARTS.format(parts) * (parts > 1)
             pending += traced
         return f"{self.difference}{DIFFERS}{self.difference}" if self.difference else ""
+
+    def _parts_in(self, value: Value, source: Value) -> int:
+        """Return of how many parts a value's rows consist if it has those of the source, or several
+        of each.
+        """
+        shard, own, of_source = self.placements.get(source), *map(self.shapes.get, (value, source))
+        if self.axis != "dp" or not isinstance(shard, Shard) or not own or not of_source:
+            return 1
+        size = of_source[0][shard.dim]
+        is_alike = len(own[0]) > shard.dim and size and own[0][shard.dim] % size == 0
+        return shard.parts if is_alike else 1
 
     def size(self, value: Any, dim: int) -> int | None:
         """Return a size in the unsharded program; None where it is not known."""

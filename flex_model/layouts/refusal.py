@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from flex_model.distributed.mesh import Mesh
@@ -16,7 +17,7 @@ from flex_model.distributed.placement import (
 from flex_model.distributed.values import Fingerprints
 from flex_model.layouts.expected_shape import unique
 from flex_model.layouts.operations import INTO_WHOLE, NOT_MADE, OF_OTHERS
-from flex_model.layouts.proofs import DIFFERS
+from flex_model.layouts.proofs import DIFFERS, IN_PARTS
 from flex_model.layouts.statements import KINDS, Site, Statements, text_of
 
 PAD = (
@@ -45,7 +46,7 @@ def refusal(
     Args:
         prints: The ranks' values, where they were compared.
     """
-    parts, lines, advice = [], [], ""
+    parts, lines, advice, placements = [], [], "", "torch.distributed.tensor"
     pattern = repr(site.module)
     if statements is not None and site.kind in KINDS:
         pattern = statements.text_of_name(site.kind, site.module)
@@ -96,8 +97,20 @@ def refusal(
             if any(len({shape[dim] for shape in own}) > 1 for dim in dims if dim != rows_dim):
                 dims = []  # rows of other lengths, which don't lie end to end
                 advice += f"; {PAD}"
-        for placement, full in _candidates(own, dims, site.kind != "parameter", is_equal):
+        if axis == "dp" and lost.startswith(" (lost at cat"):
+            dims = [dim for dim in dims if dim != rows_dim]
+            advice += (
+                "; where a rank's rows are those of several tensors, one behind the other, state "
+                f"how many rows each has in full: dp=Shard({rows_dim or 0}), part_sizes="
+            )
+        in_parts = re.search(IN_PARTS.format(r"(\d+)"), lost)
+        num_parts = int(in_parts[1]) if in_parts else 1
+        shards = [Shard(dim, num_parts if dim == rows_dim else 1) for dim in dims]
+        for placement, full in _candidates(own, shards, site.kind != "parameter", is_equal):
             note = _NOTES[type(placement)]
+            if isinstance(placement, Shard) and placement.parts > 1:
+                note += f" of each of {num_parts} blocks of rows"
+                placements = "flex_model.distributed.placement"  # torch's Shard has no parts
             if isinstance(placement, Replicate) and is_equal is False:
                 note += ", whose values differ: right only if by the order of sums"
             lines.append(f"{_line(site, pattern, axis, placement)}  # in full {full}: {note}")
@@ -108,7 +121,7 @@ def refusal(
     return (
         f"{site.name}: {'; '.join(parts)} (local shapes {unique(shapes)}, {mesh.describe()})"
         f"{advice}; state it before the run with the line that is right{both}, and from "
-        f"torch.distributed.tensor import Partial, Replicate, Shard:{listed}\n"
+        f"{placements} import Partial, Replicate, Shard:{listed}\n"
         "flex.layouts(why=True) says what could not be followed"
     )
 
@@ -121,12 +134,12 @@ _NOTES: dict[type, str] = {
 
 
 def _candidates(
-    own: Sequence[Shape], dims: Sequence[int], may_be_partial: bool, is_equal: bool | None
+    own: Sequence[Shape], shards: Sequence[Shard], may_be_partial: bool, is_equal: bool | None
 ) -> list[tuple[Placement, Shape]]:
     """Return the placements along an axis that the shapes along it allow, and the full shape of
     each.
     """
-    placements: list[Placement] = [*map(Shard, dims)]
+    placements: list[Placement] = [*shards]
     if len(set(own)) == 1:
         placements += [Partial()] * may_be_partial
         placements.insert(0 if is_equal else len(placements), Replicate())

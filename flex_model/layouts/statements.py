@@ -176,7 +176,8 @@ def placements_of(given: Any) -> dict[str, Placement]:
 def text_of(placement: Placement) -> str:
     """Return the placement as users write it."""
     if isinstance(placement, Shard):
-        return f"Shard({placement.dim})"
+        parts = f", parts={placement.parts}" if placement.parts > 1 else ""
+        return f"Shard({placement.dim}{parts})"
     return "Replicate()" if isinstance(placement, Replicate) else "Partial()"
 
 

@@ -256,6 +256,49 @@ def chosen_and_rejected(model, h):
     return one.sigmoid() * other
 
 
+def last_of_pairs(model, h):
+    """Each row's own token, of rows that stand in two blocks on each rank."""
+    both = torch.cat([h, h.sin()])
+    rows, last = torch.arange(len(both)), kinds(both).sum(1) % LENGTH
+    mask = torch.cat([kinds(h), kinds(h).flip(1)]) == 1
+    kept = mask[rows[:, None, None, None], torch.arange(h.shape[1])[None, None, None]].squeeze(2)
+    one, other = (both * kept.mT + both[rows, last, None]).chunk(2)
+    return one - other.cos()
+
+
+def rows_of_pairs(model, h):
+    """One by one, those that a mask picks, and in the order of a key."""
+    both = torch.cat([h, h.sin(), h.cos()])
+    made, mask = torch.stack([row.cumsum(0) for row in both]), kinds(both)[:, 0] == 1
+    made[mask] += both[mask].cos() * 2
+    (rows,) = torch.where(mask)
+    made.index_add_(0, rows, both[rows].tanh())
+    order = both.detach()[:, 0, 0].argsort()
+    made = made + both[order].sin()[order.argsort()]
+    one, two, three = made.chunk(3)
+    return one - two.cos() + three
+
+
+def crops(model, h):
+    """Views of two sizes, of which there are other numbers, behind each other."""
+    two, three = torch.cat([h, h.sin()]), torch.cat([h * 2, h.cos(), -h])
+    one, *_, other, last = torch.cat([torch.cat([two, three]), h.tanh()]).chunk(6)
+    return one - other.cos() + last
+
+
+def marked(model, h):
+    """Each row's last token, in masks of all makes."""
+    rows, last = torch.arange(len(h)), kinds(h).sum(1) % LENGTH
+    masks = [torch.zeros(h.shape[:2]), torch.zeros_like(h[..., 0]), h[..., 0].clone()]
+    for mask in masks:
+        mask[rows, last] = 1
+    masks[0][rows[:, None], torch.stack([last, last * 0], 1)] = model.table[0, :2].float()
+    chosen, tokens = (kinds(h) == 1).nonzero(as_tuple=True)
+    masks[1][chosen, tokens] += 1
+    masks[1].index_fill_(1, model.groups[:1], 3)
+    return h * sum(masks)[..., None]
+
+
 def grouped(model, h):
     """A kernel for each row: rows are groups of channels of one image."""
     rows = h.shape[0]

@@ -300,6 +300,7 @@ JOINING = [
     *[joining("cat", floats(4, 6), floats(4, 6), dim=d) for d in (0, 1, -1)],
     joining("cat", floats(4, 6), floats(4, 12), dim=1),
     joining("cat", floats(4, 6), floats(4, 6), floats(4, 6), dim=1),
+    joining("cat", floats(4, 8), floats(4, 12), dim=1),  # two parts beside three, as wide
     joining("cat", floats(0), floats(4, 6), dim=1),
     joining("cat", floats(4), floats(4), dim=0),
     joining("concat", floats(4, 6), floats(4, 6), dim=1),

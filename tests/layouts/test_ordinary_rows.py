@@ -20,6 +20,7 @@ from torch.testing import assert_close
 import models
 import ordinary_lines
 from flex_model import FlexModel, HookError, HookFunction
+from flex_model.distributed.placement import Shard
 from ordinary import (
     LENGTH,
     SITES,
@@ -255,13 +256,20 @@ def test_a_norm_over_all_ranks_rows_in_training(rows):
         assert_close(found[name], tensor, msg=lambda text, name=name: f"{name}: {text}")
 
 
+class NormOfPairs(nn.BatchNorm1d):
+    def forward(self, h):
+        one, other = super().forward(torch.cat([h, h.sin()])).chunk(2)
+        return one - other
+
+
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, NormOfPairs])
 @pytest.mark.parametrize("rows", [2, 3])
-def test_batch_norm_in_training_is_each_ranks_own(rows):
+def test_batch_norm_in_training_is_each_ranks_own(rows, kind):
     edits = dict.fromkeys(SITES, mixing_features)
 
     def make():
-        norm = nn.BatchNorm1d(WIDTH, track_running_stats=False)
+        norm = kind(WIDTH, track_running_stats=False)
         return models.seeded(Normed, norm).double()
 
     check(make, batch(rows), edits, is_own=True)
@@ -319,7 +327,31 @@ def chosen_in_another_order(model, h):
     return made
 
 
+def rows_of_two_kinds(model, h):
+    """As many in both tensors: one's are in two blocks on each rank, the other's are not."""
+    rows, last = torch.arange(2 * len(h)), kinds(h).sum(1).repeat_interleave(2) % LENGTH
+    return torch.cat([h, h.sin()])[rows, last][:, None]
+
+
+def picked_by_rows_of_another_kind(model, h):
+    both = torch.cat([h, h.sin()])
+    both[kinds(h).repeat_interleave(2, 0)[:, 0] == 1] *= 2
+    return both
+
+
+def written_by_two_masks(model, h):
+    """As many on each rank, but not in each block."""
+    both = torch.cat([h, h.sin()])
+    mask = kinds(both)[:, 0] == kinds(both)[0, 0]
+    made = both * 2
+    made[mask] = both[(mask.long() * 1).bool()]
+    return made
+
+
 REFUSED = {
+    "rows of two kinds": rows_of_two_kinds,
+    "picked by rows of another kind": picked_by_rows_of_another_kind,
+    "written by two masks": written_by_two_masks,
     "sorted behind a mask": sorted_behind_a_mask,
     "back by another order": back_by_another_order,
     "written in another order": written_in_another_order,
@@ -396,6 +428,23 @@ def test_the_advice_for_rows_in_another_order_or_number(name):
         flex.register_forward_hook(HookFunction("behind"))
         assert_close(flex(x), expected)
     assert_close(records["behind"], seen)
+
+
+@pytest.mark.ranks(2)
+def test_the_advice_for_rows_in_blocks_is_right():
+    """Stated as consecutive rows, they were recorded in another order than the twin's."""
+    model = around(lambda model, h: torch.cat([h, h.sin()]).flip(0).flip(0))
+    x, records, settings = batch(3), {}, {"data_parallel_size": 2, "output_ranks": "all"}
+    _, expected = twin(model, [x], dict.fromkeys(SITES, mixing_features))
+    with FlexModel(model, records, **settings, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("before", None, mixing_features))
+        flex.register_forward_hook(HookFunction("behind"))
+        with pytest.raises(ValueError, match=r"lost at flip, beside rows in 2 parts") as error:
+            flex(x.chunk(2)[dist.get_rank()])
+        (line,) = re.findall(r"flex\.annotate_layout\(.*dp=Shard\(0.*\)(?=  #)", str(error.value))
+        eval(line, {"flex": flex, "Shard": Shard})
+        flex(x.chunk(2)[dist.get_rank()])
+    assert_close(records["behind"][0], expected["behind"])
 
 
 @pytest.mark.ranks(2)

@@ -1,5 +1,6 @@
 """Which layout a tensor has, from what is proven and stated of it; no ranks are needed."""
 
+import importlib
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from flex_model.distributed.placement import Partial, Replicate, Shard, ShardLay
 from flex_model.distributed.values import Fingerprints
 from flex_model.errors import LayoutMismatchError
 from flex_model.layouts.placement_encoding import decode, encode
+from flex_model.layouts.proofs import IN_PARTS
 from flex_model.layouts.resolve import Site, differing_axes, resolve
 from flex_model.layouts.statements import Statement, Statements, placement_of
 
@@ -142,6 +144,22 @@ def test_along_dp_each_rank_may_see_its_own_rows():
     ]
     _, lines = lines_of(TWO, DP2, rows_dim=1)
     assert lines[1] == f"{stated}Shard(1))"
+
+
+def test_rows_in_blocks_are_stated_in_parts():
+    """As consecutive rows they were a permutation of the unsharded program's."""
+    text, lines = lines_of(TWO, DP2, obstacles={"dp": "flip" + IN_PARTS.format(2)})
+    assert lines[1] == "flex.annotate_layout('fc', kind='forward', dp=Shard(0, parts=2))"
+    assert not any("Shard(0))" in line for line in lines)
+    assert "a part on each rank of each of 2 blocks of rows" in text
+    (where,) = re.findall("from (.*) import", text)
+    flex = SimpleNamespace(annotate_layout=lambda name, **stated: stated)
+    stated = eval(lines[1], {"flex": flex, **vars(importlib.import_module(where))})
+    layout = layout_of(TWO, DP2, (None, R), {"dp": placement_of(stated["dp"], "dp")})
+    assert layout.dp == Shard(0, parts=2)
+    text, lines = lines_of(TWO, DP2, obstacles={"dp": "cat" + IN_PARTS.format(2)})
+    assert "part_sizes=" in text
+    assert not any("Shard(0" in line for line in lines)
 
 
 def test_rows_of_other_lengths_are_to_be_padded():

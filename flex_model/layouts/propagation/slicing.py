@@ -57,7 +57,7 @@ def shard_of_parts(like: Shard, widths: Widths) -> Shard | None:
     count = len(widths[0])
     if count == 0:
         return None
-    plain = Shard(like.dim, pieces=like.pieces, stride=like.stride)
+    plain = replace(like, parts=1, part_sizes=None)
     if all(len(set(own)) == 1 for own in widths):
         return replace(plain, parts=count)
     of_pieces = by_piece(like, widths)
@@ -276,12 +276,9 @@ def _full_split_sizes(operation: Operation, full: int) -> list[int] | None:
 
 @rule("cat")
 def cat(operation: Operation) -> Placements:
-    """Concatenate: along a split dim each tensor's parts stay parts, if all are split alike."""
+    """Concatenate: along a split dim each tensor's parts stay parts, however many it has."""
     operands = list(operation["tensors"])
     made = operation.outputs[0]
-    parts = {o.shard.parts for o in operands if o.shard is not None}
-    if len(parts) > 1:  # equal parts may be split otherwise than parts of stated sizes
-        return [None]
     if made.ndim > 1:
         # Empty vectors are ignored, whatever the other tensors' dims.
         operands = [o for o in operands if any(shape != (0,) for shape in o.shapes)]
@@ -296,7 +293,7 @@ def _along_joined_dim(operands: list[Operand]) -> Placement | None:
     """Return the placement of the parts of all tensors, in order."""
     shards = [operand.shard for operand in operands]
     first, widths = shards[0], [part_widths(operand) for operand in operands]
-    split = {(s.dim, s.pieces, s.stride) for s in shards if s is not None}
+    split = {replace(s, parts=1, part_sizes=None) for s in shards if s is not None}
     if first is None or len(split) != 1 or any(own is None for own in widths):
         return None
     of_ranks = zip(*(own for own in widths if own is not None))
