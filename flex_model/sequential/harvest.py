@@ -27,6 +27,8 @@ from flex_model.records.store import ActivationStore
 from flex_model.sequential.runner import RunResult, run
 from flex_model.sequential.targets import match_modules
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_DTYPES = ("bfloat16", "float16", "float32", "float64")  # that a model can be built in
 _CHUNK_BYTES = 16 << 20  # of a file of weights, at once
 
 
@@ -103,7 +105,7 @@ def harvest(
         settings: As in ``run``: ``targets``, ``prefetch``, ``offload_activations``, ``device``, ...
 
     Raises:
-        ValueError: a name that matches no module, or no text.
+        ValueError: a name that matches no module, or none that is called, or no text.
         FileNotFoundError: there is no such folder or file.
     """
     folder = Path(model)
@@ -115,19 +117,32 @@ def harvest(
     batches = TextBatches(data, _tokenizer(folder), batch_size, max_length, _arguments_of(empty))
     with FlexModel(empty, {}) as flex:
         register = flex.register_forward_pre_hook if inputs else flex.register_forward_hook
-        for name in _names(empty, modules):
+        names = _names(empty, modules)
+        for name in names:
             register(HookFunction(name))
         store = ActivationStore(out, key=_key(folder, empty, batch_size, max_length))
-        return run(
-            flex,
-            batches,
-            weights=folder,
-            window=window,
-            store=store,
-            progress=progress,
-            on_output=lambda index, output: None,
-            **settings,
-        )
+        try:
+            result = run(
+                flex,
+                batches,
+                weights=folder,
+                window=window,
+                store=store,
+                progress=progress,
+                on_output=lambda index, output: None,
+                **settings,
+            )
+        except ValueError as error:
+            if "batch_index" in vars(error) and getattr(empty.config, "is_encoder_decoder", False):
+                raise ValueError(
+                    f"harvest: {type(empty).__name__} can't be called with what its encoder reads "
+                    f"alone ({error}); call sequential.run with batches that have its decoder's "
+                    "inputs"
+                ) from error
+            raise
+    if not store.names:
+        raise ValueError(f"harvest: {type(empty).__name__} calls none of {', '.join(names)}")
+    return result
 
 
 def _on_meta(folder: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -176,6 +191,12 @@ def _names(model: nn.Module, wanted: Sequence[str]) -> list[str]:
             raise ValueError(
                 f"harvest: {pattern!r} matches no module of {type(model).__name__}; "
                 f"{nearest(pattern, names.values(), 'module')}"
+            )
+        matched = {module for module in matched if not isinstance(module, _CONTAINERS)}
+        if not matched:
+            raise ValueError(
+                f"harvest: {pattern!r} is a list or dict of modules, which is never called; give "
+                rf"its members: 're:{pattern}\.[^.]+$' if it is a name"
             )
         found |= matched
     return [name for module, name in names.items() if module in found]
@@ -291,9 +312,9 @@ def _at_least_1(value: str) -> int:
 
 
 def _dtype(value: str) -> torch.dtype:
-    dtype = getattr(torch, value, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise argparse.ArgumentTypeError(f"expected a dtype such as bfloat16, got {value!r}")
+    if value not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}, got {value!r}")
+    dtype: torch.dtype = getattr(torch, value)
     return dtype
 
 
