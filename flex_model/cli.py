@@ -12,9 +12,12 @@ from flex_model.diagnostics import doctor
 from flex_model.diagnostics.local_ranks import RankError
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.placement import Shape
+from flex_model.errors import HookError
 from flex_model.fingerprints import compare
 from flex_model.inspection import offline
 from flex_model.sequential.harvest import add_harvest
+
+_TOLD = (ValueError, OSError, ImportError, HookError, offline.CannotInspectError, RankError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
     try:
         return int(options.run(options))
-    except (ValueError, OSError, ImportError, offline.CannotInspectError, RankError) as error:
+    except _TOLD as error:
         print(f"python -m flex_model {options.command}: {error}", file=sys.stderr)
         return 1
 

@@ -158,7 +158,8 @@ def logit_lens(
             that has them).
         norm, norm_bias: Names of the final norm's parameters; None (the default) if it has none.
         kind: The norm: "rms" (the default), "layer", "none", or a function of ``(hidden, weight,
-            bias)``.
+            bias)``. "rms" multiplies by the weight; Gemma's norms multiply by 1 + weight: give a
+            function. What a model does to its logits (soft-capping) is not done.
         eps: The epsilon of the final norm, from the model's config (default 1e-6).
         positions: The positions to read, as in all edits; None (the default): all.
         keep: A function of the logits ``(rows, positions, vocabulary)``, row by row, whose result

@@ -5,7 +5,6 @@ and without weights.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fnmatch
 import importlib
 import itertools
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from flex_model.diagnostics.progress_bar import progress
 from flex_model.distributed.mesh import Mesh, check_sizes, is_distributed
 from flex_model.distributed.placement import Replicate, Shape, Shard
+from flex_model.errors import nearest
 from flex_model.hooks.function import KINDS, HookFunction
 from flex_model.hooks.registration import Registration
 from flex_model.inspection.call_costs import CallCosts, HookedTensor
@@ -332,11 +332,10 @@ def _calls_of(run: OfflineRun, hook: Registration) -> list[Sequence[Seen]]:
     sites = {ranks[0].hook for ranks in run.calls if ranks[0].hook[1] == kind}
     matching = {site for site in sites if fnmatch.fnmatchcase(site[0], hook.name)}
     if not matching:
-        called = sorted(name for name, _ in sites)
-        close = difflib.get_close_matches(hook.name, called, 3, 0.3)
+        called = sorted(name for name, _ in sites if name)
         raise ValueError(
-            f"no module that the model calls with tensors is named {hook.name!r}; there are "
-            f"{', '.join(close or called[:3])}; leave out --hooks to see all"
+            f"no module that the model calls with tensors is named {hook.name!r}; "
+            f"{nearest(hook.name, called, 'module')}; leave out --hooks to see all"
         )
     return [ranks for ranks in run.calls if ranks[0].hook in matching]
 

@@ -26,6 +26,9 @@ from flex_model.records.store import ActivationStore
 from flex_model.sequential.runner import RunResult, run
 from flex_model.sequential.targets import find_modules
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+_DTYPES = ("bfloat16", "float16", "float32", "float64")  # that a model can be built in
+
 
 def harvest(
     model: str | Path,
@@ -60,7 +63,7 @@ def harvest(
         settings: As in ``run``: ``targets``, ``prefetch``, ``offload_activations``, ``device``, ...
 
     Raises:
-        ValueError: a name that matches no module, or no text.
+        ValueError: a name that matches no module, or none that is called, or no text.
         FileNotFoundError: there is no such folder or file.
     """
     folder = Path(model)
@@ -72,19 +75,32 @@ def harvest(
     batches = _batches(data, _tokenizer(folder), empty, batch_size, max_length)
     with FlexModel(empty, {}) as flex:
         register = flex.register_forward_pre_hook if inputs else flex.register_forward_hook
-        for name, _ in find_modules(empty, modules, "harvest:"):
+        names = _names(empty, modules)
+        for name in names:
             register(HookFunction(name))
         store = ActivationStore(out, key=_key(folder, empty, batch_size, max_length))
-        return run(
-            flex,
-            batches,
-            weights=folder,
-            window=window,
-            store=store,
-            progress=progress,
-            on_output=lambda index, output: None,
-            **settings,
-        )
+        try:
+            result = run(
+                flex,
+                batches,
+                weights=folder,
+                window=window,
+                store=store,
+                progress=progress,
+                on_output=lambda index, output: None,
+                **settings,
+            )
+        except ValueError as error:
+            if "batch_index" in vars(error) and getattr(empty.config, "is_encoder_decoder", False):
+                raise ValueError(
+                    f"harvest: {type(empty).__name__} can't be called with what its encoder reads "
+                    f"alone ({error}); call sequential.run with batches that have its decoder's "
+                    "inputs"
+                ) from error
+            raise
+    if not store.names:
+        raise ValueError(f"harvest: {type(empty).__name__} calls none of {', '.join(names)}")
+    return result
 
 
 def _on_meta(folder: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -154,6 +170,19 @@ def _batches(
 
     generator = torch.Generator()  # else iterating draws from the process's own
     return DataLoader(_Lines(data), batch_size, collate_fn=tokenized, generator=generator)
+
+
+def _names(model: nn.Module, wanted: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for name, module in find_modules(model, wanted, "harvest:"):
+        if name and not isinstance(module, _CONTAINERS):
+            found.append(name)
+    if not found:
+        raise ValueError(
+            f"harvest: {', '.join(map(repr, wanted))} is a list or dict of modules, which is never "
+            rf"called; give its members: 're:{wanted[0]}\.[^.]+$' if it is a name"
+        )
+    return found
 
 
 def _key(folder: Path, model: nn.Module, batch_size: int, max_length: int) -> dict[str, Any]:
@@ -259,9 +288,9 @@ def _at_least_1(value: str) -> int:
 
 
 def _dtype(value: str) -> torch.dtype:
-    dtype = getattr(torch, value, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise argparse.ArgumentTypeError(f"expected a dtype such as bfloat16, got {value!r}")
+    if value not in _DTYPES:
+        raise argparse.ArgumentTypeError(f"expected one of {', '.join(_DTYPES)}, got {value!r}")
+    dtype: torch.dtype = getattr(torch, value)
     return dtype
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from flex_model.errors import check_type
 from flex_model.hooks.core import HookCore
+from flex_model.hooks.groups import as_names
 from flex_model.hooks.random_state import advance_generator
 from flex_model.integrations.compiled import is_compiled_itself
 from flex_model.model import FlexModel
@@ -154,6 +155,11 @@ def run(
     check_counts(window, targets_per_step, prefetch)
     check_offload(offload_activations, weights is not None)
     store = store_of(store, core)
+    if core is None and set(as_names(groups)) - {"all"}:
+        raise ValueError(
+            f"sequential.run: groups={groups!r} are of hooks, which a plain module does not have; "
+            "give a FlexModel, or leave groups= out"
+        )
     found = choosing.choose(module, targets, targets_per_step)
     check_not_compiled(module, found)
     if window != 1:

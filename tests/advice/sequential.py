@@ -346,14 +346,26 @@ def tokenizer():
 
 
 @in_a_folder
-def harvested(folder, *parts):
+def harvested(folder, *parts, names=("model.norm",)):
     (folder / "lines.txt").write_text("one two\ntwo")
     model = folder / "model"
     model.mkdir()
     for part in parts:
         part.save_pretrained(model)
-    harvest(model, ["model.norm"], folder / "lines.txt", folder / "out", progress=False)
-    assert len(list(ActivationStore(folder / "out").tensors("model.norm"))) == 1
+    harvest(model, list(names), folder / "lines.txt", folder / "out", progress=False)
+    for name in ActivationStore(folder / "out").names:
+        assert len(list(ActivationStore(folder / "out").tensors(name))) == 1
+
+
+def t5():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=64, **sizes))
+
+
+def run_t5():
+    ids = torch.arange(6)[None]
+    sequential.run(t5(), [{"input_ids": ids, "decoder_input_ids": ids}])
 
 
 def traced(sample=None, model=None):
@@ -525,6 +537,18 @@ ROWS = {
     "harvest: no tokenizer in": (
         lambda: harvested(hugging_face()),
         lambda: (harvested(tokenizer(), hugging_face()), from_hugging_face()),
+    ),
+    "is a list or dict of modules, which is never called; give": (
+        lambda: harvested(tokenizer(), hugging_face(), names=["model.layers"]),
+        lambda: harvested(tokenizer(), hugging_face(), names=[r"re:model.layers\.[^.]+$"]),
+    ),
+    "call sequential.run with batches that have its decoder's": (
+        lambda: harvested(tokenizer(), t5(), names=["encoder.block.0"]),
+        run_t5,
+    ),
+    "give a FlexModel, or leave groups= out": (
+        lambda: sequential.run(Stack(), BATCHES, groups="some"),
+        lambda: (sequential.run(hooked(), BATCHES, groups="all"), compare(Stack())),
     ),
     "is on meta; load the model, or use sequential.run": (
         lambda: of_meta(None),

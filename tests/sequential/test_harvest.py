@@ -2,14 +2,15 @@
 
 import copy
 import json
+from unittest import mock
 
 import pytest
 import torch
 from families import llama
 
 import quantized_folders
-from flex_model import cli
-from flex_model.sequential import ActivationStore
+from flex_model import HookError, cli
+from flex_model.sequential import ActivationStore, harvest
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -137,6 +138,14 @@ def test_what_is_wrong_is_said(folder, capsys):
     assert cli.main(arguments(folder, "--modules", "model.layer.1")) == 1
     assert "matches no module of LlamaForCausalLM; nearest names" in capsys.readouterr().err
     assert not (folder / "out").exists()
+    assert cli.main(arguments(folder, "--modules", "model.layers")) == 1
+    assert r"members: 're:model.layers\.[^.]+$'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(arguments(folder, "--modules", "lm_head", "--dtype", "float8_e4m3fn"))
+    assert "one of bfloat16, float16, float32, float64, got" in capsys.readouterr().err
+    with mock.patch.object(harvest, "run", side_effect=HookError("No space left")):
+        assert cli.main(arguments(folder, "--modules", "lm_head")) == 1
+    assert "No space left" in capsys.readouterr().err
     (folder / "lines.txt").write_text("\n \n")
     assert cli.main(arguments(folder, "--modules", "model.norm")) == 1
     assert "no line with text" in capsys.readouterr().err
