@@ -11,6 +11,12 @@ from collections.abc import Iterable
 from typing import Any
 
 
+class Control(BaseException):
+    """Ends code of the model for a purpose of the library's own; no rank has failed. Not an
+    Exception: code that catches those is not meant.
+    """
+
+
 class HookError(RuntimeError):
     """An editing function raised or returned something invalid, or a rank failed, while hooks were
     active.

@@ -17,7 +17,15 @@ import torch
 from torch import nn
 
 from flex_model.distributed.communicator import Communicator
-from flex_model.errors import HookError, HookNotCalledWarning, agreed, is_agreed, see, text_of
+from flex_model.errors import (
+    Control,
+    HookError,
+    HookNotCalledWarning,
+    agreed,
+    is_agreed,
+    see,
+    text_of,
+)
 from flex_model.hooks.digests import HookDigests
 from flex_model.hooks.hook_executor import HookExecutor
 from flex_model.hooks.random_state import renew_seed
@@ -451,19 +459,19 @@ class Runs:
         if self._communicator.is_local or not run.hooks_seen or is_agreed(error):
             return
         if not isinstance(error, Exception):
-            self._abort(error)  # else: a batch that a sequential run aborts, as on all ranks
+            self._abort(error)
             return
         self._communicator.report_failure(
             f"the model's own forward failed: {text_of(error)}", error, "end of the run"
         )
 
     def interrupted(self, error: BaseException) -> None:
-        """Report a Ctrl-C on this rank to the ranks that may wait for it. Local."""
+        """Report a Ctrl-C or the like on this rank to the ranks that may wait for it. Local."""
         if self._table.active:
             self._abort(error)
 
     def _abort(self, error: BaseException) -> None:
-        if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        if not isinstance(error, (Exception, Control)):
             self._communicator.abort_on(error)
 
     def _warn_of_hooks_not_called(self, run: Run) -> None:

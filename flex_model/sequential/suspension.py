@@ -24,6 +24,7 @@ from greenlet import getcurrent, greenlet
 from torch import Generator, Tensor, nn
 
 from flex_model import _C
+from flex_model.errors import Control
 from flex_model.integrations import torch_private
 from flex_model.integrations.torch_private import MODE_STACKS, THREAD_SETTINGS
 from flex_model.runs.interrupts import Deferral, deferred
@@ -31,7 +32,7 @@ from flex_model.runs.interrupts import Deferral, deferred
 _PYBIND11_MARK = b"pybind11_internals"  # in each library that is made with it
 
 
-class AbandonedError(BaseException):
+class AbandonedError(Control):
     """Raised in a suspended call that won't be resumed, so that its contexts are left."""
 
 

@@ -44,6 +44,27 @@ def expected_records(batch):
     return {"fc1": [hidden.detach()], "act": [act.detach()], "grad": [act.grad], "out": [output]}
 
 
+class Stopped(BaseException):
+    """As ``pytest.fail`` and asyncio raise: no Exception."""
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["forward", "full_backward"])
+def test_what_is_no_exception_ends_the_run_of_all_ranks_at_once(kind):
+    def edit(module, full, save_ctx, modules):
+        if dist.get_rank() == 1:
+            raise Stopped("by the user")
+
+    flex = FlexModel(models.mlp(), {}, data_parallel_size=2, timeout=30)
+    getattr(flex, f"register_{kind}_hook")(HookFunction("act", None, edit))
+    start, batch = time.monotonic(), models.random(4, 6).chunk(2)[dist.get_rank()]
+    with pytest.raises(Stopped if dist.get_rank() == 1 else HookError) as caught:
+        flex(batch).sum().backward()
+    assert time.monotonic() - start < 10
+    assert dist.get_rank() == 1 or "rank 1 left while it was at" in str(caught.value)
+    flex.restore()
+
+
 @pytest.mark.ranks(2, timeout=120)
 @pytest.mark.parametrize("edit_on", grid_but(["all", "rank0"], "all"))
 @pytest.mark.parametrize("transport", grid_but(TRANSPORTS, "shared_memory"))

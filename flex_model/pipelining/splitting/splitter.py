@@ -28,6 +28,7 @@ from torch.utils import _pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from flex_model import pytree
+from flex_model.errors import Control
 from flex_model.integrations.absent_tensor import AbsentError, Placeholder, names_in, without_values
 from flex_model.pipelining.splitting.clones import clone_tree
 from flex_model.pipelining.splitting.recording import (
@@ -259,7 +260,7 @@ class StageCall:
         return hidden
 
 
-class StageEnd(BaseException):  # no Exception: model code that catches those is not meant
+class StageEnd(Control):
     """Ends a stage's forward; it carries what the next stage is given."""
 
     def __init__(self, call: StageCall, hidden: Tensor) -> None:

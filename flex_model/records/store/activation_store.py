@@ -418,12 +418,16 @@ class RecordSequence(Sequence[Tensor]):
 
 
 def _rows(folder: str, names: Sequence[str] | None, batches: list[int]) -> Iterator[dict[str, Any]]:
+    from flex_model.records.store.hf_datasets import check_column
+
     store = ActivationStore(folder)
     for batch in batches:
         row: dict[str, Any] = {"batch": batch}
         for name, value in store.annotations(batch).items():
+            check_column(name, row)
             row[name] = as_numpy(value) if isinstance(value, Tensor) else value
         for name, calls in store._reader.records(batch, names).items():
+            check_column(name, row)
             arrays = [as_numpy(tensor) for tensor in calls]
             row[name] = arrays[0] if len(arrays) == 1 else arrays
         yield row

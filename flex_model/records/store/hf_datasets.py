@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,20 @@ def _layouts(index: Index, batch: int, names: Sequence[str]) -> dict[str, Record
             "each sequence, or use store.dataset(), which has a row for each batch"
         )
     for name, layout in index.annotations_of_batch.get(batch, {}).items():
-        if name not in found and {layout.shape[:1]} == num_rows:
+        if {layout.shape[:1]} == num_rows:
+            check_column(name, found)
             found[name] = layout
     return found
+
+
+def check_column(name: str, others: Container[str]) -> None:
+    """ValueError if a dataset has a column of this name."""
+    if name in others:
+        raise ValueError(
+            f"two columns of the dataset would be named {name!r}: of a record, an annotation, or "
+            "the batches' numbers; name records by HookFunction(output_name=...), or leave this "
+            "one out of names="
+        )
 
 
 def _feature(name: str, layouts: Sequence[RecordLayout]) -> Any:

@@ -384,7 +384,13 @@ class Session:
                 self.abandon()
             return
         try:
-            if not self._failure:
+            if self._communicator.broken is not None:
+                warnings.warn(
+                    f"{self.store.folder} lacks the batches since its last flush: "
+                    f"{self._communicator.broken}",
+                    stacklevel=3,
+                )
+            elif not self._failure:
                 self.flush(is_complete=True)
         finally:
             self._end()

@@ -425,7 +425,10 @@ def _part(memory: Tensor, start: int, like: Tensor) -> Tensor:
 
 def _as_weight(local: Tensor, weight: Weight) -> Tensor:
     tensor = dtensor.like(local, weight.tensor)
-    return nn.Parameter(tensor, requires_grad=False) if weight.is_parameter else tensor
+    if not weight.is_parameter:
+        return tensor
+    # Also where gradients are off, torch may choose its kernels by it.
+    return nn.Parameter(tensor, weight.tensor.requires_grad)
 
 
 def _size_of(weight: Weight) -> int:

@@ -138,6 +138,11 @@ def test_as_a_dataset(tmp_path):
     assert store.dataset().n_shards == 3
     with pytest.raises(KeyError, match="no record 'mlp'"):
         store.dataset(["mlp"])
+    store = filled(tmp_path / "alike", tensors, notes=lambda i: {"0": torch.zeros(2)})
+    with pytest.raises(ValueError, match="two columns of the dataset would be named '0'"):
+        list(store.dataset())
+    with pytest.raises(ValueError, match="two columns of the dataset would be named '0'"):
+        store.to_datasets()
 
 
 def sequences(folder, notes=lambda i: {"text": "t"}, lengths=(7, 7, 7), **settings):
