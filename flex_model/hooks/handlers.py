@@ -229,10 +229,14 @@ class HookHandlers:
         """Collect evidence of the activations of gradient hooks in a forward without gradients,
         whose recomputation may call those hooks. Local.
         """
-        if self.runs.current is not None and not in_backward():
-            self.runs.current.note_recomputation()
-        tracking = self._tracking
-        if in_backward() or not tracking.is_following:
+        tracking, run = self._tracking, self.runs.current
+        if in_backward():
+            return
+        if run is not None:
+            run.note_recomputation()
+            if tracking.key is not None:
+                run.keys.add(tracking.key)
+        if not tracking.is_following:
             return
         with follow.paused():
             for registration in registrations:

@@ -341,6 +341,15 @@ class Tracking:
         self.forward = Forward()
 
     @property
+    def key(self) -> int | None:
+        """The key of the running forward, for evidence of its tensors and of its recomputation."""
+        key = self.forward.key
+        if key is None:
+            return None
+        is_unique = self.forward.follower is not None and self._follow == "always"
+        return site_hash(key.forward, self.num_followed) if is_unique else key.forward
+
+    @property
     def is_following(self) -> bool:
         """Whether the running forward is followed."""
         return self.forward.follower is not None and not self.forward.is_over
@@ -369,12 +378,9 @@ class Tracking:
             gradient = layouts.gradients.get(place, UNKNOWN)
             known.note_gradient(gradient, layouts.obstacles.get(place, {}))
             return known
-        key = forward.key.forward
-        if self._follow == "always":
-            key = site_hash(key, self.num_followed)
         module = registration.living_module
         evidence = Evidence(
-            key,
+            self.key,
             follower=forward.follower,
             value=forward.follower.joint_value(tensor),
             words=() if module is None else forward.follower.words(module),

@@ -2,6 +2,8 @@
 values are. Every model is compared with the unsharded one.
 """
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ import pipelines
 from flex_model import FlexModel, HookFunction
 from models import CopyToRanks, Gather, SumOverRanks
 from shared_edits import mixing_features
+from tiers import ways
 
 BATCH = models.random(4, 6)
 
@@ -242,6 +245,61 @@ def test_gradients_in_recomputed_blocks(way, weights, use_reentrant):
         return
     runs = (record(one, way, one is both[0], (0, 1), register, "layers.") for one in both)
     compare(way, *runs)
+
+
+@pytest.mark.parametrize("way", ways("ddp", "fsdp2", "dtensor"))
+@pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre"])
+def test_a_gradient_hook_alone_in_a_reentrant_checkpoint(way, kind):
+    """Hooks of the forward noted the key of the forward; without any, nothing was known."""
+    model = models.seeded(models.Checkpointed).double()
+    twin, expected = copy.deepcopy(model), []
+    recomputing = copy.deepcopy(model)
+    recomputing.recompute = "reentrant"
+    sharded = way.shard(recomputing)
+    getattr(twin.b.act, f"register_{kind}_hook")(
+        lambda module, grads, *_: expected.append(grads[0]) or (grads[0].sin(),)
+    )
+
+    def edit(module, grad, save_ctx, modules):
+        return grad.sin()
+
+    settings = dict(output_ranks="all", timeout=20, **way.sizes)
+    with FlexModel(sharded, records := {}, **settings) as flex:
+        getattr(flex, f"register_{kind}_hook")(HookFunction("b.act", editing_function=edit))
+        for step in range(2):
+            expected.clear()
+            for one in (twin, sharded):
+                one.zero_grad()
+            twin(BATCH + step).square().mean().backward()
+            flex(way.my_rows(BATCH + step)).square().mean().backward()
+            assert_close(records["b.act"], expected)
+            of_twin = {name: parameter.grad for name, parameter in twin.named_parameters()}
+            assert_close(way.full_gradients(model, sharded), of_twin)
+
+
+class Twice(nn.Module):
+    """A module that is called with a whole tensor and with a part of it, both recomputed."""
+
+    columns, rows = ("wide",), ()
+
+    def __init__(self):
+        super().__init__()
+        self.wide, self.same = nn.Linear(6, 8), nn.Identity()
+
+    def run(self, x):
+        return self.same(self.wide(self.same(x)))
+
+    def forward(self, x):
+        return checkpoint(self.run, x, use_reentrant=True)
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_hook_alone_on_tensors_of_two_layouts_is_refused_in_a_reentrant_checkpoint():
+    way = models.TWO_RANKS["dtensor"]
+    with FlexModel(way.shard(models.seeded(Twice).double()), timeout=20, **way.sizes) as flex:
+        flex.register_full_backward_pre_hook(HookFunction("same"))
+        with pytest.raises(ValueError, match="'same': how the tensor is placed"):
+            flex(BATCH.clone().requires_grad_()).square().sum().backward()
 
 
 class Both(nn.Module):
