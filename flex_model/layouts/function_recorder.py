@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import reduce
+from functools import cache, reduce
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -235,16 +235,21 @@ def _with_numbers(
     numbers: ``F.pad(x, (amount, 0))``. Each is a read of Python's that is recorded, as torch reads
     it inside of the call.
     """
-
-    types = {argument.name: str(argument.type) for argument in schema.arguments}
+    names = [argument.name for argument in schema.arguments]
 
     def of(name: str, value: Any) -> Any:
-        if "Tensor" in types.get(name, "Tensor"):
+        if name not in _names_of_numbers(schema):
             return value
         return tree_map_only(Tensor, lambda one: one.item() if one.numel() == 1 else one, value)
 
-    positional = tuple(map(of, [*types, *[""] * len(args)], args))
+    positional = tuple(map(of, [*names, *[""] * len(args)], args))
     return schema, positional, {name: of(name, one) for name, one in kwargs.items()}
+
+
+@cache
+def _names_of_numbers(schema: Any) -> set[str]:
+    """Return the names of an operation's arguments that are no tensors."""
+    return {one.name for one in schema.arguments if "Tensor" not in str(one.type)}
 
 
 def _bind(
