@@ -246,13 +246,20 @@ class InstrumentedStage:
         self._num_backwards += 1
         if not self._splits_backward:
             full_backward, last_backward = True, self._num_backwards == stage.chunks
-        if not self._run_backward(
+        if self._run_backward(
             "backward_one_chunk",
             bwd_chunk_id,
             loss=loss,
             full_backward=full_backward,
             last_backward=last_backward,
         ):
+            # Gloo sends contiguous ones; those of a backward in two parts have an edit's strides.
+            if bwd_chunk_id in stage.bwd_cache:
+                stage.bwd_cache[bwd_chunk_id] = tuple(
+                    None if grad is None else grad.contiguous()
+                    for grad in stage.bwd_cache[bwd_chunk_id]
+                )
+        else:
             torch_pipelining.drop_forward(stage, bwd_chunk_id)
             torch_pipelining.drop_received(stage.grad_recv_info, bwd_chunk_id)
             stage.bwd_cache[bwd_chunk_id] = torch_pipelining.zero_gradients(stage, bwd_chunk_id)

@@ -98,6 +98,12 @@ def inside(is_active):
     assert torch.equal(found.values, 2 * patching(flex=layers()).values)
 
 
+def beside_an_edit(**settings):
+    flex = layers()
+    flex.create_hook_group("more", "2", editing_function=lambda m, x, s, ms: 2 * x)
+    patching(flex=flex, groups="more", **settings)
+
+
 @in_a_folder
 def into(folder, is_store):
     with layers() as flex:
@@ -246,6 +252,10 @@ ROWS = {
         lambda: patching(X[:0], X[:0], batch=2),
         lambda: patching(batch=2),
     ),
+    "would get the copies of the rows as one batch; leave out batch=": (
+        lambda: beside_an_edit(batch=2),
+        beside_an_edit,
+    ),
     "needs one FlexModel(batch_dim=) for all inputs; leave out batch=": (
         lambda: patching(flex=layers(batch_dim={"input": 0}), batch=2),
         lambda: (
@@ -254,6 +264,10 @@ ROWS = {
         ),
     ),
     "give another file, or remove it": (lambda: resumed("map.json"), lambda: resumed("other.json")),
+    "give at least one batch of inputs": (
+        lambda: editing.jacobian_lens(layers(), [], {0: "0"}, "2", positions=[1, 2]),
+        lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2", positions=[1, 2]),
+    ),
     "positions is among {}; give positions=": (
         lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2"),
         lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2", positions=[1, 2]),

@@ -125,6 +125,29 @@ def test_a_step_gives_what_the_unsplit_model_gives(kind):
                 assert_near(torch.stack(losses).mean(), expected["loss"])
 
 
+def mix_positions(module, x, save_ctx, modules):
+    """Its gradient is not contiguous."""
+    mixed = torch.tensordot(x, torch.eye(x.shape[1]) + 0.1, dims=([1], [0]))
+    return mixed.movedim(-1, 1)
+
+
+@pytest.mark.parametrize("kind", on_ranks(2, *ALL[4:], grid=ALL))
+def test_gradients_of_any_strides_are_sent(kind):
+    model = make_mlp()
+    torch.manual_seed(1)
+    x, y = torch.randn(16, 5, 8), torch.randn(16, 5, 3)
+
+    def hook(flex):
+        for name in ("layers.2", "layers.4", "layers.6"):
+            flex.register_forward_pre_hook(HookFunction(name, None, mix_positions))
+
+    expected, records = unsplit(model, hook, x, y, MSE), {}
+    with FlexModel(make_schedule(kind, model, 8, loss_fn=MSE), records, timeout=10) as flex:
+        hook(flex)
+        for _ in range(2):
+            compare(flex, records, expected, x, y)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [ALL[1], ALL[5]])
 @pytest.mark.parametrize("scale_grads", [True, False])
