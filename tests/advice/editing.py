@@ -139,6 +139,15 @@ def resumed(folder, other):
     patching(resume=folder / other, positions=[0])
 
 
+@in_a_folder
+def damaged(folder, how="kept"):
+    file = folder / "map.json"
+    file.write_text("{")
+    if how == "removed":
+        file.unlink()
+    patching(resume=file)
+
+
 def edge(receiver):
     class Stream(nn.Module):
         def __init__(self):
@@ -263,7 +272,11 @@ ROWS = {
             patching(flex=layers(batch_dim={"input": 0})),
         ),
     ),
-    "give another file, or remove it": (lambda: resumed("map.json"), lambda: resumed("other.json")),
+    "has the values of another experiment": (
+        lambda: resumed("map.json"),
+        lambda: resumed("other.json"),
+    ),
+    "is no file of patched runs, or is damaged": (lambda: damaged(), lambda: damaged("removed")),
     "give at least one batch of inputs": (
         lambda: editing.jacobian_lens(layers(), [], {0: "0"}, "2", positions=[1, 2]),
         lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2", positions=[1, 2]),

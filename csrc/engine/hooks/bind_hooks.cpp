@@ -103,8 +103,8 @@ void bind_hooks(py::module_& m) {
         const char* const bytes = tensor.of_size(tensor.bytes, "hash_of: the tensor");
         return hash_bytes(reinterpret_cast<const unsigned char*>(bytes), tensor.bytes) & INT64_MAX;
       },
-      "63 bits of a hash of a tensor's bytes, in order.",
-      py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
+      "63 bits of a hash of a tensor's bytes, in order.", py::arg("tensor"),
+      py::call_guard<py::gil_scoped_release>());
 
   m.def(
       "walk_modules", &walk_modules,
