@@ -31,6 +31,7 @@ from flex_model.editing.runs import (
 )
 from flex_model.model import FlexModel
 from flex_model.names import find_module
+from flex_model.runs.graphs import nodes_behind
 from flex_model.selection.selectors import Selector
 
 
@@ -136,7 +137,10 @@ def integrated_gradients(
             runs.run(clean, "clean")
             runs.run(corrupted, "corrupted")
         runs.run(copies.inputs(corrupted), "steps")
-        before = {place: _nodes_before(found[place]) for place in read}
+        before: dict[_Place, set[Any]] = {}  # the nodes of the graph that a receiver depends on
+        for place in read:
+            node = found[place].grad_fn
+            before[place] = set() if node is None else {node, *nodes_behind([node])}
         runs.backward(loss[-1], "integrated_gradients")
     values = torch.zeros(len(from_sites), len(to_sites), dtype=torch.float64)
     for place, site in added.items():
@@ -162,18 +166,6 @@ def integrated_gradients(
                 if _place(one) == place:
                     values[i, j] = product[Region(**one.where).index(product)].sum()
     return values
-
-
-def _nodes_before(tensor: Tensor) -> set[Any]:
-    """Return the nodes of the graph from which the tensor was computed."""
-    seen: set[Any] = set()
-    pending: list[Any] = [tensor.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            pending += [behind for behind, _ in node.next_functions]
-    return seen
 
 
 _Place = tuple[str, str, int | str]

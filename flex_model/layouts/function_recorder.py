@@ -124,13 +124,11 @@ class FunctionRecorder(TorchFunctionMode):
             func, name = _LIKE_OTHER[name]
             args = args[0], self._read(torch.Tensor.size, args[1:], {})
         bound = _bind(func, types, args, kwargs)
-        if bound is None:
-            sizes = CallSizes(recorder.key, name, args, kwargs)
-        else:
-            schema, given, named = _with_numbers(*bound, kwargs)
-            sizes = CallSizes(recorder.key, name, given, named)
+        given, named = (args, kwargs) if bound is None else _with_numbers(*bound, kwargs)
+        sizes = CallSizes(recorder.key, name, given, named)
         with recorder.during(sizes=sizes, reduction=_reduction_of(func, kwargs)):
             if bound is not None:
+                schema = bound[0]
                 encoded = recorder.encode(schema, given, named)
                 with recorder.paused():
                     result = func(*args, **kwargs)
@@ -230,20 +228,20 @@ def _is_overridden(types: Iterable[Any]) -> bool:
 
 def _with_numbers(
     schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return the call with the elements of tensors that are passed where the operation takes
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with the elements of tensors that are passed where the operation takes
     numbers: ``F.pad(x, (amount, 0))``. Each is a read of Python's that is recorded, as torch reads
     it inside of the call.
     """
-    names = [argument.name for argument in schema.arguments]
+    names, of_numbers = [one.name for one in schema.arguments], _names_of_numbers(schema)
 
     def of(name: str, value: Any) -> Any:
-        if name not in _names_of_numbers(schema):
+        if name not in of_numbers:
             return value
         return tree_map_only(Tensor, lambda one: one.item() if one.numel() == 1 else one, value)
 
     positional = tuple(map(of, [*names, *[""] * len(args)], args))
-    return schema, positional, {name: of(name, one) for name, one in kwargs.items()}
+    return positional, {name: of(name, one) for name, one in kwargs.items()}
 
 
 @cache

@@ -124,7 +124,7 @@ class Graphs:
             node.register_prehook(partial(graph.enter_at, i))
         if run.is_recomputed:
             graph.outputs.update(range(len(nodes)))
-            for node in _nodes_inside(run, nodes):
+            for node in nodes_behind(nodes, run.holds):
                 node.register_prehook(graph.enter)
 
     def keep(self, registrations: Sequence[Registration]) -> None:
@@ -215,12 +215,14 @@ def is_in_checkpoint() -> bool:
     return not torch.is_grad_enabled() or saved_by is not None
 
 
-def _nodes_inside(run: Run, outputs: Sequence[Any]) -> Iterator[Any]:
-    """Yield the nodes that lead to these outputs and were made during the run."""
+def nodes_behind(
+    outputs: Sequence[Any], is_inside: Callable[[Any], bool] = lambda node: True
+) -> Iterator[Any]:
+    """Yield the nodes of the graph that lead to these, through such as are inside."""
     seen, pending = set(outputs), list(outputs)
     while pending:
         for node, _ in pending.pop().next_functions:
-            if node is not None and node not in seen and run.holds(node):
+            if node is not None and node not in seen and is_inside(node):
                 seen.add(node)
                 pending.append(node)
                 yield node
