@@ -7,6 +7,7 @@ imported here: transformers is used where it is there.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -114,6 +115,34 @@ def set_dtypes(model: Any, dtype: torch.dtype) -> None:
         for pattern, stated in plan.items():
             if re.search(pattern.replace("*", ".*"), name) and tensor.is_floating_point():
                 tensor.data = tensor.data.to(stated)
+
+
+# ---- Tables that the process keeps ---------------------------------------------------------------
+
+
+def clear_tables(model: nn.Module) -> None:
+    """Empty the caches of functions in which modeling files keep tables of positions and anchors,
+    so that the next forward computes them. A table in a cache that is not found is refused where an
+    earlier forward made it.
+    """
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    for file in {kind.__module__ for kind in kinds}:
+        if file.startswith("transformers.models."):
+            for function in _cached_functions(file):
+                function.cache_clear()
+
+
+@functools.cache
+def _cached_functions(file: str) -> list[Any]:
+    """Those that a file defines, at its top or in classes; a decorator may stand over the cache."""
+    top = vars(sys.modules[file])
+    classes = [vars(one) for one in top.values() if isinstance(one, type)]
+    found = [getattr(one, "__func__", one) for space in (top, *classes) for one in space.values()]
+    for one in found[:]:
+        if hasattr(one, "__wrapped__") and getattr(one, "__closure__", None):
+            found += [cell.cell_contents for cell in one.__closure__]
+    own = [one for one in found if callable(one) and getattr(one, "__module__", None) == file]
+    return [one for one in own if hasattr(one, "cache_clear")]
 
 
 # ---- Experts -------------------------------------------------------------------------------------

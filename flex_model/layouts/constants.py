@@ -22,6 +22,7 @@ from flex_model.distributed.placement import Partial, Placement, Shard
 from flex_model.layouts import factories
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, differ
+from flex_model.layouts.propagation.reshaping import dims_with
 from flex_model.layouts.propagation.text_cases import RECURRENT
 
 if TYPE_CHECKING:
@@ -29,10 +30,8 @@ if TYPE_CHECKING:
 
 OpenDims = frozenset[int]
 
-_KEEP_ALL = {
-    "view", "reshape", "_unsafe_view", "slice", "select", "squeeze", "repeat", "flatten",
-    "unflatten", "expand",
-}  # fmt: skip
+_VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze"}
+_KEEP_ALL = {*_VIEWS, "slice", "select", "repeat", "expand"}
 _BESIDE = {"where", "masked_fill", "copy", "index_copy", "complex"}
 _AT_INDICES = {"index_put", "index_copy"}
 _MAX_CHOICES = 64
@@ -58,7 +57,7 @@ def open_dims(
         is_open = axis == "dp" or factories.is_fill(name)
         return (is_open and factories.unsettled_dims(operation, axis, split_sizes)) or None
     if name in _FILLS:
-        return frozenset(range(result.ndim))
+        return known.get(operation.operands[0].value, frozenset(range(result.ndim)))
     of_each: list[OpenDims] = []
     for operand in operation.operands:
         if operand.placement in (None, REPLICATED) and operand.value in known:
@@ -71,7 +70,7 @@ def open_dims(
         return _expanded(operation, of_each[0], split_sizes)
     if not any(of_each):
         return None
-    return _joined(operation, of_each) if name == "cat" else _parallel(operation, of_each)
+    return _joined(operation, of_each) if name == "cat" else _parallel(operation, of_each, axis)
 
 
 def _joined(operation: Operation, of_each: Sequence[OpenDims]) -> OpenDims | None:
@@ -83,9 +82,10 @@ def _joined(operation: Operation, of_each: Sequence[OpenDims]) -> OpenDims | Non
     return along | frozenset.intersection(*of_each) - {dim} or None
 
 
-def _parallel(operation: Operation, of_each: Sequence[OpenDims]) -> OpenDims | None:
+def _parallel(operation: Operation, of_each: Sequence[OpenDims], axis: str) -> OpenDims | None:
     """Return the result's open dims, if the operation treats each index of an open dim alike and
     independently: it would then turn shards along that dim into shards along a dim of the result.
+    Along dp a view may also join it with others, as where a grid of positions is flattened.
     """
     operands, found, covered = operation.operands, set[int](), set[tuple[int, int]]()
     for choice, reading in _readings(operation, operands, of_each):
@@ -100,10 +100,13 @@ def _parallel(operation: Operation, of_each: Sequence[OpenDims]) -> OpenDims | N
         for dim in dims
         if any(shape[dim] != 1 for shape in operands[i].shapes)
     }
-    if not expected <= covered:
+    after = operation.outputs[0].shapes[0]
+    if operation.name in _VIEWS and axis == "dp":
+        for i, dim in expected - covered:
+            found.update(dims_with(operands[i].shapes[0], after, dim))
+    elif not expected <= covered:
         every = all(len(dims) == operand.ndim for dims, operand in zip(of_each, operands))
-        is_kept = every and operation.name in _KEEP_ALL
-        return frozenset(range(operation.outputs[0].ndim)) if is_kept else None
+        return frozenset(range(len(after))) if every and operation.name in _KEEP_ALL else None
     return frozenset(found) or None
 
 

@@ -16,7 +16,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate
-from flex_model.integrations import layers
+from flex_model.integrations import layers, transformers_private
 from flex_model.integrations.torch_private import find_group, uncounted
 from flex_model.layouts import active, logged
 from flex_model.layouts.contracts import experts
@@ -105,6 +105,7 @@ class Follower:
 
     def __enter__(self) -> Follower:
         """Begin to record."""
+        transformers_private.clear_tables(self.root)
         self._modules = {
             id(module): clean(self.root, name) for name, module in self.root.named_modules()
         }

@@ -61,6 +61,10 @@ def _follow_write(
             placed = proofs.blank.get(value)
             if isinstance(placed, Shard) and piece and _is_at_one_place(proofs, before, old):
                 proofs.set_placement(value, placed)  # the rest holds anything on one process, too
+        elif same and old in proofs.open and written in proofs.open:
+            proofs.open[value] = proofs.open[old]  # all ranks wrote the same
+            if {old, written} <= proofs.plain:
+                proofs.plain.add(value)
         elif same and old in proofs.open and isinstance(new, (Shard, Replicate)):
             # The rest holds one number: `cache[:, i] = h[:, -1]` shows the extent of all of it.
             dims = _dims_of_piece(proofs, before, old) or dims

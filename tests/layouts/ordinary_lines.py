@@ -72,6 +72,17 @@ def rotary(model, h):
     return h * angles.cos() + turned * angles.sin()
 
 
+def grid(model, h):
+    """Places of an image's patches in two directions, as many as a rank may have rows."""
+    y, x = torch.meshgrid(*[torch.arange(LENGTH).to(h.dtype) + 0.5] * 2, indexing="ij")
+    places = torch.stack([x, y], -1).unsqueeze(0)
+    places[..., 0] /= LENGTH
+    places = torch.cat([places, torch.ones_like(places)], -1).reshape(-1, LENGTH**2, 4)
+    inside = ((places > 1) * (places < 4)).all(-1, keepdim=True)
+    of_rows = h.mean(1, keepdim=True) * (inside * places).mean(-1, keepdim=True)
+    return h + of_rows.unflatten(1, (LENGTH, LENGTH)).mean(1)
+
+
 def slopes(model, h):
     """A slope for each head, made of two ranges, one of which may be as long as the rows."""
     heads = torch.cat([torch.arange(1, 4), torch.arange(1, 5, 2)])

@@ -455,6 +455,23 @@ def test_a_table_in_a_cache_is_named():
 
 
 @pytest.mark.ranks(2)
+def test_tables_that_transformers_caches_for_the_process():
+    """A plain forward has filled them; two rows are as many as patches in a line."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "patch_size": 4}
+    images = models.random(4, 3, 8, 8)
+    for name, extra in (("DINOv3ViT", {}), ("Beit", {"use_relative_position_bias": True})):
+        config = getattr(transformers, f"{name}Config")
+        config = config(**sizes, **extra, num_attention_heads=2, image_size=8)
+        model = models.seeded(getattr(transformers, f"{name}Model"), config).double().eval()
+        want = model(images).last_hidden_state
+        with FlexModel(model, found := {}, data_parallel_size=2, output_ranks="all") as flex:
+            flex.register_forward_hook(HookFunction("", unpack_idx=0))
+            flex(images.chunk(2)[dist.get_rank()])
+        assert_close(found[""][0], want)
+
+
+@pytest.mark.ranks(2)
 def test_a_buffer_that_shards_are_written_into_is_named():
     """A cache of keys: of how its heads are split, only the user knows."""
     model = Sites(lambda m, x: m.last(m.keys.index_copy_(2, m.at, x) * 1), "last")

@@ -205,6 +205,11 @@ def _within(shape: Shape, low: int, high: int) -> list[int]:
     ]
 
 
+def dims_with(before: Shape, after: Shape, dim: int) -> list[int]:
+    """Return the dims of a view, none of size 1, that have parts of this dim."""
+    return [e for e in _within(after, *_group(before, after, dim)) if after[e] != 1]
+
+
 def _ones_at(shape: Shape, start: int) -> list[int]:
     """Return the dims of size 1 with this number of elements in front of them."""
     return [i for i, size in enumerate(shape) if size == 1 and math.prod(shape[:i]) == start]
