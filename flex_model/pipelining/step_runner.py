@@ -130,10 +130,12 @@ class StepRunner:
             output = self._end.finish(
                 call, records, before, gradients, consumed, output, output_ptr
             )
-        except BaseException:
+        except BaseException as error:
             self._prepared = None  # what failed may have left buffers in use
             self._rows.forget()
             gradients.restore(is_failed=True)
+            if error.__cause__ is None:  # the others may be in the schedule still, waited for
+                error.__cause__ = state.failure.cause
             raise
         gradients.restore(is_failed=False)
         if call.losses is not None and self._local.has_last:

@@ -2,6 +2,7 @@
 to rank, odd edits, and stages that torch traced.
 """
 
+import datetime
 import gc
 import time
 
@@ -137,6 +138,21 @@ def test_ranks_that_do_not_do_the_same():
                 flex(x, target=y)
         else:
             time.sleep(4)
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_where_a_schedule_fails_its_error_is_the_cause():
+    """The other rank waits in the schedule until the timeout of its group."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=4))
+    schedule, (x, y) = make_schedule(ALL[0], make_mlp(), group=group, loss_fn=MSE), data()
+    with FlexModel(schedule, timeout=2) as flex:
+        flex(x, target=y)
+        (stage,) = stages_of(schedule)
+        if stage.is_first:
+            stage.get_fwd_send_ops = lambda microbatch: 1 / 0
+        with pytest.raises(HookError, match=r"waited 2 s at") as failure:
+            flex(x, target=y)
+        assert isinstance(failure.value.__cause__, ZeroDivisionError) or not stage.is_first
 
 
 @pytest.mark.ranks(2, timeout=20)
