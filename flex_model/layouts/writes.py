@@ -61,7 +61,7 @@ def _follow_write(
             placed = proofs.blank.get(value)
             if isinstance(placed, Shard) and piece and _is_at_one_place(proofs, before, old):
                 proofs.set_placement(value, placed)  # the rest holds anything on one process, too
-        elif same and old in proofs.open and written in proofs.open:
+        elif same and new is None and {old, written} <= proofs.open.keys():
             proofs.open[value] = proofs.open[old]  # all ranks wrote the same
             if {old, written} <= proofs.plain:
                 proofs.plain.add(value)
