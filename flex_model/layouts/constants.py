@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 OpenDims = frozenset[int]
 
 _VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze"}
-_KEEP_ALL = {*_VIEWS, "slice", "select", "repeat", "expand"}
+_KEEP_ALL = {*_VIEWS, "slice", "select", "repeat", "expand", "flip", "roll"}
+_JOIN = {*_VIEWS, "cat", "stack", "repeat", "repeat_interleave"}
 _BESIDE = {"where", "masked_fill", "copy", "index_copy", "complex"}
 _AT_INDICES = {"index_put", "index_copy"}
 _MAX_CHOICES = 64
@@ -47,9 +48,18 @@ def may_expand(name: str, axis: str) -> bool:
 
 
 def open_dims(
-    operation: Operation, known: Mapping[Any, OpenDims], axis: str, split_sizes: set[int]
+    operation: Operation,
+    known: Mapping[Any, OpenDims],
+    axis: str,
+    split_sizes: set[int],
+    are_numbers: bool,
 ) -> OpenDims | None:
-    """Return the open dims of the result; None if it has none, or is not known."""
+    """Return the open dims of the result; None if it has none, or is not known.
+
+    Args:
+        are_numbers: Whether the result is made of numbers alone, such as positions, after Python
+            has read some of a rank's rows.
+    """
     name, result = operation.name, operation.outputs[0]
     if not _same_numbers(operation):
         return None
@@ -68,9 +78,29 @@ def open_dims(
             return None
     if may_expand(name, axis):
         return _expanded(operation, of_each[0], split_sizes)
-    if not any(of_each):
-        return None
-    return _joined(operation, of_each) if name == "cat" else _parallel(operation, of_each, axis)
+    found: OpenDims | None = frozenset()
+    if any(of_each):
+        joined = name == "cat"
+        found = _joined(operation, of_each) if joined else _parallel(operation, of_each, axis)
+        if found is None:
+            return None
+    if are_numbers and axis == "dp" and name in _JOIN:
+        found |= _grown(operation, split_sizes)
+    return found or None
+
+
+def _grown(operation: Operation, split_sizes: set[int]) -> OpenDims:
+    """Return the dims of joined numbers that are as long as a split dim, and were not before: there
+    may be a piece for each of a rank's rows, ``torch.cat([torch.arange(n) for n in lengths])``.
+    """
+    (after, *_) = operation.outputs[0].shapes
+    before = [operand.shapes[0] for operand in operation.operands]
+    return frozenset(
+        dim
+        for dim, size in enumerate(after)
+        if size in split_sizes - {1}
+        and any(len(shape) != len(after) or shape[dim] != size for shape in before)
+    )
 
 
 def _joined(operation: Operation, of_each: Sequence[OpenDims]) -> OpenDims | None:

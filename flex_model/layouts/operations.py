@@ -195,6 +195,8 @@ def _note_facts(
         proofs.gathered_elsewhere.add(value)
     if chunks.splits_or_joins(operation) or name in _MAKERS:
         proofs.makers[value] = (operation, output)
+    if factories.is_factory(operation) or (values and proofs.numbers.issuperset(values)):
+        proofs.numbers.add(value)
     if not read.differs:
         _note_open(proofs, read, operation, value)
     is_copy = name in ("_to_copy", "clone", "to") and bool(values)
@@ -211,8 +213,11 @@ def _note_open(
     may_be_share = constants.may_expand(operation.name, proofs.axis) or (
         is_tp and any(v in proofs.open for v in values)
     )
-    if placement is None or (placement == REPLICATED and may_be_share):
-        dims = constants.open_dims(operation, proofs.open, proofs.axis, proofs.split_sizes)
+    are_numbers = proofs.reads_parts and value in proofs.numbers
+    if placement is None or (placement == REPLICATED and (may_be_share or are_numbers)):
+        dims = constants.open_dims(
+            operation, proofs.open, proofs.axis, proofs.split_sizes, are_numbers
+        )
         if dims is not None:
             is_same = is_tp and all(one.placement == REPLICATED for one in operation.operands)
             proofs.set_placement(value, REPLICATED if is_same and operation.operands else None)

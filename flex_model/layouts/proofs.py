@@ -70,6 +70,7 @@ class AxisProofs:
         open: For values that are the same on all ranks except for the extent of some dims: those
             dims (see `constants`). Along dp they have no placement.
         plain: Those of the open values whose open dims were only passed as plain numbers.
+        numbers: Values that are made of sizes and other numbers alone.
         blank: For values of ``torch.empty``, and of ``torch.zeros`` and the like with a size that
             is not known: the placement of all that was written to them so far.
         joint: For values of ``joint`` entries: the value that all ranks have.
@@ -96,6 +97,7 @@ class AxisProofs:
         self.steps: dict[Value, Step] = {}
         self.open: dict[Value, frozenset[int]] = {}
         self.plain: set[Value] = set()
+        self.numbers: set[Value] = set()
         self.blank: dict[Value, Placement | str | None] = {}
         self.joint: dict[Value, Any] = {}
         self.makers: dict[Value, chunks.Maker] = {}

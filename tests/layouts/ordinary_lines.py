@@ -83,6 +83,20 @@ def grid(model, h):
     return h + of_rows.unflatten(1, (LENGTH, LENGTH)).mean(1)
 
 
+def packed_places(model, h):
+    """Places of tokens that are packed row after row, as those of an image's patches are."""
+    tokens, lengths = h.flatten(0, 1), kinds(h).sum(1).clamp(LENGTH, LENGTH).tolist()
+    places = torch.cat([torch.arange(length) for length in lengths])
+    angles = (places[:, None] * model.table[0].abs()).cos()
+    return (tokens * angles).view_as(h)
+
+
+def literal(model, h):
+    """As long as the rows of a rank may be."""
+    taps = torch.tensor([0.25, 0.5, 0.25]).flip(0).to(h.dtype)
+    return h @ (taps[:, None] * model.table[:3]).mT @ (taps[:, None] * model.table[:3])
+
+
 def slopes(model, h):
     """A slope for each head, made of two ranges, one of which may be as long as the rows."""
     heads = torch.cat([torch.arange(1, 4), torch.arange(1, 5, 2)])

@@ -472,6 +472,25 @@ def test_tables_that_transformers_caches_for_the_process():
 
 
 @pytest.mark.ranks(2)
+def test_numbers_that_are_joined_may_be_of_rows():
+    """They are the same on all ranks, and as many as a rank's tokens: which, only the model knows.
+    Each rank's tokens show it.
+    """
+
+    def placed(m, x):
+        tokens = x.flatten(0, 1)
+        places = torch.cat([torch.arange(3) for _ in x.tolist()]).double()
+        m.own(places * 2)
+        m.beside(tokens * places[:, None])
+        m.fewer(torch.cat([torch.arange(3)] * 3).double())
+
+    x = models.random(4, 3, 6)
+    mine = x.chunk(2)[dist.get_rank()]
+    model = Sites(placed, "own beside fewer")
+    check_lines(model, [x], model, [mine], [ROWS], ["own"], dp_size=2)
+
+
+@pytest.mark.ranks(2)
 def test_a_buffer_that_shards_are_written_into_is_named():
     """A cache of keys: of how its heads are split, only the user knows."""
     model = Sites(lambda m, x: m.last(m.keys.index_copy_(2, m.at, x) * 1), "last")
