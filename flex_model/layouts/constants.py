@@ -78,27 +78,25 @@ def open_dims(
             return None
     if may_expand(name, axis):
         return _expanded(operation, of_each[0], split_sizes)
-    found: OpenDims | None = frozenset()
-    if any(of_each):
-        joined = name == "cat"
-        found = _joined(operation, of_each) if joined else _parallel(operation, of_each, axis)
-        if found is None:
-            return None
-    if are_numbers and axis == "dp" and name in _JOIN:
-        found |= _grown(operation, split_sizes)
-    return found or None
+    grown = _grown(operation, split_sizes) if are_numbers and axis == "dp" else frozenset[int]()
+    if not any(of_each):
+        return grown or None
+    joined = name == "cat"
+    found = _joined(operation, of_each) if joined else _parallel(operation, of_each, axis)
+    return None if found is None else found | grown
 
 
 def _grown(operation: Operation, split_sizes: set[int]) -> OpenDims:
     """Return the dims of joined numbers that are as long as a split dim, and were not before: there
     may be a piece for each of a rank's rows, ``torch.cat([torch.arange(n) for n in lengths])``.
     """
-    (after, *_) = operation.outputs[0].shapes
+    after = operation.outputs[0].shapes[0]
     before = [operand.shapes[0] for operand in operation.operands]
     return frozenset(
         dim
         for dim, size in enumerate(after)
-        if size in split_sizes - {1}
+        if operation.name in _JOIN
+        and size in split_sizes - {1}
         and any(len(shape) != len(after) or shape[dim] != size for shape in before)
     )
 
