@@ -9,6 +9,7 @@ import fnmatch
 import importlib
 import itertools
 import runpy
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -343,6 +344,6 @@ def _calls_of(run: OfflineRun, hook: Registration) -> list[Sequence[Seen]]:
     return [ranks for ranks in run.calls if ranks[0].hook in matching]
 
 
-def _edit(module: nn.Module | None, full: Tensor, save_ctx: Any, modules: Any) -> Tensor:
-    """Stands for the user's function, and is never called."""
+def _edit(module: nn.Module, full: Tensor, save_ctx: Namespace, modules: nn.ModuleDict) -> Tensor:
+    """Stands for the user's function, typed as users do, and is never called."""
     return full
