@@ -104,8 +104,8 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     instead.add_argument(
         "--hooks",
         metavar="FILE",
-        help="print instead what hooks would cost: in each line one, such as 'layers.*.mlp edit "
-        "full_backward' or 'lm_head read'",
+        help="print instead what hooks would cost: in each line one, such as 'model.layers.*.mlp "
+        "edit full_backward' or 'lm_head read'",
     )
     parser.add_argument(
         "--edit-on", choices=("all", "rank0"), default="all", help="with --hooks: as of FlexModel"

@@ -75,9 +75,10 @@ def text_of(error: BaseException) -> str:
     """Return an exception's class and message, which a user's class may fail to make."""
     name = type(error).__name__
     try:
-        return f"{name}: {error}"
+        text = str(error)
     except Exception:
-        return name
+        text = ""
+    return f"{name}: {text}" if text else name
 
 
 def check_type(expected: str, value: object, kind: Any, advice: str = "") -> None:

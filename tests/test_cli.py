@@ -39,6 +39,7 @@ def test_help_fits_a_screen_and_shows_an_example_that_is_right(command, capsys, 
     options = cli.make_parser().parse_args(shlex.split(example))
     assert options.command == command and callable(options.run)
     assert "--json" in told
+    assert told.count("layers.") == told.count("model.layers.")  # as causal models have them
 
 
 def test_help_lists_the_commands(capsys):

@@ -13,7 +13,7 @@ from torch import nn
 import flex_model.distributed as fm_dist
 import models
 from flex_model import FlexModel, HookFunction
-from flex_model.errors import HookError, HookMismatchError, TraceError
+from flex_model.errors import HookError, HookMismatchError, TraceError, text_of
 from shared_edits import double
 from tiers import ways
 
@@ -31,6 +31,11 @@ def test_the_kinds_of_errors():
     assert issubclass(HookError, RuntimeError)
     assert issubclass(HookMismatchError, HookError)
     assert issubclass(TraceError, Exception)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), LookupError("")])
+def test_the_text_of_an_error_without_a_message(error):
+    assert text_of(error) == type(error).__name__
 
 
 # ---- Names and arguments -------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flex_model._C import GatherPlan
 from flex_model.distributed import costs
-from flex_model.distributed.failure import ERROR, FAILED, OK, RankState
+from flex_model.distributed.failure import ERROR, FAILED, OK, STOPPED, RankState
 from flex_model.distributed.group_pool import BITS_OF_SEQUENCE, GroupPool
 from flex_model.distributed.header import Header
 from flex_model.distributed.mesh import GRID, Axis, Mesh
@@ -312,7 +312,9 @@ class Communicator(GroupPool):
         ]
         here = "" if state != OK else f" (this rank was at: {where})"
         text, kind = f"{'; '.join(failed)}{here}", _kind_of(cause)
-        if not self._is_awaited and any(other.state == FAILED for other in headers):
+        states = {other.state for other in headers}
+        # Where all have stopped behind complete forwards, they have made the same calls.
+        if not self._is_awaited and max(states) >= FAILED and states != {STOPPED}:
             error = self.abort(f"{text}. {_LEFT_OVER}", kind)
         else:
             error = kind(f"{text}{self._steps_of_all()}")
@@ -345,9 +347,15 @@ class Communicator(GroupPool):
         )
 
     def report_failure(
-        self, text: str, cause: BaseException | None, kind: str, grace_s: float = _GRACE_S
+        self,
+        text: str,
+        cause: BaseException | None,
+        kind: str,
+        grace_s: float = _GRACE_S,
+        state: RankState = FAILED,
     ) -> None:
-        """Report to the other ranks that the model itself failed here, within ``grace_s`` seconds.
+        """Report to the other ranks that the model itself failed here, or code between its forwards
+        (``state``), within ``grace_s`` seconds.
 
         If that fails, or the groups are broken, which may be why the model failed, the reason is
         added to ``cause`` as a note.
@@ -357,7 +365,7 @@ class Communicator(GroupPool):
         if self.broken is not None:
             _note(cause, self.broken)
             return
-        self.failure.set_error(text, cause, FAILED)
+        self.failure.set_error(text, cause, state)
         try:
             with self.deadline(min(self.timeout_s, grace_s)):
                 self.check_consistency(Header(kind), f"{kind}, after {text}")
@@ -435,7 +443,7 @@ def _can_continue(headers: list[Header]) -> bool:
         (header.kind, header.site, header.sequence, header.dtype, len(header.shape))
         for header in headers
     }
-    is_plain = all(header.state != FAILED and not header.is_wide for header in headers)
+    is_plain = all(header.state < FAILED and not header.is_wide for header in headers)
     return is_plain and len(sites) == 1
 
 

@@ -15,9 +15,10 @@ class RankState(IntEnum):
     OK = 0
     ERROR = 1  # an editing function or hook failed here
     FAILED = 2  # the model itself failed here
+    STOPPED = 3  # code of a run failed here, outside of the model's forwards, which are complete
 
 
-OK, ERROR, FAILED = RankState
+OK, ERROR, FAILED, STOPPED = RankState
 
 
 class Failure:
@@ -50,7 +51,7 @@ class Failure:
 
     def set_error(self, text: str, cause: BaseException | None, state: RankState = ERROR) -> None:
         """Set the pending error. The first one is kept, unless the model fails after it."""
-        if not self.has_error or state is FAILED:
+        if not self.has_error or state >= FAILED:
             self.state, self.text, self.cause = state, text, cause
 
     def clear(self) -> None:

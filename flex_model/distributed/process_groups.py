@@ -28,7 +28,7 @@ from flex_model.distributed.notices import Board
 from flex_model.distributed.rendezvous import Rendezvous
 from flex_model.distributed.roll_call import RollCall
 from flex_model.distributed.transports import host_copies
-from flex_model.errors import HookError
+from flex_model.errors import HookError, see
 
 NOT_SEEN = "not seen at any exchange that had to wait"
 _LEADERS_SLACK_S = 3.0  # for the first rank of a host to tell the others why it waited in vain
@@ -149,7 +149,8 @@ class PrivateGroup:
         if reason == "broken":
             return text or "another rank aborted, and died before it could report why."
         if reason == "out of step":
-            return f"{text}, at {where}."
+            threads = f"Do two threads run models of these ranks? ({see('two-threads')})"
+            return f"{text}, at {where}. {threads}"
         ranks_here = self.hosts.by_name[self.hosts.names[self.rank]]
         missing = [ranks_here[place] for place in places]
         if reason == "dead":

@@ -29,6 +29,7 @@ from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.table import HookTable
 from flex_model.hooks.tracking import Tracking
 from flex_model.integrations import refused
+from flex_model.integrations.made_sites import MadeSites
 from flex_model.layouts.statements import Statements
 from flex_model.names import clean
 from flex_model.parameters.full import Parameters
@@ -175,6 +176,8 @@ class HookCore:
             self._check_own_batch(function, kind)
         for target in targets:
             refused.check_scripted(self.module, function.module_name, target)
+            if isinstance(target, MadeSites):
+                target.admit(function)
         registrations = self.table.register(function, kind, targets, *args, **kwargs)
         self.runs.hooks_registered(registrations)
         if kind == "tensor" and targets:

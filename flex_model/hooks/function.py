@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from flex_model.hooks.hook_call import HookCall
     from flex_model.hooks.registration import Registration
 
-# For one tensor; for several, tuples of tensors are passed and returned.
-EditingFunction = Callable[[nn.Module | None, Any, Namespace, nn.ModuleDict], Any]
+# The module is None for parameters' gradients; for several tensors, tuples of them are passed and
+# returned. Any: functions are typed for the case that they are for.
+EditingFunction = Callable[[Any, Any, Namespace, nn.ModuleDict], Any]
 
 _MAX_TENSORS = 8  # rank 0 describes the results of an edit in 16 bits
 

@@ -86,6 +86,7 @@ class Tracking:
         # The layouts of the last forwards with gradients: a backward may be of any of them.
         self._recent: deque[ForwardLayouts] = deque(maxlen=_MOST_GRAPHS)
         self.has_rows = True
+        self._has_failed = False
 
     def state(self, statement: Statement) -> None:
         """Add a statement of the user's; forwards are followed anew. Local.
@@ -244,6 +245,7 @@ class Tracking:
         forward.close()
         awaited = [True] if failed else map(dtensor.is_awaited, _C.flatten(output)[0])
         self._communicator.note_output(all(awaited))
+        self._has_failed |= failed
         if failed:
             self._note_proofs(forward)
         else:
@@ -338,7 +340,12 @@ class Tracking:
     def reset(self) -> None:
         """Drop the running forward: a run begins, or has ended in whatever state."""
         self.forward.close()
-        self.forward = Forward()
+        self.forward, self._has_failed = Forward(), False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a forward of the run has failed, or has not come to its end."""
+        return self._has_failed or self.forward.depth > 0
 
     @property
     def key(self) -> int | None:

@@ -9,6 +9,7 @@ import fnmatch
 import importlib
 import itertools
 import runpy
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -274,8 +275,8 @@ class HookLine:
 
 
 def read(path: str) -> list[HookLine]:
-    """Read a file of hooks: a hook a line, as in ``layers.*.mlp edit``, with a kind other than
-    ``forward`` behind it; ``#`` begins a comment.
+    """Read a file of hooks: a hook a line, as in ``model.layers.*.mlp edit``, with a kind other
+    than ``forward`` behind it; ``#`` begins a comment.
 
     Raises:
         ValueError: a line is none, or there is none.
@@ -290,11 +291,13 @@ def read(path: str) -> list[HookLine]:
             raise ValueError(
                 f"{path}, line {number}: {line.strip()!r} is not a hook; give a module's name, "
                 f"read or edit, and one of {', '.join(_KINDS)} (default: forward), as in "
-                "'layers.*.mlp edit'"
+                "'model.layers.*.mlp edit'"
             )
         lines.append(HookLine(pattern, what == "edit", kind))
     if not lines:
-        raise ValueError(f"{path}: there are no hooks in it; write a line as 'layers.*.mlp edit'")
+        raise ValueError(
+            f"{path}: there are no hooks in it; write a line as 'model.layers.*.mlp edit'"
+        )
     return lines
 
 
@@ -335,11 +338,12 @@ def _calls_of(run: OfflineRun, hook: Registration) -> list[Sequence[Seen]]:
         called = sorted(name for name, _ in sites if name)
         raise ValueError(
             f"no module that the model calls with tensors is named {hook.name!r}; "
-            f"{nearest(hook.name, called, 'module')}; leave out --hooks to see all"
+            f"{nearest(hook.name, called, 'module')}; correct the name (inspect without --hooks "
+            "shows all)"
         )
     return [ranks for ranks in run.calls if ranks[0].hook in matching]
 
 
-def _edit(module: nn.Module | None, full: Tensor, save_ctx: Any, modules: Any) -> Tensor:
-    """Stands for the user's function, and is never called."""
+def _edit(module: nn.Module, full: Tensor, save_ctx: Namespace, modules: nn.ModuleDict) -> Tensor:
+    """Stands for the user's function, typed as users do, and is never called."""
     return full

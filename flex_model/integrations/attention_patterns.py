@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from flex_model.errors import HookError
+from flex_model.hooks.function import HookFunction
 from flex_model.integrations import compiled
 from flex_model.integrations.made_sites import MadeSites, beyond_rounding, is_hooked
 from flex_model.integrations.torch_private import FakeTensor
@@ -48,14 +49,33 @@ class AttentionPattern(MadeSites):
 
     def __init__(self, layer: nn.Module, name: str, queries: Any) -> None:
         super().__init__()
-        self.queries = queries
-        is_last = isinstance(queries, str) and queries == "last"
-        every = slice(None) if is_everything(queries) else queries
-        self._chosen: Parsed = parse("queries", [-1] if is_last else every)
+        self.choose(queries)
         self._name = name
         self._config: Any = layer.config  # of the whole model: its choice may be changed
         self._verified: set[Any] = set()
         self._computed: tuple[Tensor, ...] = ()
+
+    def choose(self, queries: Any) -> None:
+        """Compute the pattern of these queries from now on."""
+        is_last = isinstance(queries, str) and queries == "last"
+        every = slice(None) if is_everything(queries) else queries
+        self._chosen: Parsed = parse("queries", [-1] if is_last else every)
+        self.queries = queries
+
+    def admit(self, hook: HookFunction) -> None:
+        """As of ``MadeSites``. ValueError for a hook on the pattern of other queries."""
+        for wanted in hook.settings_of_module:
+            self.check_queries(wanted)
+        super().admit(hook)
+
+    def check_queries(self, wanted: str) -> None:
+        """ValueError unless the pattern is computed for the queries of ``settings_of_module``."""
+        chosen = f"queries={self.queries!r}"
+        if wanted != chosen:
+            raise ValueError(
+                f"attention({self._name!r}): {wanted}, but this layer's pattern is computed for "
+                f"{chosen}; use the same for all hooks on a layer, the union of what they need"
+            )
 
     def kernel(self, layer: nn.Module) -> Callable[..., Any]:
         """Return the function by which the layer computes attention. ValueError for one whose masks
@@ -248,7 +268,7 @@ def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:
 
     Raises:
         TypeError, ValueError: the layer computes no attention by a function of ``transformers``, by
-            one that is not known, is compiled, or computes the pattern of other queries.
+            one that is not known, is compiled, or has hooks on the pattern of other queries.
     """
     forward = _forward_of(layer)
     looked_up = forward.__code__.co_names if inspect.isfunction(forward) else ()
@@ -272,12 +292,10 @@ def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:
         config: Any = copy.deepcopy(layer.config)
         set_attention_implementation(config, _NAME)
         layer.config = config
-    elif repr(pattern.queries) != repr(queries):
-        raise ValueError(
-            f"attention({name!r}): queries={queries!r}, but this layer's pattern is computed "
-            f"for queries={pattern.queries!r}; use the same for all hooks on a layer, the union"
-            " of what they need"
-        )
+    elif pattern.has_hooks:
+        pattern.check_queries(f"queries={queries!r}")
+    else:
+        pattern.choose(queries)
     return pattern.use(functools.partial(pattern.take_off, layer))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,16 @@ class MadeSites(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._num_users = 0
+        self._hooks: list[weakref.ref[HookFunction]] = []
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether a hook is registered here, by any FlexModel and in any group."""
+        return any(hook is not None and hook._registrations for hook in (r() for r in self._hooks))
+
+    def admit(self, hook: HookFunction) -> None:
+        """Note a hook that is being registered here."""
+        self._hooks = [one for one in self._hooks if one() is not None] + [weakref.ref(hook)]
 
     def use(self, undo: Callable[[], None]) -> Callable[[], None]:
         """Count a user; return what ends its use. The last end calls its ``undo``."""

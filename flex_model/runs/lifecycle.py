@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from flex_model.distributed.communicator import Communicator
+from flex_model.distributed.failure import FAILED, STOPPED
 from flex_model.errors import (
     Control,
     HookError,
@@ -461,8 +462,11 @@ class Runs:
         if not isinstance(error, Exception):
             self._abort(error)
             return
+        state, what = FAILED, "the model's own forward"
+        if not self._tracking.has_failed:
+            state, what = STOPPED, "code in active() or generate(), outside of the model's forward,"
         self._communicator.report_failure(
-            f"the model's own forward failed: {text_of(error)}", error, "end of the run"
+            f"{what} failed: {text_of(error)}", error, "end of the run", state=state
         )
 
     def interrupted(self, error: BaseException) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,6 +59,8 @@ def harvest(
         model: A Hugging Face folder with a tokenizer.
         modules: Names, class names or ``re:`` patterns, as in ``match_modules``.
         data: One text per line; empty lines are skipped.
+        max_length: In tokens, at most the model's ``max_position_embeddings``: longer lines are
+            cut, and counted in a warning.
         dtype: The dtype that the model computes in (default: its configuration's own).
         inputs: Write the modules' inputs (their first tensor) rather than their outputs.
         settings: As in ``run``: ``targets``, ``prefetch``, ``offload_activations``, ``device``, ...
@@ -72,7 +75,9 @@ def harvest(
             f"harvest: {folder} has no config.json; give a folder as save_pretrained writes it"
         )
     empty = _on_meta(folder, dtype)
-    batches = _batches(data, _tokenizer(folder), empty, batch_size, max_length)
+    max_length = min(max_length, _num_positions(empty) or max_length)
+    lines = _Lines(data)
+    batches = _batches(lines, _tokenizer(folder), empty, batch_size, max_length)
     with FlexModel(empty, {}) as flex:
         register = flex.register_forward_pre_hook if inputs else flex.register_forward_hook
         names = _names(empty, modules)
@@ -100,7 +105,18 @@ def harvest(
             raise
     if not store.names:
         raise ValueError(f"harvest: {type(empty).__name__} calls none of {', '.join(names)}")
+    if lines.num_cut:
+        warnings.warn(
+            f"harvest: {lines.num_cut} of {len(lines)} lines were cut at {max_length} tokens, by "
+            "max_length (--max-length) or the model's max_position_embeddings",
+            stacklevel=2,
+        )
     return result
+
+
+def _num_positions(model: Any) -> int:
+    """Return how many tokens the model has positions for; 0 where its configuration has none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
 
 
 def _on_meta(folder: Path, dtype: torch.dtype | None) -> nn.Module:
@@ -137,10 +153,14 @@ def _tokenizer(folder: Path) -> Any:
 
 
 class _Lines(IterableDataset[str]):
-    """The lines of a text file that are not empty; each iteration reads the file again."""
+    """The lines of a text file that are not empty; each iteration reads the file again.
+
+    Attributes:
+        num_cut: How many of them were longer than a sequence may be.
+    """
 
     def __init__(self, file: str | Path) -> None:
-        self._file = Path(file)
+        self._file, self.num_cut = Path(file), 0
         self._number = sum(1 for _ in self)
         if not self._number:
             raise ValueError(f"harvest: {file} has no line with text")
@@ -154,22 +174,28 @@ class _Lines(IterableDataset[str]):
 
 
 def _batches(
-    data: str | Path, tokenizer: Any, model: nn.Module, batch_size: int, max_length: int
+    lines: _Lines, tokenizer: Any, model: nn.Module, batch_size: int, max_length: int
 ) -> DataLoader[Any]:
     """Return the batches of lines, tokenized and padded to the longest of each."""
     names = inspect.signature(model.forward).parameters
+
+    def is_longer(line: str) -> bool:
+        ids = tokenizer(line, truncation=True, max_length=max_length + 1)["input_ids"]
+        return len(ids) > max_length
 
     def tokenized(some: list[str]) -> dict[str, Any]:
         made = tokenizer(
             some, return_tensors="pt", padding=True, truncation=True, max_length=max_length
         )
+        if made["input_ids"].shape[1] == max_length:
+            lines.num_cut += sum(map(is_longer, some))
         batch = {name: value for name, value in made.items() if name in names}
         if "use_cache" in names:
             batch["use_cache"] = False  # keys and values of every layer would pile up
         return batch
 
     generator = torch.Generator()  # else iterating draws from the process's own
-    return DataLoader(_Lines(data), batch_size, collate_fn=tokenized, generator=generator)
+    return DataLoader(lines, batch_size, collate_fn=tokenized, generator=generator)
 
 
 def _names(model: nn.Module, wanted: Sequence[str]) -> list[str]:
@@ -231,7 +257,7 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="a model's activations for a text file, on disk; the model may be larger than memory",
         usage="python -m flex_model harvest MODEL --modules NAME ... --data FILE --out FOLDER ...",
         description="Runs a model layer by layer, writes what modules give; resumes after a kill.",
-        epilog="example: python -m flex_model harvest llama-8b/ --modules layers.7.mlp "
+        epilog="example: python -m flex_model harvest llama/ --modules model.layers.7.mlp "
         "--data a.txt --out out/",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=38),
     )
@@ -250,8 +276,16 @@ def add_harvest(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--out", required=True, metavar="FOLDER", help="of safetensors and a manifest"
     )
     parser.add_argument("--inputs", action="store_true", help="write the modules' inputs instead")
-    parser.add_argument("--batch-size", type=_at_least_1, default=8, metavar="LINES")
-    parser.add_argument("--max-length", type=_at_least_1, default=512, metavar="TOKENS")
+    parser.add_argument(
+        "--batch-size", type=_at_least_1, default=8, metavar="LINES", help="(default 8)"
+    )
+    parser.add_argument(
+        "--max-length",
+        type=_at_least_1,
+        default=512,
+        metavar="TOKENS",
+        help="longer lines are cut, and counted (default 512)",
+    )
     parser.add_argument(
         "--window",
         type=_at_least_1,

@@ -208,12 +208,15 @@ ROWS = {
         lambda: inspected("advice.inspection:asks_for_values"),
         run_for_real,
     ),
-    "write a line as 'layers.*.mlp edit'": (lambda: costs("# none"), costs),
+    "write a line as 'model.layers.*.mlp edit'": (lambda: costs("# none"), costs),
     "give a module's name, read or edit, and one of": (
         lambda: costs("act read\nfc1 look"),
         lambda: costs("act read\nfc1 read forward_pre"),
     ),
-    "leave out --hooks to see all": (lambda: costs("fc7 edit"), lambda: costs("fc? edit")),
+    "correct the name (inspect without --hooks shows all)": (
+        lambda: costs("fc7 edit"),
+        lambda: costs("fc? edit"),
+    ),
     "pass replace=True to use this one": (
         lambda: rule(number=2),
         lambda: rule(number=2, replace=True),

@@ -7,7 +7,7 @@ from pathlib import Path
 VERBS = (
     "give|call|use|wrap|make|write|name|hook|register|leave|pass|set|run|load|shard|split|pad|say|"
     "copy|save|choose|do|keep|compute|step|remove|reduce|see|state|begin|bring|put|delete|add|"
-    "restore|take|read|let|download|pip"
+    "restore|take|read|let|download|pip|correct"
 )
 
 # Texts that have no row: where their advice is followed, or why not here.

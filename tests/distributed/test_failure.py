@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flex_model.distributed.failure import ERROR, FAILED, OK, Failure
+from flex_model.distributed.failure import ERROR, FAILED, OK, STOPPED, Failure
 from flex_model.integrations.torch_private import current_graph_task
 
 
@@ -25,14 +25,14 @@ def in_backward(act):
     InBackward.apply(torch.ones(1, requires_grad=True), act).sum().backward()
 
 
-@pytest.mark.parametrize("second", [ERROR, FAILED])
+@pytest.mark.parametrize("second", [ERROR, FAILED, STOPPED])
 def test_the_first_error_is_pending_unless_the_model_fails_after_it(second):
     failure, errors = Failure(), [ValueError("first"), ValueError("second")]
     assert not failure.has_error and failure.state is OK
     failure.set_error("first", errors[0])
     failure.set_error("second", errors[1], second)
     assert failure.has_error and failure.state is second
-    kept = int(second is FAILED)
+    kept = int(second is not ERROR)
     assert (failure.text, failure.cause) == (["first", "second"][kept], errors[kept])
     failure.clear()
     assert (failure.state, failure.text, failure.cause) == (OK, "", None)

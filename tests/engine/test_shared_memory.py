@@ -9,6 +9,7 @@ import mmap
 import multiprocessing
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -540,16 +541,19 @@ def test_ctrl_c_ends_a_wait_and_the_others_are_told():
     assert results[1][2] == "KeyboardInterrupt"
 
 
-def test_transfers_out_of_step_are_told():
+@pytest.mark.parametrize("differs", ["the transfer", "its detail"])
+def test_transfers_out_of_step_are_told(differs):
     def body(group, rank):
-        if rank == 0:
-            group.exchange_bytes(b"x")
+        if rank == 0 or differs == "its detail":
+            group.exchange_bytes(b"x" * (rank + 1))
         else:
             group.broadcast(None, 10, torch.empty(10, dtype=torch.uint8))
 
     results = Ranks(2, body).results()
     assert {result[0] for result in results.values()} <= {"out of step", "broken"}
-    assert any(result[0] == "out of step" for result in results.values())
+    texts = [result[2] for result in results.values() if result[0] == "out of step"]
+    sides = [re.findall(r"transfer (\d+), kind (\d+), detail (\d+)", text) for text in texts]
+    assert texts and all(here != there for here, there in sides)
 
 
 def a_pool_of_any_leases(group, rank):

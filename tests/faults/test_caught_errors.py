@@ -177,6 +177,51 @@ def test_a_collective_that_the_failed_rank_never_called_ends_the_flex_model():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("inside", [(), (1,)])
+def test_code_around_forwards_that_fails_on_all_ranks(inside):
+    """All have called the same collectives, unless one has failed inside of a forward."""
+    fails, plan = [()], {"0": ColwiseParallel(), "1": RowwiseParallel()}
+
+    def hook(module, args):
+        if dist.get_rank() in fails[0]:
+            raise LookupError("inside")
+
+    model = models.seeded(nn.Sequential, nn.Linear(6, 8), nn.Linear(8, 6)).double()
+    expected = model(BATCH).detach()
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    model[1].register_forward_pre_hook(hook)
+    flex = FlexModel(model, {}, timeout=20)
+    flex.register_forward_hook(HookFunction("0"))
+
+    def run(stopping):
+        with flex.active():
+            flex(BATCH)
+            if dist.get_rank() in stopping:
+                raise LookupError
+
+    with torch.no_grad():
+        for failing in ((), inside):
+            fails[0] = ()
+            flex(BATCH)  # the next one is not followed: it ends without an exchange
+            fails[0] = failing
+            with pytest.raises(LookupError):
+                run((0, 1))
+        fails[0] = ()
+        if inside:
+            with pytest.raises(HookError, match=r"can't be used.*has not waited for"):
+                flex(BATCH)
+            if dist.get_rank() == 1:
+                model[1](torch.zeros(4, 4, dtype=torch.float64))  # meets what rank 0 has begun
+        else:
+            assert_close(flex(BATCH), expected)
+            with pytest.raises((LookupError, HookError)) as caught:
+                run((1,))
+            text = "rank 1: code in active() or generate(), outside of the model's forward, failed:"
+            assert dist.get_rank() == 1 or str(caught.value).startswith(f"{text} LookupError (")
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", grid_but(TRANSPORTS, "shared_memory"))
 @pytest.mark.parametrize("where", ["first", "between"])
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -214,6 +214,23 @@ def test_two_wraps_of_a_model():
     assert model.get_submodule(LAYER).config is config
 
 
+@pytest.mark.parametrize("wraps", [1, 2])
+def test_other_queries_once_no_hook_is_registered(wraps):
+    model = make("Llama", "sdpa").requires_grad_(False)
+    first, last = (FlexModel(model, {}) for _ in range(2)) if wraps == 2 else [FlexModel(model)] * 2
+    hook = first.attention(LAYER, queries="last")
+    handle = first.register_forward_hook(hook, groups="off")
+    with pytest.raises(ValueError, match=r"queries=None, .*computed for queries='last'"):
+        last.attention(LAYER)
+    handle.remove()
+    last.register_forward_hook(last.attention(LAYER))
+    last(TOKENS)
+    assert last.output_ptr[PATTERN][0].shape == (4, 4, 10, 10)
+    with pytest.raises(ValueError, match=r"queries='last', .*computed for queries=None"):
+        first.register_forward_hook(hook)
+    first(TOKENS)
+
+
 def test_a_pattern_that_is_not_the_layers_is_refused():
     """A kernel of the model's own that scales in another way."""
     import transformers

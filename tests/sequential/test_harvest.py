@@ -127,6 +127,17 @@ def test_other_weights_of_the_same_size_do_not_continue_a_store(folder, capsys):
     assert "records with key" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("positions, given, length, cut", [(64, "2", 2, 2), (3, "512", 3, 1)])
+def test_lines_that_are_cut_are_counted(folder, positions, given, length, cut):
+    config = transformers.AutoConfig.from_pretrained(folder / "model")
+    config.update({"max_position_embeddings": positions})
+    config.save_pretrained(folder / "model")
+    with pytest.warns(UserWarning, match=f"{cut} of 5 lines were cut at {length} tokens"):
+        cli.main(arguments(folder, "--modules", "model.norm", "--max-length", given))
+    found = list(ActivationStore(folder / "out").tensors("model.norm"))
+    assert max(tensor.shape[1] for tensor in found) == length
+
+
 def test_what_was_written_as_json(folder, capsys):
     assert cli.main(arguments(folder, "--modules", "model.norm", "--json")) == 0
     told = json.loads(capsys.readouterr().out)

@@ -172,10 +172,13 @@ const char* Group::message(int64_t rank) {
   // that an aborted transfer left apart.
   const Message& message = message_at(rank, round_);
   if (message.round != round_ || message.op != op_ || message.detail != detail_) {
+    const auto text = [](int64_t rank, uint32_t round, Op op, uint64_t detail) {
+      return "rank " + std::to_string(rank) + " (transfer " + std::to_string(round) + ", kind " +
+             std::to_string(static_cast<uint32_t>(op)) + ", detail " + std::to_string(detail) + ")";
+    };
     fail(WaitError::kOutOfStep, {rank},
-         "rank " + std::to_string(rank) + " does another operation (" +
-             std::to_string(static_cast<uint32_t>(message.op)) + ") than rank " +
-             std::to_string(rank_) + " (" + std::to_string(static_cast<uint32_t>(op_)) + ")");
+         text(rank, message.round, message.op, message.detail) + " does another transfer than " +
+             text(rank_, round_, op_, detail_));
   }
   return message.bytes;
 }
