@@ -85,7 +85,7 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
     if (!is_settled || hook.records_here || !is_true(of.is_cuda.of(leaf))) return false;
     if (is_true(checked(PyObject_CallNoArgs(torch.is_capturing.ptr())))) return false;
   }
-  if (!is_settled && torch.has_dispatch_modes() &&
+  if (!is_settled && !is_inference && torch.has_dispatch_modes() &&
       is_true(checked(PyObject_CallNoArgs(torch.is_selective.ptr()))))
     return false;
   if (hook.expected_shape && !has_shape(leaf, *hook.expected_shape)) return false;
