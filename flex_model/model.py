@@ -1126,7 +1126,8 @@ class FlexModel(nn.Module):
                 compared, the output, and with ``loss`` the gradients of trainable modules. So
                 rank 0 runs each function twice, each time with a copy of ``save_ctx`` and of the
                 trainable modules; what it keeps elsewhere stays. Hooks of parameters are left out.
-            rtol: By default the two-thirds power of the dtype's ``eps``: 2e-5 for float32.
+            rtol: By default the two-thirds power of the dtype's ``eps``, 2e-5 for float32; of the
+                coarsest dtype of the compared sites up to there.
             reference_timeout: Seconds that the other ranks wait for the reference.
             names, own: With a folder: as of ``flex_model.compare``.
 

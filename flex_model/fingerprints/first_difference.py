@@ -35,9 +35,11 @@ class Difference:
             the tensor, whose values are not compared.
         ulps: The root of the mean square of the difference, in units of the rounding of the coarser
             dtype (its ``eps``) at the root of the mean square of A. Of a routing: the largest
-            margin, in such units of the scores, by which a token's experts changed.
-        inherited: The largest ``ulps`` of the tensors that it was computed from.
-        bound: The ``ulps`` that another order of sums may cause.
+            margin, in such units of float32 scores, by which a token's experts changed.
+        inherited: The largest difference of the tensors that it was computed from, in the units of
+            ``ulps``, also where these have another dtype.
+        bound: The ``ulps`` that another order of sums may cause, rounded to the coarsest dtype up
+            to there.
         module: The name of the module whose code computed it: of an input, the calling one; also
             of an output whose module's input was not compared.
         text: What differs, in words.
@@ -103,16 +105,18 @@ def judged(
         if is_backward:
             for name in (place, a.name):
                 source = source.joined(forward.get(name, _Source()))
-        own = _Source(0.0, max([*a.shape, math.prod(a.shape[:-1]) if is_backward else 1]))
+        width = max([*a.shape, math.prod(a.shape[:-1]) if is_backward else 1])
+        own = _Source(0.0, width, _eps(a.dtype, b.dtype))
         module = place if is_begun else caller
+        source = source.joined(_Source(eps=own.eps))
         difference = _difference(a, b, source, module, is_of_one_dtype)
         yield difference
         # Experts that get other tokens have other results, however small the cause was.
         ulps = math.inf if difference.text and a.kind == ROUTING else difference.ulps
-        found = _Source(ulps, own.width)
+        found = _Source(ulps * _unit(a.dtype, b.dtype), width, source.eps)
         if begins:
             is_replaced = a.kind == "forward_pre" and (b.name, b.call) in replaced
-            frames[a.name] = _Source(0.0, own.width) if is_replaced else found
+            frames[a.name] = own if is_replaced else found
         else:
             frames[place] = source.joined(found)
         if a.kind in ("forward", "full_backward") and a.name:
@@ -121,13 +125,20 @@ def judged(
 
 @dataclass(frozen=True)
 class _Source:
-    """The inputs of a site: their largest difference, and the most terms of a sum."""
+    """The inputs of a site: their largest relative difference, the most terms of a sum, and the
+    ``eps`` of the coarsest dtype up to them.
+    """
 
-    ulps: float = 0.0
+    difference: float = 0.0
     width: int = 1
+    eps: float = 0.0
 
     def joined(self, other: _Source) -> _Source:
-        return _Source(max(self.ulps, other.ulps), max(self.width, other.width))
+        return _Source(
+            max(self.difference, other.difference),
+            max(self.width, other.width),
+            max(self.eps, other.eps),
+        )
 
 
 def _caller(name: str, names: Collection[str]) -> str:
@@ -148,13 +159,14 @@ def _main_dtype(sites: Iterable[Summary]) -> torch.dtype | None:
 def _difference(
     a: Summary, b: Summary, source: _Source, module: str, is_of_one_dtype: bool
 ) -> Difference:
-    found = Difference(a.name, a.call, a.kind, 0.0, source.ulps, 0.0, module)
+    eps = _unit(a.dtype, b.dtype)
+    found = Difference(a.name, a.call, a.kind, 0.0, source.difference / eps, 0.0, module)
     found = replace(found, layouts=(a.layout, b.layout))
     if a.shape != b.shape:
         text = f"{a.shape} in A, {b.shape} in B"
         return replace(found, kind="shape", ulps=math.inf, text=text)
     if a.kind == ROUTING:
-        return _of_routing(a, b, replace(found, bound=_bound(torch.float32, source.width)))
+        return _of_routing(a, b, replace(found, bound=_bound(source) / eps))
     if a.dtype != b.dtype and (is_of_one_dtype or not _is_inexact(a.dtype, b.dtype)):
         text = f"{a.dtype} in A, {b.dtype} in B"
         return replace(found, kind="dtype", ulps=math.inf, text=text)
@@ -166,14 +178,13 @@ def _difference(
     if not _is_inexact(a.dtype):
         is_equal = not apart.any() and torch.equal(a.moments, b.moments)
         return replace(found, ulps=0.0 if is_equal else math.inf)
-    dtype = max(a.dtype, b.dtype, key=lambda one: torch.finfo(one).eps)
     # The mean and the root of the mean square are apart by no more than the tensors are.
     sizes = (b.moments - a.moments)[:2].abs().nan_to_num(nan=0.0).tolist()
     sizes += [apart.square().mean().sqrt().item() if apart.numel() else 0.0]
     size = max(sizes) if a.moments[3] == b.moments[3] else math.inf
-    unit = a.moments[1].item() * torch.finfo(dtype).eps
+    unit = a.moments[1].item() * eps
     ulps = size / unit if unit and math.isfinite(size + unit) else size and math.inf
-    found = replace(found, ulps=ulps, bound=_bound(dtype, source.width))
+    found = replace(found, ulps=ulps, bound=_bound(source) / eps)
     if not found.differs:
         return found
     listed = []
@@ -196,8 +207,8 @@ def _of_routing(a: Summary, b: Summary, found: Difference) -> Difference:
     return replace(found, ulps=ulps, text=text, positions=tuple(listed[:_WORST]))
 
 
-def _bound(dtype: torch.dtype, width: int) -> float:
-    """Return how far two results may be apart, in ulps, whose sums have up to ``width`` terms.
+def _bound(source: _Source) -> float:
+    """Return how far two results may be apart, relatively, whose sums have up to ``width`` terms.
 
     Rounding the partial sums of n terms of random sign, one after another, leaves an error whose
     root of the mean square is ``eps * sqrt(n / 24)`` of the sum's; two orders, ``sqrt(2)`` times as
@@ -207,8 +218,18 @@ def _bound(dtype: torch.dtype, width: int) -> float:
     Source: Higham and Mary 2019, "A new approach to probabilistic rounding error analysis": errors
     of sums grow as ``sqrt(n)``; Higham 2002, "Accuracy and stability of numerical algorithms", 4.2.
     """
-    eps = torch.finfo(dtype).eps
-    return _ROUNDINGS + math.sqrt(width) * min(torch.finfo(torch.float32).eps / eps, 1.0)
+    of_sums = min(torch.finfo(torch.float32).eps, source.eps)
+    return _ROUNDINGS * source.eps + math.sqrt(source.width) * of_sums
+
+
+def _eps(*dtypes: torch.dtype) -> float:
+    """Return the ``eps`` of the coarsest; 0 for integers."""
+    return max((torch.finfo(one).eps for one in dtypes if _is_inexact(one)), default=0.0)
+
+
+def _unit(*dtypes: torch.dtype) -> float:
+    """Return what ``ulps`` are units of; of integers, such as a routing, as of float32."""
+    return _eps(*dtypes) or torch.finfo(torch.float32).eps
 
 
 def _is_inexact(*dtypes: torch.dtype) -> bool:

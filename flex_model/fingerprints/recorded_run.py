@@ -256,7 +256,7 @@ class Recorder:
         if choice is not None and choice.shape[-1] > k:
             best = choice.topk(k + 1).values
             scale = choice[choice.isfinite()].square().mean().sqrt()
-            margins = (best[:, -2] - best[:, -1]) / (scale * torch.finfo(choice.dtype).eps)
+            margins = (best[:, -2] - best[:, -1]) / (scale * torch.finfo(torch.float32).eps)
         self._add(name, ROUTING, full.int().sort(-1).values, spec, margins.float())
 
     def _take_gradients(self) -> None:

@@ -33,7 +33,7 @@ class Summary:
             finite; float64.
         sample: The bytes of the values at ``positions``; of a routing, of all.
         margins: Of a routing: by token, how far the last chosen expert is ahead of the next one, in
-            units of rounding at the scale of the scores.
+            units of float32's rounding at the scale of the scores.
         read_full: Reads the tensor, where it is kept.
         layout, splits: The layout in words; by axis, the dim and the sizes of the ranks' parts.
     """

@@ -166,6 +166,14 @@ def _keep_ddp_out(root: nn.Module, stack: contextlib.ExitStack) -> None:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             stack.enter_context(module.no_sync())
             module.require_forward_param_sync = False
+            module.reducer = _IdleReducer()  # type: ignore[assignment]
+
+
+class _IdleReducer:
+    """Stands in for what holds the buckets of DDP: none of its methods does anything."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
 
 
 # ---- FSDP2: full parameters in place of gathered ones -------------------------------------------

@@ -4,6 +4,7 @@ read-only or edit as the user's do, and are removed afterwards.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -144,12 +145,17 @@ def verify(
     reached = sorted(of_reference)
     found, unresolved = runs.of_shards(reached, (args, kwargs))
 
+    # The scores of a float32 router are as far apart as the bfloat16 activations before it.
+    before = itertools.accumulate((values.tolerance(*one) for one in expected.values()), max)
+    coarsest = dict(zip(expected, before))
+
     def result_of(i: int) -> list[Any]:
         if i in unresolved:
             is_refuted = isinstance(unresolved[i], ReplicasDifferError)
             return [REFUTED if is_refuted else NOT_RESOLVED]
         if i in reached:
-            return _compare(found.get(str(i), []), expected[str(i)], rtol, atol)
+            given = expected[str(i)]
+            return _compare(found.get(str(i), []), given, rtol, atol, coarsest[str(i)])
         return [NOT_REACHED if has_site[i] else NOT_IN_REFERENCE]
 
     results = [result_of(i) for i in range(len(sites))] if mesh.group_rank == 0 else []
@@ -176,9 +182,17 @@ def _check_arguments(loss: object, **numbers: object) -> None:
 
 
 def _compare(
-    found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float | None, atol: float
+    found: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    rtol: float | None,
+    atol: float,
+    coarsest: float,
 ) -> list[Any]:
-    """Return the result, the largest absolute difference, its relative one, and its call."""
+    """Return the result, the largest absolute difference, its relative one, and its call.
+
+    Args:
+        coarsest: The largest tolerance of the sites up to this one.
+    """
     if len(found) != len(expected):
         return [CALLS]
     result, most, relative, at = EQUAL, 0.0, 0.0, 0
@@ -188,8 +202,9 @@ def _compare(
         if not theirs.numel():
             continue
         largest, scale = values.difference(ours, theirs)
-        allowed = atol + (values.tolerance(ours, theirs) if rtol is None else rtol) * scale
-        if largest > allowed:
+        tolerance = values.tolerance(ours, theirs)
+        tolerance = tolerance and max(tolerance, coarsest)  # integers are exact
+        if largest > atol + (tolerance if rtol is None else rtol) * scale:
             result = DIFFERS
         if largest >= most:
             most, relative, at = largest, largest / scale if scale else largest and math.inf, call

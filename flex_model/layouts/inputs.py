@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +12,18 @@ from flex_model.distributed import values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.padding import RankRows
-from flex_model.distributed.placement import Placement, Replicate, Shard
+from flex_model.distributed.placement import Placement, Replicate, Shape, Shard
+from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
 from flex_model.integrations import dtensor, torch_private
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.kept import KeptTensors
 from flex_model.layouts.replicas import PendingReplica
-from flex_model.layouts.sources import AXES, Argument, BatchDim, inputs_along_dp
+from flex_model.layouts.sources import AXES, Argument, BatchDim, inputs_along_dp, of_own_rows
 from flex_model.layouts.statements import Statement
 
 _MAX_DIMS = 16
+_ABSENT = -1  # in place of the fingerprint of an input that a rank was not given
 
 
 def seed_inputs(
@@ -47,29 +49,30 @@ def seed_inputs(
         The rows of the data-parallel ranks; None where there is one, or no input has rows.
 
     Raises:
+        HookMismatchError: tensor-parallel ranks were given other arguments. On every rank.
         ValueError: whether an input holds rows of the batch can't be known. On every rank.
     """
     mesh = communicator.mesh
+    order = _order(communicator, inputs)
     with torch.no_grad():
-        sketches = [_sketch(one.tensor, has_rows) for one in inputs]
-    header = Header("inputs", site=site_hash("follow", len(inputs)))
-    communicator.check_consistency(
-        header, f"a followed forward with {len(inputs)} tensors as inputs"
-    )
+        sketches = [_sketch(None if i is None else inputs[i].tensor, has_rows) for i in order]
     if not sketches:
         return None
     table = communicator.exchange(torch.stack(sketches)).tolist()
-    shapes, prints = [], []
-    for of_ranks in zip(*table):
-        shapes.append([tuple(row[3 : 3 + row[1]]) for row in of_ranks])
-        prints.append(values.Fingerprints(mesh, tuple(row[0] for row in of_ranks)))
-    passed = [i for i, one in enumerate(inputs) if not one.is_state]
+    shapes: dict[int, list[Shape]] = {}
+    prints: dict[int, values.Fingerprints] = {}
+    for i, of_ranks in zip(order, zip(*table)):
+        if i is not None:
+            shapes[i] = [tuple(row[3 : 3 + row[1]]) for row in of_ranks]
+            prints[i] = values.Fingerprints(mesh, tuple(row[0] for row in of_ranks))
+    passed = [i for i in shapes if not inputs[i].is_state]
     stated_dp = {i for i, one in statements.items() if one.dp is not None}
-    states = [i for i, one in enumerate(inputs) if one.is_state and kept.source(one.tensor) is None]
+    states = [i for i in shapes if inputs[i].is_state and kept.source(inputs[i].tensor) is None]
     along_dp: dict[int, Placement | None] = {}
     rows: RankRows | None = None
     if mesh.dp_size > 1:
         line = mesh.ranks_along(("dp",), 0)
+        shared = [i for i in (*passed, *states) if _ABSENT not in prints[i].hashes]
         try:
             found = inputs_along_dp(
                 batch_dim,
@@ -81,17 +84,25 @@ def seed_inputs(
                         i in stated_dp or inputs[i].is_kept or inputs[i].is_state,
                         inputs[i].is_listed,
                     )
-                    for i in (*passed, *states)
+                    for i in shared
                 ],
             )
         except ValueError as error:
             raise agreed(error) from None
-        along_dp = dict(zip((*passed, *states), found))
+        along_dp = dict(zip(shared, found))
         is_stand_in = [not table[place][0][2] for place in line]
         if any(is_stand_in) and not pads:
             raise agreed(ValueError(refusal_of_stand_in("the active hooks")))
-        inputs_along = [(along_dp[i], [shapes[i][place] for place in line]) for i in passed]
+        inputs_along = [
+            (along_dp[i], [shapes[i][place] for place in line]) for i in shared if i in passed
+        ]
         rows = _rows_of(inputs_along, is_stand_in, pads)
+        here = mesh.group_rank // mesh.tp_size
+        own = (each[here][one.dim] for one, each in inputs_along if isinstance(one, Shard))
+        num_rows = next(own, None)
+        for i in {*passed, *states}.difference(shared):
+            shape = shapes[i][mesh.group_rank]
+            along_dp[i] = of_own_rows(batch_dim, inputs[i].name, shape, num_rows)
 
     def note(i: int, text: str, dp: Placement | None, tp: Placement | None) -> None:
         stated = statements.get(i)
@@ -145,41 +156,56 @@ class SharedInputs:
         return hash(hashes) & (2**63 - 1)
 
     def compare(self, communicator: Communicator) -> None:
-        """Compare each of those on the CPU, of which all ranks have the same number. Collective.
+        """Compare each of those on the CPU. Collective.
 
         Raises:
+            HookMismatchError: ranks along tp have other numbers of them. On every rank.
             ValueError: one of them differs along tp. On every rank.
         """
-        on_host = [one for one in self._inputs if one[2].is_cpu]
-        header = Header("inputs", site=site_hash("shared", len(on_host)))
-        communicator.check_consistency(header, f"a forward with {len(on_host)} tensors as inputs")
-        hashes = torch.tensor([values.fingerprint(tensor) for _, _, tensor in on_host])
-        table = communicator.exchange(hashes).tolist()
-        for i, (text, index, tensor) in enumerate(on_host):
-            kinds = communicator.exchange_text(f"{tensor.dtype} {tuple(tensor.shape)}")
-            prints = values.Fingerprints(communicator.mesh, tuple(row[i] for row in table))
-            self._check(text, index, prints, f" ({'; '.join(dict.fromkeys(kinds))})")
+        mesh = communicator.mesh
+        own: list[Any] = [
+            [text, index, f"{one.dtype} {tuple(one.shape)}", values.fingerprint(one)]
+            for text, index, one in self._inputs
+            if one.is_cpu
+        ]
+        table = exchange_json(communicator, own, "the inputs of a forward")
+        if not mesh.equal_along("tp", list(map(len, table))):
+            where = f"a forward with {'; '.join(one[0] for one in own) or 'no tensors'}"
+            raise communicator.mismatch(where, "are at different places")
+        for place in mesh.ranks_along(("dp",), 0):
+            for of_ranks in zip(*(table[other] for other in mesh.ranks_along(("tp",), place))):
+                text, index, _, _ = of_ranks[0]
+                kinds = dict.fromkeys(kind for _, _, kind, _ in of_ranks)
+                if len({hashed for *_, hashed in of_ranks}) > 1:
+                    raise _differ_along_tp(text, index, f" ({'; '.join(kinds)})")
 
     def pending(self) -> list[PendingReplica]:
-        """Return the comparisons of those on GPUs, for which the host does not wait. Local."""
-        return [
-            PendingReplica.of(text, tensor, functools.partial(self._check, text, index))
-            for text, index, tensor in self._inputs
-            if tensor.is_cuda and not torch.cuda.is_current_stream_capturing()
-        ]
+        """Return the comparison of those on GPUs, for which the host does not wait: one, of however
+        many a data-parallel rank was given. Local.
+        """
+        on_gpu = [one for one in self._inputs if one[2].is_cuda]
+        if not on_gpu or torch.cuda.is_current_stream_capturing():
+            return []
+        texts, indices, tensors = zip(*on_gpu)
+        hashes = [values.hash_on_device(one).to(tensors[0].device) for one in tensors]
 
-    @staticmethod
-    def _check(text: str, index: int, prints: values.Fingerprints, kinds: str = "") -> None:
-        if not prints.equal_along("tp"):
-            raise agreed(
-                ValueError(
-                    f"{text}: the tensor-parallel ranks were given different values{kinds}, and "
-                    "they compute one model on one batch. Give all ranks of a tensor-parallel "
-                    "group the same inputs (a DistributedSampler's rank is the data-parallel one), "
-                    "or state how they are split, such as flex.annotate_layout(re.compile('^$'), "
-                    f"kind='forward_pre', index={index}, tp=Shard(1))"
-                )
-            )
+        def check(prints: values.Fingerprints) -> None:
+            if not prints.equal_along("tp"):
+                raise _differ_along_tp("; ".join(texts), indices[0])
+
+        return [PendingReplica.of("the inputs of a forward", torch.stack(hashes), check)]
+
+
+def _differ_along_tp(text: str, index: int, kinds: str = "") -> ValueError:
+    return agreed(
+        ValueError(
+            f"{text}: the tensor-parallel ranks were given different values{kinds}, and "
+            "they compute one model on one batch. Give all ranks of a tensor-parallel "
+            "group the same inputs (a DistributedSampler's rank is the data-parallel one), "
+            "or state how they are split, such as flex.annotate_layout(re.compile('^$'), "
+            f"kind='forward_pre', index={index}, tp=Shard(1))"
+        )
+    )
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -220,10 +246,41 @@ def _rows_of(
     return RankRows(rows, pads and (differs or 0 in rows))
 
 
-def _sketch(tensor: Tensor, has_rows: bool) -> Tensor:
+def _order(communicator: Communicator, inputs: Sequence[Argument]) -> list[int | None]:
+    """Return, by tensor that any rank was given, its index among this rank's, in one order on all:
+    first what all were given. None: only other data-parallel ranks were given it, such as a mask of
+    padding, which transformers leaves out where nothing is padded. Collective.
+
+    Raises:
+        HookMismatchError: of seed_inputs.
+    """
+    names = [(one.name, one.is_state) for one in inputs]
+    keys = [(*name, names[:i].count(name)) for i, name in enumerate(names)]
+    listed = ", ".join(dict.fromkeys(one.name for one in inputs))
+    where = f"a followed forward with {len(inputs)} tensors as inputs ({listed})"
+    header = Header("inputs", site=site_hash("follow"), hash=site_hash(*keys))
+    hashes = [other.hash for other in communicator.check_consistency(header, where)]
+    if not communicator.mesh.equal_along("tp", hashes):
+        raise communicator.mismatch(where, "are at different places")
+    if len(set(hashes)) == 1:
+        return list(range(len(keys)))
+    of_ranks = [
+        [tuple(key) for key in of_rank]
+        for of_rank in exchange_json(communicator, keys, "the names of a forward's inputs")
+    ]
+    found = dict.fromkeys(key for of_rank in of_ranks for key in of_rank)
+    of_some = [key for key in found if not all(key in of_rank for of_rank in of_ranks)]
+    order = [*(key for key in found if key not in of_some), *of_some]
+    return [keys.index(key) if key in keys else None for key in order]
+
+
+def _sketch(tensor: Tensor | None, has_rows: bool) -> Tensor:
     """An input's fingerprint and shape, of a fixed size."""
     row = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
     row[2] = has_rows
+    if tensor is None:
+        row[0] = _ABSENT
+        return row
     tensor = dtensor.to_local(tensor)
     if _has_values(tensor):
         row[0] = values.fingerprint(dtensor.wait(tensor))

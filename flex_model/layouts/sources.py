@@ -418,6 +418,19 @@ def inputs_along_dp(
     return found
 
 
+def of_own_rows(
+    batch_dim: BatchDim, name: str, shape: Shape, num_rows: int | None
+) -> Placement | None:
+    """Return the placement along dp of an input that only some data-parallel ranks were given, as
+    of one whose values differ; None: it is not known.
+
+    Args:
+        shape, num_rows: This rank's. None: no input that all ranks were given has rows.
+    """
+    dim = batch_dim_of(batch_dim, name)
+    return None if dim is None or shape[dim : dim + 1] != (num_rows,) else Shard(dim)
+
+
 def _is_ambiguous(name: str, shape: Shape, dim: int) -> bool:
     if "label" in name or _HOLD_ROWS.get(name) == len(shape):
         return False

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import browser
 import flex_model
@@ -61,6 +62,49 @@ def test_a_sharded_run_has_the_fingerprint_of_the_unsharded_one(name, tensors, t
         saved = flex_model.compare(tmp_path / "a", tmp_path / "b")
         assert saved == found and len(saved.rows) == 6 * 4 - 2 + 8  # X has no gradient
         assert {one.kind for one in saved.rows} >= {"forward_pre", "full_backward", "tensor"}
+
+
+class Scores(nn.Linear):
+    """As the routers of mixtures: float32 scores of bfloat16 activations."""
+
+    def forward(self, x):
+        return nn.functional.linear(x.float(), self.weight.float())
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.router, self.out = Scores(64, 8, bias=False), nn.Linear(64, 8)
+
+    def forward(self, x):
+        x = x + self.down(self.up(x).relu())
+        return self.out(x) * self.router(x).softmax(-1).to(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_module_of_another_dtype_inherits_what_its_inputs_differ_by(dtype, tmp_path):
+    """The float32 model runs under autocast: its sums are float32, of bfloat16 parts."""
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model, x = models.seeded(Mixed).to(dtype), models.random(4, 6, 64).to(dtype)
+    way, group = models.TWO_RANKS["dtensor"], dist.new_group([0])
+    one = FlexModel(model, process_group=group) if dist.get_rank() == 0 else None
+    flex = FlexModel(parallelize_module(copy.deepcopy(model), way.mesh["tp"], plan))
+    weight = flex.module.router.weight.data
+    mixed = torch.autocast("cpu", torch.bfloat16, dtype == torch.float32, cache_enabled=False)
+    with mixed, torch.no_grad():
+        if one is not None:
+            one.fingerprint(tmp_path, x)
+            one.restore()
+        found = flex.verify(tmp_path, x)
+        assert found.first is None and max(row.ulps for row in found.rows) > 1e3, found
+        report = flex.verify(model, x)
+        assert report.is_equal, report
+        weight[3] *= 2
+        first = flex.verify(tmp_path, x).first
+        assert (first.name, first.kind) == ("router", "forward")
+        assert flex.verify(model, x).first_difference.name == "router"
 
 
 @pytest.mark.ranks(2)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.testing import assert_close
 
 import frameworks
 import models
@@ -126,6 +127,24 @@ def test_a_dry_run_without_hooks_costs_nothing():
     dry = flex.dry_run(models.random(4, 6))
     assert dry == [] and str(dry) == "no hooks are registered"
     assert dry.forward.is_nothing and dry.backward.is_nothing
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("settings", [{}, {"gradient_as_bucket_view": True, "static_graph": True}])
+def test_a_dry_run_after_a_step_of_ddp(settings):
+    """DDP prepares its buckets anew in the forward after the first backward: not on shapes."""
+    twin, x = models.mlp().requires_grad_(), models.random(4, 5, 6)
+    model = nn.parallel.DistributedDataParallel(models.mlp().requires_grad_(), **settings)
+    with FlexModel(model, {}) as flex:
+        flex.register_forward_hook(HookFunction("fc1"))
+        rows = x.chunk(2)[dist.get_rank()]
+        for _ in range(3):
+            for one, batch in ((flex, rows), (twin, x)):
+                one.zero_grad()
+                one(batch).square().mean().backward()
+            (row,) = flex.dry_run(rows)
+            assert row.full_shape == (4, 5, 8)
+            assert_close(flex.get_module_gradient("fc1.weight"), twin.fc1.weight.grad)
 
 
 # ---- verify --------------------------------------------------------------------------------------

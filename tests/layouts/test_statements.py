@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import models
 import pipelines
-from flex_model import FlexModel, HookError, HookFunction
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
 from shared_edits import mixing_features
 
 BATCH = models.random(4, 6)
@@ -292,6 +292,34 @@ def test_an_input_that_holds_rows_by_its_name(name, shape):
         flex.register_forward_hook(HookFunction("site"))
         with pytest.raises(ValueError, match="'other' has the same values"):
             flex(x, other=rows)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["scale", "attention_mask"])
+def test_an_input_that_only_some_data_parallel_ranks_were_given(name):
+    """Of other ranks' rows it says nothing; the tensor-parallel ranks must all have it."""
+    dp, tp = divmod(dist.get_rank(), 2)
+    scale = torch.cat([models.random(3, 3, seed=3), torch.ones(3, 3).double() / 3])
+    bias, found = models.random(6, 1, seed=4), []
+    for group, parts in ((pipelines.alone_group(), 1), (None, 2)):
+        x = models.random(6, 4).chunk(parts)[dp % parts].requires_grad_()
+        named = {"bias": bias.chunk(parts)[dp % parts], name: scale.chunk(parts)[dp % parts]}
+        named = named if parts == 1 or dp == 0 else {"bias": named["bias"]}
+        sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2} if parts == 2 else {}
+        with FlexModel(NamedInputs(), records := {}, process_group=group, **sizes) as flex:
+            flex.register_forward_hook(HookFunction("site", editing_function=mixing_features))
+            flex.register_full_backward_pre_hook(HookFunction("site", output_name="gradient"))
+            for _ in range(2):
+                flex(x, **named).mean().backward()
+        found.append((records, x.grad))
+    (expected, whole), (records, gradient) = found
+    assert_close(gradient, 2 * whole.chunk(2)[dp])
+    if dist.get_rank() == 0:
+        assert_close(records, expected)
+    with FlexModel(NamedInputs(), {}, data_parallel_size=2, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("site"))
+        with pytest.raises(HookMismatchError, match=f"different places: .*input '{name}'"):
+            flex(x, **(named if tp == 0 else {}))
 
 
 @pytest.mark.ranks(2)
