@@ -3,6 +3,7 @@ count, and context parallelism is refused by name. Before, most of these were re
 or parts of sequences were joined as rows of the batch.
 """
 
+import contextlib
 import warnings
 
 import pytest
@@ -115,7 +116,13 @@ def test_dims_of_one_rank_may_have_any_name():
 
 
 class Attention(nn.Module):
+    context = staticmethod(lambda x: contextlib.nullcontext())  # in which its forward runs
+
     def forward(self, x):
+        with self.context(x):
+            return self.attention(x)
+
+    def attention(self, x):
         heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
         return F.scaled_dot_product_attention(heads, heads, heads)
 
@@ -134,6 +141,29 @@ def test_a_run_in_torchs_context_parallelism():
         flex(x)
     flex(models.random(2, 8, 16))  # without it
     handle.remove()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_a_forward_that_enters_torchs_context_parallelism(axis):
+    """Also in a run whose hooks have settled. Before, records had the sequence in another order."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model, records = nn.Sequential(nn.Identity(), Attention()), {}
+    flex = FlexModel(model, records, **{f"{axis}_parallel_size": 2})
+    flex.register_forward_hook(HookFunction("0"))
+    x = models.random(2, 8, 16)
+    for _ in range(3):
+        flex(x)
+    model[1].context = lambda x: context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+    with pytest.raises(HookError, match=r"context_parallel\(...\) splits .* over 2 ranks"):
+        flex(x)
+    assert not records.get("0")
+    del model[1].context
+    flex(x)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))["cp"]
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):  # over one rank
+        flex(x)
+    flex.restore()
 
 
 @pytest.mark.ranks(2)
