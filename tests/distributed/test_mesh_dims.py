@@ -105,6 +105,34 @@ def test_a_flattened_dim_that_may_hold_parts_of_sequences():
     assert FlexModel(model, device_mesh=named).dp_size == 4
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", grid_but(["seq", "domain", "dp_seq", "tokens"], "seq"))
+def test_dims_that_may_hold_parts_of_sequences(name):
+    """No list has all their names. Before, their parts were joined as rows of the batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", name))[name]
+    fsdp2 = fully_shard(models.mlp(), mesh=mesh)
+    with pytest.raises(ValueError, match=rf"dims \('{name}',\), which are not known axes"):
+        FlexModel(fsdp2)
+    wrapped = [
+        DistributedDataParallel(models.mlp(), device_mesh=mesh),
+        DistributedDataParallel(models.mlp(), process_group=mesh.get_group()),
+    ]
+    for model in wrapped:
+        with pytest.raises(ValueError, match=f"over the mesh dim '{name}', which may hold no rows"):
+            FlexModel(model)
+    settled = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+    for model in (fsdp2, *wrapped):  # as the messages say
+        assert FlexModel(model, device_mesh=settled).dp_size == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", grid_but(["data", "fsdp", "dp0", "world", "x"], "world"))
+def test_dims_that_hold_rows(name):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+    assert FlexModel(fully_shard(models.mlp(), mesh=mesh)).dp_size == 2
+    assert FlexModel(DistributedDataParallel(models.mlp(), device_mesh=mesh)).dp_size == 2
+
+
 @pytest.mark.ranks(2)
 def test_dims_of_one_rank_may_have_any_name():
     names = ("cp", "anything", "tp", "ep")
