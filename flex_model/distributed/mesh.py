@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -303,6 +304,24 @@ _CONTEXT = {"cp", "context", "ulysses", "ring"}
 # Words in the names of dims that none of our axes stands for.
 _FOREIGN = _CONTEXT | {"sp", "sequence", "ep", "etp", "efsdp", "expert"}
 
+# Words that say nothing of what the ranks of a dim hold, and more words for rows.
+_NEUTRAL = {
+    *("world", "global", "local", "all", "default", "mesh", "dim", "axis", "rank", "ranks"),
+    *("device", "devices", "gpu", "gpus", "node", "nodes", "host", "hosts", "inter", "intra"),
+    *("outer", "inner", "row", "rows", "replica", "replicas", "replicated", "sharded", "zero"),
+}
+
+
+def may_have_rows(name: str) -> bool:
+    """Whether the ranks of a dim of this name, which FSDP or DDP is over, have rows of their own.
+
+    Both are also used over ranks that hold parts of a sequence, an image or a domain, whose names
+    no list can hold. So the names that are taken for rows are those of our axes, and those that say
+    nothing, as no name does; others are refused, since ``device_mesh=`` settles them in one line.
+    """
+    known = _NEUTRAL | AXIS_OF_DIM.keys()
+    return all(len(word) == 1 or word in known for word in _words(name))
+
 
 def is_foreign(name: str) -> bool:
     """Whether a dim of this name splits the sequence or the experts, which our axes don't."""
@@ -363,7 +382,7 @@ def _is_of_rows(line: tuple[int, ...], groups: list[tuple[str, tuple[int, ...]]]
 
 
 def _words(name: str) -> set[str]:
-    return set(name.lower().split("_")) - {"parallel"}
+    return set(re.findall("[a-z]+", name.lower())) - {"parallel"}
 
 
 def _groups(device_mesh: dist.DeviceMesh) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -376,9 +395,15 @@ def _groups(device_mesh: dist.DeviceMesh) -> Iterator[tuple[str, tuple[int, ...]
         for dim, name in enumerate(mesh.mesh_dim_names or ()):
             yield name, _line(mesh, dim)
     for group in getattr(root, "_pg_registry", {}).values():
-        kind, _, name = group.group_desc.partition("_")
-        if kind == "mesh":
+        name = dim_of_group(group)
+        if name:
             yield name, tuple(dist.get_process_group_ranks(group))
+
+
+def dim_of_group(group: dist.ProcessGroup) -> str:
+    """Return the name of the mesh dim that a group was made for; "" if it was made for none."""
+    kind, _, name = group.group_desc.partition("_")
+    return name if kind == "mesh" else ""
 
 
 def _line(mesh: dist.DeviceMesh, dim: int) -> tuple[int, ...]:

@@ -253,17 +253,24 @@ def plain_and_stated(
     tensor: Any, mesh: Mesh, site: str
 ) -> tuple[Tensor, tuple[Placement | None, Placement | None], ShardLayout | None]:
     """Return this rank's plain tensor, in the graph; the placements along dp and tp that a DTensor
-    states (None for an axis that its mesh does not cover); its layout if both are stated. Local.
+    states (None for an axis that its mesh does not cover); its layout if both are stated. Local;
+    collective over the mesh of a DTensor of which a mean, a maximum or a minimum is due.
     """
     if type(tensor) is Tensor:
         return tensor, (None, None), None
     if not is_dtensor(tensor):
         return wait(tensor), (None, None), None
+    if any(_is_mean_or_extreme(one) for one in tensor.placements):
+        tensor = without_partial(tensor)  # of equal values, as an edit leaves them, it is the value
     own = layout(tensor, mesh, site)
     axes = axis_names(tensor, mesh, site)
     has_dp, has_tp = mesh.dp_size == 1 or "dp" in axes, mesh.tp_size == 1 or "tp" in axes
     stated = own.dp if has_dp else None, own.tp if has_tp else None
     return to_local(tensor), stated, own if has_dp and has_tp else None
+
+
+def _is_mean_or_extreme(placement: Any) -> bool:
+    return type(placement).__name__ == "Partial" and placement.reduce_op in ("avg", "max", "min")
 
 
 def to_local(tensor: Any) -> Tensor:

@@ -13,9 +13,11 @@ from torch import nn
 from flex_model.distributed.mesh import (
     AXIS_OF_DIM,
     Mesh,
+    dim_of_group,
     group_ranks,
     is_foreign,
     known_axes,
+    may_have_rows,
     names_of_dims,
 )
 from flex_model.integrations import fsdp, refused, transformers_private
@@ -82,8 +84,11 @@ def axes_of_dims(
         axes = ("dp",) * num_dp + ("tp",) * (len(sizes) - num_dp)
     else:
         axes = ("tp",) * len(sizes)
-    dims = zip(known or [None] * len(sizes), axes, counts)
-    fits = all(name in (None, axis) or not big for name, axis, big in dims)
+    dims = zip(names or [""] * len(sizes), known or axes, axes, counts)
+    fits = all(
+        not big or (axis == (other or axis) and (axis == "tp" or may_have_rows(name)))
+        for name, other, axis, big in dims
+    )
     num_tp = sum(axis == "tp" and big for axis, big in zip(axes, counts))
     return axes if fits and num_tp <= 1 else None
 
@@ -157,7 +162,7 @@ def _hugging_face_mesh(root: nn.Module) -> Iterator[Source]:
 
 def _wrapper_groups(root: nn.Module, hidden: list[str]) -> Iterator[Source]:
     """Yield the groups of DDP and FSDP1, and the root mesh of a mesh that was passed to them.
-    Append inaccessible groups to ``hidden``.
+    Append to ``hidden`` groups that are not accessible, or may have no rows of their own.
     """
     seen = set()
     module: Any
@@ -168,8 +173,13 @@ def _wrapper_groups(root: nn.Module, hidden: list[str]) -> Iterator[Source]:
             name, device_mesh = "FSDP1", getattr(module, "_device_mesh", None)
         else:
             continue
+        dims = [(dim_of_group(module.process_group), module.process_group.size())]
         if device_mesh is not None:
-            names_of_dims(device_mesh)  # refuses context parallelism
+            dims = list(zip(names_of_dims(device_mesh) or (), device_mesh.shape))  # refuses cp
+        foreign = [dim for dim, size in dims if size > 1 and not may_have_rows(dim)]
+        if foreign:
+            hidden.append(f"{name} is over the mesh dim {foreign[0]!r}, which may hold no rows")
+            continue
         strategy = getattr(getattr(module, "sharding_strategy", None), "name", "")
         is_hybrid, me = "HYBRID" in strategy, dist.get_rank()
         ranks = group_ranks(module.process_group)

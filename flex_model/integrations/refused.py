@@ -146,18 +146,32 @@ def check_context_parallel(root: nn.Module) -> None:
                 )
 
 
-def check_context_parallel_run() -> None:
+def num_contexts() -> int:
+    """Return how often ``context_parallel(...)`` was entered in this process."""
+    return len(_entered())
+
+
+def check_context_parallel_run(since: int) -> None:
     """Raise HookError, the same on every rank, inside
-    ``torch.distributed.tensor.experimental.context_parallel(...)``.
+    ``torch.distributed.tensor.experimental.context_parallel(...)``, and where it was entered after
+    there had been ``since``: the model's own forward may enter and leave it.
     """
-    attention: Any = sys.modules.get(CONTEXT_PARALLEL)
-    patched: Any = F.scaled_dot_product_attention
-    if patched not in getattr(attention, "_replaced_functions", ()):
-        return
-    cells = zip(patched.__code__.co_freevars, patched.__closure__ or ())
-    size = _size(next((cell.cell_contents for name, cell in cells if name == "device_mesh"), None))
-    if size > 1:
-        raise agreed(HookError(f"context_parallel(...) {_SEQUENCE_IS_SPLIT.format(size)}"))
+    entered = _entered()
+    for patched in (F.scaled_dot_product_attention, *list(entered)[since:]):
+        if patched not in entered:
+            continue
+        cells = dict(zip(patched.__code__.co_freevars, patched.__closure__))
+        mesh = cells.get("device_mesh")
+        size = _size(None if mesh is None else mesh.cell_contents)
+        if size > 1:
+            raise agreed(HookError(f"context_parallel(...) {_SEQUENCE_IS_SPLIT.format(size)}"))
+
+
+def _entered() -> Mapping[Any, Any]:
+    """The attention functions that ``context_parallel`` has put in place of torch's, which it keeps
+    when it is left.
+    """
+    return getattr(sys.modules.get(CONTEXT_PARALLEL), "_replaced_functions", {})
 
 
 def _size(mesh: Any) -> int:

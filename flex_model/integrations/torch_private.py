@@ -211,6 +211,15 @@ def fsdp2_state(module: Any) -> Any:
     return module._get_fsdp_state()
 
 
+def fsdp2_fills() -> list[tuple[Any, str]]:
+    """Return the class and names of the methods with which FSDP2 fills its weights. Without them:
+    those that are not sharded along dim 0 are lost where a module is called twice.
+    """
+    module: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    names = () if module is None else ("unshard", "wait_for_unshard")
+    return [(module.FSDPParamGroup, name) for name in names]
+
+
 # ---- Sequential runs: what torch keeps per thread or process ---------------------------------
 # There is no public way to read these, or to set them without a context. Without one of them, a
 # batch that changes the setting around a target would change it for other batches.

@@ -4,6 +4,7 @@ and the sites of tensors that they are about.
 
 from __future__ import annotations
 
+import importlib
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -158,6 +159,14 @@ def placement_of(value: Any, axis: str) -> Placement | None:
         f"{axis}= must be Shard(dim), Replicate() or Partial() of torch.distributed.tensor, got "
         f"{value!r}"
     )
+
+
+def as_torch(placement: Placement | None) -> Any:
+    """Return the placement of ``torch.distributed.tensor`` for ours; ours where torch has none."""
+    tensor = importlib.import_module("torch.distributed.tensor")  # over a second, if not imported
+    if isinstance(placement, Shard):
+        return tensor.Shard(placement.dim) if placement == Shard(placement.dim) else placement
+    return None if placement is None else getattr(tensor, type(placement).__name__)()
 
 
 def placements_of(given: Any) -> dict[str, Placement]:

@@ -147,6 +147,7 @@ class Runs:
             outer_error=sys.exc_info()[1],
             is_recomputed=not has_graph,  # a checkpoint's forward has no graph either
             first_node=next_sequence(),
+            num_contexts=refused.num_contexts(),
             **of_batch,
         )
         self.current = run
@@ -222,7 +223,7 @@ class Runs:
                 text = refusal(registration)
                 communicator.fail(text, HookError(text))
         if not communicator.is_local:
-            refused.check_context_parallel_run()
+            refused.check_context_parallel_run(run.num_contexts)
         self._table.clear_records(new)
         run.hooks_seen.update(new)
         # Observers, and profilers, see only the hooks that Python runs, not the dispatcher.
@@ -375,6 +376,8 @@ class Runs:
             if error is not None:
                 self._fail(run, error)
             elif run.hooks_seen:
+                if not self._communicator.is_local:
+                    refused.check_context_parallel_run(run.num_contexts)
                 self.deliver(run, "end of the run")
                 if self.session is not None and not self.session.is_sequential:
                     # All records of the run; gradients may follow.

@@ -73,6 +73,7 @@ class Run:
         was_cut: Whether ``run_until`` ended one of its forwards early.
         first_node, last_node: Sequence numbers of the autograd nodes made during the run: from
             ``first_node`` to before ``last_node``.
+        num_contexts: How often torch's ``context_parallel`` had been entered when it began.
         backward_task: The backward pass at whose end its records will be delivered; -1 if none
             runs.
         entry: Its number among the runs of a store.
@@ -99,6 +100,7 @@ class Run:
     was_cut: bool = False
     first_node: int = 0
     last_node: int = OPEN
+    num_contexts: int = 0
     backward_task: int = -1
     entry: int = 0
     rows: RankRows | None = None

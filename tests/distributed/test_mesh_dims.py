@@ -3,6 +3,7 @@ count, and context parallelism is refused by name. Before, most of these were re
 or parts of sequences were joined as rows of the batch.
 """
 
+import contextlib
 import warnings
 
 import pytest
@@ -104,6 +105,34 @@ def test_a_flattened_dim_that_may_hold_parts_of_sequences():
     assert FlexModel(model, device_mesh=named).dp_size == 4
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", grid_but(["seq", "domain", "dp_seq", "tokens"], "seq"))
+def test_dims_that_may_hold_parts_of_sequences(name):
+    """No list has all their names. Before, their parts were joined as rows of the batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", name))[name]
+    fsdp2 = fully_shard(models.mlp(), mesh=mesh)
+    with pytest.raises(ValueError, match=rf"dims \('{name}',\), which are not known axes"):
+        FlexModel(fsdp2)
+    wrapped = [
+        DistributedDataParallel(models.mlp(), device_mesh=mesh),
+        DistributedDataParallel(models.mlp(), process_group=mesh.get_group()),
+    ]
+    for model in wrapped:
+        with pytest.raises(ValueError, match=f"over the mesh dim '{name}', which may hold no rows"):
+            FlexModel(model)
+    settled = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+    for model in (fsdp2, *wrapped):  # as the messages say
+        assert FlexModel(model, device_mesh=settled).dp_size == 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", grid_but(["data", "fsdp", "dp0", "world", "x"], "world"))
+def test_dims_that_hold_rows(name):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
+    assert FlexModel(fully_shard(models.mlp(), mesh=mesh)).dp_size == 2
+    assert FlexModel(DistributedDataParallel(models.mlp(), device_mesh=mesh)).dp_size == 2
+
+
 @pytest.mark.ranks(2)
 def test_dims_of_one_rank_may_have_any_name():
     names = ("cp", "anything", "tp", "ep")
@@ -115,7 +144,13 @@ def test_dims_of_one_rank_may_have_any_name():
 
 
 class Attention(nn.Module):
+    context = staticmethod(lambda x: contextlib.nullcontext())  # in which its forward runs
+
     def forward(self, x):
+        with self.context(x):
+            return self.attention(x)
+
+    def attention(self, x):
         heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
         return F.scaled_dot_product_attention(heads, heads, heads)
 
@@ -134,6 +169,29 @@ def test_a_run_in_torchs_context_parallelism():
         flex(x)
     flex(models.random(2, 8, 16))  # without it
     handle.remove()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_a_forward_that_enters_torchs_context_parallelism(axis):
+    """Also in a run whose hooks have settled. Before, records had the sequence in another order."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    model, records = nn.Sequential(nn.Identity(), Attention()), {}
+    flex = FlexModel(model, records, **{f"{axis}_parallel_size": 2})
+    flex.register_forward_hook(HookFunction("0"))
+    x = models.random(2, 8, 16)
+    for _ in range(3):
+        flex(x)
+    model[1].context = lambda x: context_parallel(mesh, buffers=[x], buffer_seq_dims=[1])
+    with pytest.raises(HookError, match=r"context_parallel\(...\) splits .* over 2 ranks"):
+        flex(x)
+    assert not records.get("0")
+    del model[1].context
+    flex(x)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "cp"))["cp"]
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):  # over one rank
+        flex(x)
+    flex.restore()
 
 
 @pytest.mark.ranks(2)

@@ -97,6 +97,8 @@ def test_a_table_of_ranks_with_two_dims_of_one_axis():
         (("outer", "inner"), (2, 2), True, True, ("dp", "dp")),
         (("outer", "inner"), (2, 2), True, False, ("dp", "tp")),
         (("rows", "tp"), (2, 2), True, False, ("dp", "tp")),
+        (("seq", "tp"), (2, 2), True, False, None),  # parts of sequences are no rows
+        (("seq",), (2,), False, False, ("tp",)),
         (("rows", "dp"), (2, 2), True, False, None),  # its second dim would be tp
         (("outer", "inner"), (2, 2), False, False, None),
         (("dp_shard_cp", "tp"), (2, 2), True, False, None),

@@ -1,9 +1,12 @@
 """Contracts of ``autograd.Function``s that the user states, on 2 ranks, and their errors."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard as DTensorShard
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -103,6 +106,51 @@ def test_a_forward_with_a_contract_is_not_followed():
         flex(x)
     if dist.get_rank() == 0:
         assert_close(records["site"][0], x)
+
+
+class Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return tuple(one.clone() for one in x.chunk(2, -1))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return torch.cat(grads, -1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (DTensorShard(0), ""),
+        ([DTensorShard(0), Shard(0)], ""),
+        ([DTensorShard(0)], "must return one placement for all results, or a list of 2, got"),
+        ("S(0)", r"= must be Shard\(dim\), .* of torch.distributed.tensor, got 'S\(0\)'"),
+        (DTensorShard(-1), r"=Shard\(-1\): count the dim from the front"),
+    ],
+)
+def test_placements_of_torch_and_what_is_none(returned, text):
+    """A placement of torch was a bare TypeError, and those passed were none of torch's."""
+
+    class Taken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.site = nn.Identity()
+
+        def forward(self, x):
+            return self.site(Halves.apply(x)[0])
+
+    passed = []
+    register_function(Halves, forward=lambda one: passed.append(one) or returned, gradient="local")
+    x = models.random(4, 6)
+    with FlexModel(Taken(), records := {}, data_parallel_size=2, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("site"))
+        raises = pytest.raises((TypeError, ValueError), match=rf"Halves\): forward.*{text}")
+        with raises if text else nullcontext():
+            flex(x.chunk(2)[dist.get_rank()])
+    assert passed[0] == DTensorShard(0)
+    if dist.get_rank() == 0 and not text:
+        assert_close(records["site"][0], x[:, :3])
 
 
 def test_what_is_no_contract():

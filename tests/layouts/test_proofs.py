@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard as DTensorShard
 from torch.testing import assert_close
 
 import frameworks
@@ -73,6 +75,28 @@ def test_every_tensor_of_a_model_is_proven(name, make, inference):
         expected = unsharded(model, [batch])
         found, _ = sharded_and_not(models.TWO_RANKS[name], model, batch)
     compare(found, expected)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.layer(self.layer(x).tanh()).tanh())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_module_of_fsdp2_that_is_called_twice(dim):
+    """It fills the memory of the weights again, along dim 1 by ``torch.cat``; what was behind was
+    refused."""
+    model, x = models.seeded(Twice).double(), models.random(4, 4)
+    expected = unsharded(model, [x])
+    where = {"shard_placement_fn": lambda p: DTensorShard(dim if p.ndim > 1 else 0)}
+    for part in (model.layer, model):
+        fully_shard(part, mesh=models.mesh(2, 1)["dp"], **where)
+    compare(follow(model, mesh_of(dp_size=2), [x.chunk(2)[dist.get_rank()]], [ROWS])[0], expected)
 
 
 @pytest.mark.ranks(4)

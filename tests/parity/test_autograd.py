@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
@@ -287,3 +287,36 @@ def test_what_the_user_keeps_of_an_edit_stays_as_the_model_writes_to_it(layout, 
         if grad:
             output.full_tensor().sum().backward()
             assert_close(layer.weight.grad.full_tensor(), (3 * edited).t() @ x)
+
+
+class Reduced(nn.Module):
+    """A DTensor that is a mean, a maximum or a minimum of what the ranks hold."""
+
+    def __init__(self, op, edit=None):
+        super().__init__()
+        self.site, self.placements, self.edit = nn.Identity(), [Partial(op)], edit
+
+    def forward(self, x):
+        mesh, factor = models.mesh(1, 2)["tp"], dist.get_rank() + 1
+        h = self.site(DTensor.from_local(factor * x, mesh, self.placements, run_check=False))
+        h = h.redistribute(placements=[Replicate()]).to_local()
+        return h if self.edit is None else self.edit(h)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("edits", [False, True])
+def test_a_dtensor_of_which_another_reduction_than_a_sum_is_due(op, edits):
+    """Means, maxima and minima were refused."""
+    x, edit = models.random(4, 6).requires_grad_(), torch.tanh if edits else None
+    whole, expected = Reduced(op)(x).detach(), Reduced(op, edit)(x)
+    (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
+    with FlexModel(Reduced(op), records := {}, tensor_parallel_size=2) as flex:
+        function = (lambda module, full, save_ctx, modules: full.tanh()) if edits else None
+        flex.register_forward_hook(HookFunction("site", editing_function=function))
+        for _ in range(3):
+            output = flex(x)
+        (grad,) = torch.autograd.grad(output.square().sum(), x)
+    assert_close((output, grad), (expected, expected_grad))
+    if dist.get_rank() == 0:
+        assert_close(records["site"][0], whole)

@@ -24,9 +24,10 @@ from flex_model.distributed.placement import Placement
 from flex_model.integrations.torch_private import function_of
 from flex_model.layouts.contracts import opaque_calls
 from flex_model.layouts.propagation import rules
+from flex_model.layouts.statements import as_torch, placement_of
 
 GRADIENTS = ("whole", "partial", "local", "recomputes")
-Forward = Callable[..., "Placement | Sequence[Placement | None] | None"]
+Forward = Callable[..., Any]
 
 
 def _by_flag(name: str) -> Callable[[Any], str]:
@@ -96,12 +97,21 @@ def register_function(
 
         register_function(CopyToRanks, gradient="whole")
 
+
+        class SwapShards(torch.autograd.Function):  # all-to-all: parts of tokens <-> of heads
+            ...
+
+        swapped = {Shard(1): Shard(2), Shard(2): Shard(1), Shard(0): Shard(0)}
+        register_function(SwapShards, forward=swapped.get)
+
     Args:
         forward: Receives the placement along one mesh axis of each tensor that ``apply`` is passed
-            (None where it is not known), and returns that of its result, or a list for several.
-            Or a text as of `register_rule`, by the names that the class's ``forward`` gives its
-            arguments: of a kernel that communicates nothing, forward and backward. The operations
-            inside are not followed then. Without it they are.
+            (of ``torch.distributed.tensor``; of ``flex_model.distributed.placement`` where torch
+            has none such, as of interleaved parts; None where it is not known), and returns that
+            of its result, or a list for several. It is called for each axis; along dp rows are
+            ``Shard(0)``. Or a text as of `register_rule`, by the names that the class's ``forward``
+            gives its arguments: of a kernel that communicates nothing, forward and backward. The
+            operations inside are not followed then. Without it they are.
         gradient: How the ranks along tp hold the gradient of an input that is the same on all of
             them: ``"whole"`` (the backward completes it, as by an all-reduce), ``"partial"`` (each
             has a summand), or ``"local"`` (the backward communicates nothing). Those of split
@@ -153,10 +163,14 @@ def infer_forward(
     """Return the placements of a Function's results, by the user's contract."""
     _, forward, _ = _own[name]
     assert forward is not None
-    found = forward(*placements)
-    if found is None or isinstance(found, Placement):
-        return [found] * num_outputs
-    return list(found)
+    given = forward(*map(as_torch, placements))
+    of_results = list(given) if isinstance(given, (list, tuple)) else [given] * num_outputs
+    if len(of_results) != num_outputs:
+        raise TypeError(
+            f"register_function({name}): forward= must return one placement for all results, or a "
+            f"list of {num_outputs}, got {given!r}"
+        )
+    return [placement_of(one, f"register_function({name}): forward") for one in of_results]
 
 
 def gradient_of(node: Any) -> tuple[str, str | None]:

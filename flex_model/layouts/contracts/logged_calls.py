@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_iter
 
 from flex_model.distributed.placement import Placement
 from flex_model.integrations import dtensor
-from flex_model.integrations.torch_private import DisableTorchFunction
+from flex_model.integrations.torch_private import DisableTorchFunction, fsdp2_fills
 from flex_model.layouts import logged
 from flex_model.layouts.active import active_recorders, all_paused
 from flex_model.layouts.contracts import functions, opaque_calls
@@ -70,6 +70,9 @@ def _replace_all() -> None:
         _replace(function, "apply", functions.name_of(function))
     for module, name, contract in opaque_calls.functions():
         _replace(module, name, contract)
+    for owner, name in fsdp2_fills():  # whose memory is used again; weights are placed
+        made: Any = all_paused()(getattr(owner, name))
+        _replaced.enter_context(mock.patch.object(owner, name, made))
     encoder = torch.nn.TransformerEncoder
     _replaced.enter_context(mock.patch.object(encoder, "forward", _packing(encoder.forward)))
     made = classmethod(_followed(vars(torch.autograd.Function)["apply"]))
