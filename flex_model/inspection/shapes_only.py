@@ -166,7 +166,7 @@ def _keep_ddp_out(root: nn.Module, stack: contextlib.ExitStack) -> None:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             stack.enter_context(module.no_sync())
             module.require_forward_param_sync = False
-            module.reducer = _IdleReducer()  # type: ignore[assignment]
+            vars(module)["reducer"] = _IdleReducer()
 
 
 class _IdleReducer:

@@ -168,6 +168,9 @@ class _Lines(IterableDataset[str]):
     def __len__(self) -> int:
         return self._number
 
+    def note_cut(self, number: int) -> None:
+        self.num_cut += number
+
     def __iter__(self) -> Iterator[str]:
         with self._file.open(encoding="utf-8") as file:
             yield from (line.rstrip("\n") for line in file if line.strip())
@@ -188,7 +191,7 @@ def _batches(
             some, return_tensors="pt", padding=True, truncation=True, max_length=max_length
         )
         if made["input_ids"].shape[1] == max_length:
-            lines.num_cut += sum(map(is_longer, some))
+            lines.note_cut(sum(map(is_longer, some)))
         batch = {name: value for name, value in made.items() if name in names}
         if "use_cache" in names:
             batch["use_cache"] = False  # keys and values of every layer would pile up
