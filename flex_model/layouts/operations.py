@@ -153,6 +153,9 @@ def _propagate(proofs: AxisProofs, read: ArgumentReader, operation: Operation) -
         return outputs  # equal elements may be those of each rank's own part
     if factories.is_factory(operation):
         return factories.infer(operation, proofs.axis, proofs.split_sizes, read.shards_passed)
+    if operation.name == factories.SPARSE:
+        own = factories.unsettled_dims(operation, proofs.axis, proofs.split_sizes)
+        return outputs if own is None or own else rules.propagate(operation)
     made, passed = rules.propagate(operation), read.shards_passed
     if operation.name not in constants.EXPANDS or operation.operands[0].placement != REPLICATED:
         return made

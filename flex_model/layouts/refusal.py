@@ -74,10 +74,10 @@ def refusal(
             )
         if NOT_MADE in lost:
             advice += (
-                "; it is kept in a cache or a global variable, or is numpy's memory: clear the "
-                "cache before the run, hold the tensor in an attribute of a module, or, where all "
-                "ranks have the same, state what a module returns of it: flex.annotate_layout(..., "
-                f"kind='forward', {axis}=Replicate())"
+                "; it is kept in a cache or a global variable, is numpy's memory, or sparse in "
+                "another format than COO: clear the cache before the run, hold the tensor in an "
+                "attribute of a module, or, where all ranks have the same, state what a module "
+                f"returns of it: flex.annotate_layout(..., kind='forward', {axis}=Replicate())"
             )
         if INTO_WHOLE in lost:
             buffer = lost.partition(INTO_WHOLE)[2].split("'")[1]

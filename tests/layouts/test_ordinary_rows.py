@@ -348,7 +348,19 @@ def written_by_two_masks(model, h):
     return made
 
 
+def values_of_a_sparse_tensor(model, h):
+    values = model.tables["steps"][0].clone()
+    change = ordinary_lines.sparse(model.groups, values)
+    values += h.detach().sum()
+    return h @ change.to_dense()[:WIDTH, :WIDTH]
+
+
 REFUSED = {
+    "values of a sparse tensor": values_of_a_sparse_tensor,
+    "a sparse tensor as long as the rows": lambda model, h: (
+        F.pad(h[:, 0], (0, 2)) + ordinary_lines.sparse(model.groups, model.groups, len(h))
+    )[:, :WIDTH],
+    "sparse rows": lambda model, h: h.flatten(1).to_sparse().to_dense().view_as(h),
     "rows of two kinds": rows_of_two_kinds,
     "picked by rows of another kind": picked_by_rows_of_another_kind,
     "written by two masks": written_by_two_masks,
