@@ -16,7 +16,7 @@ from flex_model.distributed.placement import (
 )
 from flex_model.distributed.values import Fingerprints
 from flex_model.layouts.expected_shape import unique
-from flex_model.layouts.operations import INTO_WHOLE, NOT_MADE, OF_OTHERS
+from flex_model.layouts.operations import INTO_WHOLE, NOT_MADE, OF_OTHERS, WITH_WHOLE
 from flex_model.layouts.proofs import DIFFERS, IN_PARTS
 from flex_model.layouts.statements import KINDS, Site, Statements, text_of
 
@@ -84,6 +84,12 @@ def refusal(
             advice += (
                 "; where each rank's buffer is its part of a larger one, state that, with its dim: "
                 f"flex.annotate_layout({buffer!r}, kind='parameter', {axis}=Shard(...))"
+            )
+        if WITH_WHOLE in lost:
+            name = lost.partition(WITH_WHOLE)[2].split("'")[1]
+            advice += (
+                f"; where {name!r} is a state that an earlier run left, drop it before this one: "
+                "set it to None, or call a model of transformers once with use_cache=False"
             )
         if axis == "dp" and site.kind != "parameter":
             lines.append('FlexModel(..., dp_batch="local")  # each data-parallel rank its own rows')

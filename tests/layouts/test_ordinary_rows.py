@@ -460,6 +460,26 @@ def test_the_advice_for_rows_in_blocks_is_right():
 
 
 @pytest.mark.ranks(2)
+def test_a_state_of_rows_that_an_earlier_run_left_in_an_attribute():
+    """As RecurrentGemma leaves one for its decoding; whether it is of these rows is not known."""
+
+    def lines(model, h):
+        model.state = h * 2 if model.state is None else h + model.state
+        return model.state
+
+    x, model = batch(3).chunk(2)[dist.get_rank()], around(lines)
+    model.state = None
+    with torch.no_grad():
+        model(x)
+        with FlexModel(model, {}, data_parallel_size=2, timeout=20) as flex:
+            flex.register_forward_hook(HookFunction("behind"))
+            with pytest.raises(ValueError, match=r"'state' is a state .* set it to None"):
+                flex(x)
+            model.state = None
+            flex(x)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", [name for name in REFUSED if name not in ("unique", "shuffled")])
 def test_rows_before_they_are_put_in_another_order(name):
     """What comes behind, and how the loss is made of it, does not matter."""
