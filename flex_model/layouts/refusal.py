@@ -60,7 +60,8 @@ def refusal(
         if lost.startswith((" (lost at input ", " (lost at state in ")):
             advice += (
                 "; where ranks are given shards as inputs, state these: kind='forward_pre' of "
-                "re.compile('^$'), with the input's index="
+                "re.compile('^$'), with the input's index=; where generate() computed it before "
+                "the model's forward, as transformers does with encoders, call the forward itself"
             )
         if axis == "tp" and lost.startswith((" (lost at chunk", " (lost at split")):
             advice += (

@@ -460,6 +460,23 @@ def test_the_advice_for_rows_in_blocks_is_right():
 
 
 @pytest.mark.ranks(2)
+def test_the_advice_for_an_input_of_an_encoder_that_ran_before():
+    """``generate`` of transformers passes features of images, of which a row has several."""
+
+    class Beside(nn.Module):
+        def forward(self, x, features):
+            return x + features.unflatten(0, (len(x), 2)).sum(1)
+
+    rank, settings = dist.get_rank(), {"data_parallel_size": 2, "timeout": 20}
+    x, features = batch(3)[:, 0].chunk(2)[rank], batch(6)[:, 1].chunk(2)[rank]
+    with FlexModel(Beside(), {}, **settings) as flex:
+        flex.register_forward_hook(HookFunction(""))
+        text = r"(?s)lost at input 'features', tensor 1.* call the forward itself.*dp_batch="
+        with pytest.raises(ValueError, match=text):
+            flex(x, features)
+
+
+@pytest.mark.ranks(2)
 def test_a_state_of_rows_that_an_earlier_run_left_in_an_attribute():
     """As RecurrentGemma leaves one for its decoding; whether it is of these rows is not known."""
 
