@@ -120,7 +120,11 @@ def positions_of_forward(what: str) -> Positions:
             return Positions()
         problem = "a forward had a cache and gradients"
     elif forward is None:
-        problem = "a part of the model is called on its own, or a stage of a pipeline"
+        problem = (
+            "a part of the model is called on its own, or a stage of a pipeline; wrap the part "
+            "that generates, as FlexModel(model.language_model) with `with flex.active():` around "
+            "the call"
+        )
     else:
         problem = _problem(forward)
     if forward is None or problem:

@@ -289,6 +289,22 @@ def test_a_cache_whose_first_layer_holds_no_positions():
 
 
 @torch.no_grad()
+def test_a_part_that_generates_is_wrapped_itself():
+    """As BLIP-2 calls its language model's ``generate``."""
+    outer = nn.ModuleDict({"language_model": llama()})
+    with FlexModel(outer) as flex:
+        select = Select(positions=[LENGTH], of="sequence")
+        flex.register_forward_hook(HookFunction("language_model.model.layers.0", select=select))
+        with flex.active(), pytest.raises(HookError, match="wrap the part that generates"):
+            outer["language_model"].generate(prompts(2), **SETTINGS)
+    with FlexModel(outer["language_model"], records := {}) as flex:
+        flex.register_forward_hook(of_sequence([LENGTH]))
+        with flex.active():
+            outer["language_model"].generate(prompts(2), **SETTINGS)
+    assert lengths(records) == [0, 1, 0, 0]
+
+
+@torch.no_grad()
 def test_two_models_over_one_have_the_positions_of_its_forward():
     model, tokens, others = llama(), prompts(2), {}
     with FlexModel(model, records := {}) as flex, FlexModel(model, others) as other:
