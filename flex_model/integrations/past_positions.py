@@ -75,11 +75,19 @@ def begin(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _length_of(cache: Any) -> Any:
-    """Return how many positions a cache holds; None: it has states alone, as that of a Mamba."""
+    """Return how many positions a cache holds; None: it has states alone, as that of a Mamba, or
+    layers of several lengths behind an empty one.
+    """
     try:
-        return getattr(cache, "get_seq_length", lambda: None)()
+        length = getattr(cache, "get_seq_length", lambda: None)()
     except ValueError:  # what transformers raises there
         return None
+    if isinstance(length, Tensor) or length != 0:
+        return length
+    # That of layer 0, which is empty also where it has states elsewhere, as in a MiniMax.
+    layers = [one for one in getattr(cache, "layers", ()) if hasattr(one, "get_seq_length")]
+    held = {int(one.get_seq_length()) for one in layers} - {0}
+    return None if len(held) > 1 else sum(held)
 
 
 def end(module: nn.Module) -> None:
@@ -112,7 +120,11 @@ def positions_of_forward(what: str) -> Positions:
             return Positions()
         problem = "a forward had a cache and gradients"
     elif forward is None:
-        problem = "a part of the model is called on its own, or a stage of a pipeline"
+        problem = (
+            "a part of the model is called on its own, or a stage of a pipeline; wrap the part "
+            "that generates, as FlexModel(model.language_model) with `with flex.active():` around "
+            "the call"
+        )
     else:
         problem = _problem(forward)
     if forward is None or problem:
@@ -134,7 +146,7 @@ def _problem(forward: _Forward) -> str:
     if forward.past is None:
         return (
             f"its {type(forward.cache).__name__} holds states, not positions (get_seq_length() has "
-            "no number); pass use_cache=False"
+            "no number for all its layers); pass use_cache=False"
         )
     if forward.length is None:
         return "it was given neither input_ids nor inputs_embeds"

@@ -14,8 +14,10 @@ from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts.propagation.operation import REPLICATED, Operation, differ
 
 _FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor"}
-#: Factories that also take a tensor, for its dtype.
-BY_SIZES = {"new_zeros", "new_ones", "new_full"}
+#: Its elements are at places of their own, so no shard of it is known.
+SPARSE = "_sparse_coo_tensor_with_dims_and_tensors"
+#: Those that also take tensors.
+BY_SIZES = {"new_zeros", "new_ones", "new_full", SPARSE}
 #: All elements of their results are 0.
 ZEROS = ("zeros", "new_zeros", "zeros_like")
 _BLANKS = {"empty", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}

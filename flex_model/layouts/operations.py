@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 OF_OTHERS = " of tensors that differ from rank to rank"
 NOT_MADE = " that no operation of this forward made"
 INTO_WHOLE = " of shards into the whole buffer "
+WITH_WHOLE = " of rows with as many of "
 
 # Of which later operations read what they made.
 _MAKERS = {*factories.ZEROS, "empty_like", "sort", "argsort"}
@@ -61,6 +62,8 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
     is_whole = written in proofs.weights and proofs.placement(written) == REPLICATED
     if is_whole and proofs.axis == "tp" and any(one.shard is not None for one in read.operands):
         text += f"{INTO_WHOLE}{proofs.steps[written].text!r}"
+    if proofs.axis == "dp" and None in found:
+        text += _as_many(proofs, read.operands)
     inputs = tuple(v for v in values if isinstance(v, int)) or tuple(read.sized_by)
     for i, output in enumerate(outputs):
         value, placements = output.value, output.placements
@@ -75,6 +78,19 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
         made = [output.value for output in outputs if _has_gradient(output.dtype)]
         proofs.gradients.note_made([entry.carriers for entry in entries], made)
     follow_writes(proofs, outputs, [entry.writes for entry in entries], text)
+
+
+def _as_many(proofs: AxisProofs, operands: Sequence[Operand]) -> str:
+    """Return the text that names a weight, or an attribute, with a value for each of a rank's rows;
+    empty if there is none among the operands.
+    """
+    shards = [one for one in operands if one.shard is not None]
+    rows = [one.shapes[0][one.shard.dim] for one in shards if one.shard is not None]
+    for one in operands if rows and rows[0] > 1 else ():
+        is_whole = one.value in proofs.weights and one.placement == REPLICATED
+        if is_whole and one.ndim > 1 and one.shapes[0][0] == rows[0]:
+            return f"{WITH_WHOLE}{proofs.steps[one.value].text!r}"
+    return ""
 
 
 # ---- How results are placed ----------------------------------------------------------------------
@@ -153,6 +169,9 @@ def _propagate(proofs: AxisProofs, read: ArgumentReader, operation: Operation) -
         return outputs  # equal elements may be those of each rank's own part
     if factories.is_factory(operation):
         return factories.infer(operation, proofs.axis, proofs.split_sizes, read.shards_passed)
+    if operation.name == factories.SPARSE:
+        own = factories.unsettled_dims(operation, proofs.axis, proofs.split_sizes)
+        return outputs if own is None or own else rules.propagate(operation)
     made, passed = rules.propagate(operation), read.shards_passed
     if operation.name not in constants.EXPANDS or operation.operands[0].placement != REPLICATED:
         return made

@@ -16,7 +16,7 @@ from flex_model.distributed.placement import (
 )
 from flex_model.distributed.values import Fingerprints
 from flex_model.layouts.expected_shape import unique
-from flex_model.layouts.operations import INTO_WHOLE, NOT_MADE, OF_OTHERS
+from flex_model.layouts.operations import INTO_WHOLE, NOT_MADE, OF_OTHERS, WITH_WHOLE
 from flex_model.layouts.proofs import DIFFERS, IN_PARTS
 from flex_model.layouts.statements import KINDS, Site, Statements, text_of
 
@@ -60,7 +60,8 @@ def refusal(
         if lost.startswith((" (lost at input ", " (lost at state in ")):
             advice += (
                 "; where ranks are given shards as inputs, state these: kind='forward_pre' of "
-                "re.compile('^$'), with the input's index="
+                "re.compile('^$'), with the input's index=; where generate() computed it before "
+                "the model's forward, as transformers does with encoders, call the forward itself"
             )
         if axis == "tp" and lost.startswith((" (lost at chunk", " (lost at split")):
             advice += (
@@ -74,16 +75,22 @@ def refusal(
             )
         if NOT_MADE in lost:
             advice += (
-                "; it is kept in a cache or a global variable, or is numpy's memory: clear the "
-                "cache before the run, hold the tensor in an attribute of a module, or, where all "
-                "ranks have the same, state what a module returns of it: flex.annotate_layout(..., "
-                f"kind='forward', {axis}=Replicate())"
+                "; it is kept in a cache or a global variable, is numpy's memory, or sparse in "
+                "another format than COO: clear the cache before the run, hold the tensor in an "
+                "attribute of a module, or, where all ranks have the same, state what a module "
+                f"returns of it: flex.annotate_layout(..., kind='forward', {axis}=Replicate())"
             )
         if INTO_WHOLE in lost:
             buffer = lost.partition(INTO_WHOLE)[2].split("'")[1]
             advice += (
                 "; where each rank's buffer is its part of a larger one, state that, with its dim: "
                 f"flex.annotate_layout({buffer!r}, kind='parameter', {axis}=Shard(...))"
+            )
+        if WITH_WHOLE in lost:
+            name = lost.partition(WITH_WHOLE)[2].split("'")[1]
+            advice += (
+                f"; where {name!r} is a state that an earlier run left, drop it before this one: "
+                "set it to None, or call a model of transformers once with use_cache=False"
             )
         if axis == "dp" and site.kind != "parameter":
             lines.append('FlexModel(..., dp_batch="local")  # each data-parallel rank its own rows')

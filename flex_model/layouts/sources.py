@@ -141,6 +141,16 @@ class Weights:
         found = self._found.get(id(tensor))
         return found if found is not None and found[0]() is tensor else None
 
+    def _in_place_of(self, parameter: nn.Parameter) -> _Weight | None:
+        """Return the weight that has this parameter's memory: PEFT makes a new parameter of it
+        whenever a module's submodules are listed.
+        """
+        for found in self._found.values():
+            tensor = found[0]()
+            if tensor is not None and TensorValues.are_same(tensor, parameter):
+                return found
+        return None
+
     def _is_weight(self, tensor: Tensor) -> bool:
         """Whether a plain attribute is a weight: FSDP1's views of a flattened parameter are."""
         return self._has_fsdp1 or (self._constants is not None and tensor in self._constants)
@@ -151,15 +161,17 @@ class Weights:
         """
         found = self._weight(tensor)
         if found is None and isinstance(tensor, nn.Parameter):
-            self._scan()
-            found = self._weight(tensor)
+            found = self._in_place_of(tensor)
+            if found is None:
+                self._scan()
+                found = self._weight(tensor) or self._in_place_of(tensor)
         if found is None:
             return None
-        _, name, module, leaf, of_weight = found
+        own, name, module, leaf, of_weight = found
         weight = of_weight()
         if weight is None:
             return None
-        if tensor is not weight and not dtensor.is_dtensor(weight):  # a part: whole if that is
+        if own() is not weight and not dtensor.is_dtensor(weight):  # a part: whole if that is
             (dp, tp), _ = self._placements(name, module, leaf, weight)
             whole = encode(Replicate())
             return name, (dp if dp == whole else None, tp if tp == whole else None), None

@@ -8,19 +8,42 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from flex_model.integrations.torch_private import DisableTorchFunction
 from flex_model.layouts import logged, memory_map
+from flex_model.layouts.active import all_paused
 from flex_model.layouts.logged import Value
-from flex_model.layouts.memory_map import Geometry, Reference, place, reference_to
+from flex_model.layouts.memory_map import Geometry, Reference, reference_to
 from flex_model.layouts.operation_log import hash_of
 
 # A tensor object, its storage, its place there, and its value at that time.
 _Known = tuple[Reference, int, Geometry, Value]
+
+
+class _OfSparse(NamedTuple):
+    """The type in the geometry of a sparse tensor, which its values alone don't have."""
+
+    itemsize: int
+    dtype: torch.dtype
+
+
+def place(tensor: Tensor) -> tuple[Any, Geometry]:
+    """Return the storage, and the tensor's place in it: for a sparse tensor, its values'. None for
+    other tensors that are not plain memory.
+    """
+    if tensor.layout != torch.sparse_coo:
+        return memory_map.place(tensor)
+    with all_paused(), torch.no_grad():
+        storage, geometry = memory_map.place(tensor._values())
+    if storage is None:
+        return None, ()
+    *at, dtype = geometry
+    return storage, (*at, _OfSparse(dtype.itemsize, dtype))
 
 
 def without_function_mode(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,8 +102,8 @@ class TensorValues:
 
     @staticmethod
     def is_memory(tensor: Tensor) -> bool:
-        """Whether the tensor has plain memory, which can be followed."""
-        return memory_map.storage_of(memory_map.plain(tensor)) is not None
+        """Whether the tensor has plain memory, or its values have it, so that it is followed."""
+        return place(tensor)[0] is not None
 
     def of_weight(self, tensor: Tensor) -> Value | None:
         """Return the value of a weight that was used as this object and in this memory."""

@@ -1,10 +1,12 @@
 """Adapters of PEFT on a hooked model."""
 
+import copy
 import warnings
 
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import lora
@@ -176,3 +178,36 @@ def test_adapters_that_are_merged():
         again = FlexModel(merged, {})
         again.register_forward_hook(HookFunction("model.layers.0.mlp.act_fn", editing_function=mix))
         assert_close(again(IDS).logits, before)
+
+
+class Attending(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        self.head = torch.nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.head(x + self.attn(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.ranks(2)
+def test_adapters_of_a_multihead_attention_under_ddp():
+    """Refused before: PEFT makes its weights anew whenever its submodules are listed."""
+    torch.manual_seed(3)
+    model = lora.adapted(Attending(), ["attn"])
+    for parameter in model.parameters():
+        parameter.data.normal_()
+    twin, site, x = copy.deepcopy(model), "base_model.model.head", models.random(4, 7, 32)
+    seen = watch(twin, site, mix)
+    twin(x).square().mean().backward()
+    rank = torch.distributed.get_rank()
+    with FlexModel(DistributedDataParallel(model), {}, output_ranks="all") as flex:
+        flex.register_forward_hook(HookFunction(site, editing_function=mix))
+        for _ in range(2):
+            model.zero_grad()
+            flex(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+            assert_close(flex.output_ptr[site], seen)
+        grads = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+        assert len(grads) == 4
+        for name, grad in grads.items():
+            assert_close(flex.get_module_gradient(name), grad)

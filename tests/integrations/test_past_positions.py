@@ -271,6 +271,40 @@ def test_a_model_whose_cache_holds_no_positions_generates_with_other_hooks():
 
 
 @torch.no_grad()
+def test_a_cache_whose_first_layer_holds_no_positions():
+    """Wrong before, silently: the length of a MiniMax's cache was that of its linear layer 0."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+    counts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    config = transformers.MiniMaxConfig(**sizes, **counts, **layers, eos_token_id=None)
+    model = transformers.MiniMaxForCausalLM(config).eval()
+    with FlexModel(model, records := {}) as flex:
+        flex.register_forward_hook(of_sequence(slice(LENGTH - 1, LENGTH + 2)))
+        flex.generate(prompts(2), **SETTINGS)
+        assert lengths(records) == [1, 1, 1, 0]
+        cache = flex(prompts(2)).past_key_values
+        cache.update(*torch.zeros(2, 2, 2, 1, 8), layer_idx=2)  # as that of a cross attention
+        with pytest.raises(HookError, match=r"holds states, not positions"):
+            flex(prompts(2)[:, :1], None, None, cache)
+
+
+@torch.no_grad()
+def test_a_part_that_generates_is_wrapped_itself():
+    """As BLIP-2 calls its language model's ``generate``."""
+    outer = nn.ModuleDict({"language_model": llama()})
+    with FlexModel(outer) as flex:
+        select = Select(positions=[LENGTH], of="sequence")
+        flex.register_forward_hook(HookFunction("language_model.model.layers.0", select=select))
+        with flex.active(), pytest.raises(HookError, match="wrap the part that generates"):
+            outer["language_model"].generate(prompts(2), **SETTINGS)
+    with FlexModel(outer["language_model"], records := {}) as flex:
+        flex.register_forward_hook(of_sequence([LENGTH]))
+        with flex.active():
+            outer["language_model"].generate(prompts(2), **SETTINGS)
+    assert lengths(records) == [0, 1, 0, 0]
+
+
+@torch.no_grad()
 def test_two_models_over_one_have_the_positions_of_its_forward():
     model, tokens, others = llama(), prompts(2), {}
     with FlexModel(model, records := {}) as flex, FlexModel(model, others) as other:

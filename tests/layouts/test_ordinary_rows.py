@@ -348,7 +348,19 @@ def written_by_two_masks(model, h):
     return made
 
 
+def values_of_a_sparse_tensor(model, h):
+    values = model.tables["steps"][0].clone()
+    change = ordinary_lines.sparse(model.groups, values)
+    values += h.detach().sum()
+    return h @ change.to_dense()[:WIDTH, :WIDTH]
+
+
 REFUSED = {
+    "values of a sparse tensor": values_of_a_sparse_tensor,
+    "a sparse tensor as long as the rows": lambda model, h: (
+        F.pad(h[:, 0], (0, 2)) + ordinary_lines.sparse(model.groups, model.groups, len(h))
+    )[:, :WIDTH],
+    "sparse rows": lambda model, h: h.flatten(1).to_sparse().to_dense().view_as(h),
     "rows of two kinds": rows_of_two_kinds,
     "picked by rows of another kind": picked_by_rows_of_another_kind,
     "written by two masks": written_by_two_masks,
@@ -445,6 +457,43 @@ def test_the_advice_for_rows_in_blocks_is_right():
         eval(line, {"flex": flex, "Shard": Shard})
         flex(x.chunk(2)[dist.get_rank()])
     assert_close(records["behind"][0], expected["behind"])
+
+
+@pytest.mark.ranks(2)
+def test_the_advice_for_an_input_of_an_encoder_that_ran_before():
+    """``generate`` of transformers passes features of images, of which a row has several."""
+
+    class Beside(nn.Module):
+        def forward(self, x, features):
+            return x + features.unflatten(0, (len(x), 2)).sum(1)
+
+    rank, settings = dist.get_rank(), {"data_parallel_size": 2, "timeout": 20}
+    x, features = batch(3)[:, 0].chunk(2)[rank], batch(6)[:, 1].chunk(2)[rank]
+    with FlexModel(Beside(), {}, **settings) as flex:
+        flex.register_forward_hook(HookFunction(""))
+        text = r"(?s)lost at input 'features', tensor 1.* call the forward itself.*dp_batch="
+        with pytest.raises(ValueError, match=text):
+            flex(x, features)
+
+
+@pytest.mark.ranks(2)
+def test_a_state_of_rows_that_an_earlier_run_left_in_an_attribute():
+    """As RecurrentGemma leaves one for its decoding; whether it is of these rows is not known."""
+
+    def lines(model, h):
+        model.state = h * 2 if model.state is None else h + model.state
+        return model.state
+
+    x, model = batch(3).chunk(2)[dist.get_rank()], around(lines)
+    model.state = None
+    with torch.no_grad():
+        model(x)
+        with FlexModel(model, {}, data_parallel_size=2, timeout=20) as flex:
+            flex.register_forward_hook(HookFunction("behind"))
+            with pytest.raises(ValueError, match=r"'state' is a state .* set it to None"):
+                flex(x)
+            model.state = None
+            flex(x)
 
 
 @pytest.mark.ranks(2)
