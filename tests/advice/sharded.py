@@ -59,6 +59,23 @@ def fsdp1_hook(num_forwards=1, is_late=False):
     loss.backward()
 
 
+def unsynchronized(then):
+    flex = FlexModel(fully_shard(models.mlp()), {})
+    if then == "hooked":
+        flex.register_hook(HookFunction("fc1.weight"))
+    flex.set_requires_gradient_sync(False)
+    flex(BATCH).sum().backward()
+    if then in ("averaged", "averaged and read"):
+        flex.set_requires_gradient_sync(True)
+        flex(BATCH, groups=()).sum().backward()
+    if then in ("read", "averaged and read"):
+        flex.get_module_gradient("fc1.weight")
+        return
+    if then != "hooked":
+        flex.register_hook(HookFunction("fc1.weight"))
+    flex(BATCH).sum().backward()
+
+
 def set_weight(seed):
     flex = tensor_parallel()
     flex.set_module_parameter("fc1.weight", models.random(8, 6, seed=seed))
@@ -294,6 +311,14 @@ TWO_RANKS = {
     ),
     "each of which has a part of the gradient": (lambda: fsdp1_hook(num_forwards=2), fsdp1_hook),
     "it was registered after the forward": (lambda: fsdp1_hook(is_late=True), fsdp1_hook),
+    "wait for FSDP2 to average them": (
+        lambda: unsynchronized("hook late"),
+        lambda: (unsynchronized("hooked"), unsynchronized("averaged")),
+    ),
+    "waits for FSDP2 to average it": (
+        lambda: unsynchronized("read"),
+        lambda: unsynchronized("averaged and read"),
+    ),
     "(FSDP1) module that keeps one flattened gradient": (
         lambda: fsdp1_gradient(False),
         lambda: (fsdp1_gradient(True), fsdp1_gradient(None)),
