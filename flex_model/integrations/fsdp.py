@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -249,6 +249,17 @@ def _groups(module: nn.Module) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):  # some releases of torch have one group
         return list(state._fsdp_param_groups)
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def divide_factors(modules: Mapping[str, nn.Module]) -> dict[float | None, str]:
+    """Return the numbers by which FSDP2 divides the ranks' summed gradients, each with the name of
+    a module; None: by that of the ranks.
+    """
+    return {
+        getattr(group, "gradient_divide_factor", None): name
+        for name, module in modules.items()
+        for group in _groups(module)
+    }
 
 
 def is_managed(root: nn.Module, parameter: Any) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -74,6 +74,16 @@ def unsynchronized(then):
     if then != "hooked":
         flex.register_hook(HookFunction("fc1.weight"))
     flex(BATCH).sum().backward()
+
+
+def divided(by):
+    flex = FlexModel(models.TWO_RANKS["fsdp2"].shard(models.mlp()), {})
+    flex.register_full_backward_hook(HookFunction("fc2"))
+    for module in flex.module.modules() if by == "all" else [flex.module]:
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    flex(BATCH).sum().backward()
+    flex.restore()
 
 
 def set_weight(seed):
@@ -315,6 +325,7 @@ TWO_RANKS = {
         lambda: unsynchronized("hook late"),
         lambda: (unsynchronized("hooked"), unsynchronized("averaged")),
     ),
+    "hooks need one number for all": (lambda: divided("one"), lambda: divided("all")),
     "waits for FSDP2 to average it": (
         lambda: unsynchronized("read"),
         lambda: unsynchronized("averaged and read"),
