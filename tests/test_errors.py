@@ -421,21 +421,6 @@ def test_a_failed_edit_of_a_gradient_is_raised_at_the_end_of_the_backward(name, 
 
 
 @pytest.mark.ranks(2)
-def test_gradients_that_fsdp2_accumulates_are_refused_at_the_end_of_the_backward():
-    parallelism, records = models.TWO_RANKS["fsdp2"], {}
-    flex = FlexModel(parallelism.shard(models.mlp()), records, output_ranks="all")
-    for name in ("inp.weight", "fc1.weight"):
-        flex.register_hook(HookFunction(name))
-    for _ in range(2):
-        flex.zero_grad()
-        flex(parallelism.my_rows(BATCH)).mean().backward()
-        assert len(records["inp.weight"]) == len(records["fc1.weight"]) == 1
-        with pytest.raises(ValueError, match=r"set gradients to None"):
-            flex(parallelism.my_rows(BATCH)).mean().backward()
-    flex.restore()
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("edits", [False, True])
 def test_hooks_that_run_in_another_order_are_an_error(edits):
     class Crossed(nn.Module):

@@ -84,6 +84,7 @@ class Communicator(GroupPool):
         # Where those of ``gather_at_once`` differ: its header, as packed, all of them, ``edited``.
         self._received: tuple[Header, bytes, list[bytes], str] | None = None
         self._skipped: Counter[int] = Counter()  # forwards without hooks since then, by mode
+        self.divisor: float = mesh.dp_size  # of the ranks' summed losses, which makes one of them
         super().__init__(mesh, timeout_s, device)
 
     @contextlib.contextmanager
@@ -115,6 +116,10 @@ class Communicator(GroupPool):
         """Forget the backward passes and the costs of the run before. Local."""
         self.failure.begin_run()
         self.meter = costs.Meter()
+
+    def divide_by(self, divisor: float) -> None:
+        """Take the sum of the ranks' losses by this number for the loss of all. Local."""
+        self.divisor = divisor
 
     def fail(self, text: str, cause: BaseException, state: RankState = ERROR) -> None:
         """Raise an error of this rank: now if it is alone, else on all ranks at the next exchange.

@@ -65,7 +65,8 @@ class TensorSpec:
         axes: The axes along which ranks hold different shards.
         plan: Where the bytes of the ranks along ``axes`` belong, in their order.
         rank: This rank's index among them.
-        full_shape: That of the full tensor; ``grad_scale``: dp where dp splits the batch, else 1.
+        full_shape: That of the full tensor.
+        num_batches: The parts into which dp splits the batch; 1 where it does not.
         boxes: The boxes of the shards of the ranks along ``axes``; see `ShardLayout.plan_of`.
         pick: The selected part of this rank's shard; None for all of it.
         padding: The padding of this rank's tensor, which ``shard`` includes; None for none.
@@ -79,7 +80,7 @@ class TensorSpec:
     plan: GatherPlan
     rank: int
     full_shape: Shape
-    grad_scale: int
+    num_batches: int
     boxes: list[Box]
     pick: Pick | None = None
     padding: Padding | None = None
@@ -171,6 +172,14 @@ class TensorSpec:
         shard = memory.empty(sizes, full.dtype)
         _C.split_into(self.plan, self.rank, on_cpu(full), shard)
         return shard if full.is_cpu else shard.to(full.device)
+
+    @property
+    def grad_scale(self) -> float:
+        """The gradient on a rank, by that of the loss of all ranks: dp where it splits the batch,
+        else 1, unless FSDP2 divides the ranks' sum by another number.
+        """
+        communicator = self.communicator
+        return self.num_batches * communicator.divisor / communicator.mesh.dp_size
 
     @property
     def is_whole(self) -> bool:
@@ -378,7 +387,7 @@ class _Gather(Function):
         in_graph = context.has_graph_of_gradient()
         scale, spec = context.spec.grad_scale, context.gradient()
         shard = scatter(grad, context.of_gradient(spec)) if in_graph else spec.slice(grad)
-        return (shard * scale if scale > 1 else shard), None
+        return (shard * scale if scale != 1 else shard), None
 
 
 class _Scatter(Function):
@@ -398,7 +407,7 @@ class _Scatter(Function):
             full = gather(full, context.of_gradient(spec)) if in_graph else spec.all_gather(full)
         if context.spec.is_shared_over_dp:  # the edit's gradient depends on every rank's loss
             full = mean_over_dp(full, spec.communicator, context.check_consistency)
-        return (full / spec.grad_scale if spec.grad_scale > 1 else full), None
+        return (full / spec.grad_scale if spec.grad_scale != 1 else full), None
 
 
 class _GatherToFirst(Function):
@@ -419,7 +428,7 @@ class _GatherToFirst(Function):
         spec = context.gradient()
         first = spec.communicator.mesh.group_rank == 0
         shard = spec.scatter_from_first(grad if first else None, ctx.like)
-        return (shard * spec.grad_scale if spec.grad_scale > 1 else shard), None
+        return (shard * spec.grad_scale if spec.grad_scale != 1 else shard), None
 
 
 class _ScatterFromFirst(Function):
@@ -447,7 +456,7 @@ class _ScatterFromFirst(Function):
         full = spec.gather_to_first(grad.contiguous())
         if full is None:
             full = grad.new_zeros(ctx.size)
-        elif spec.grad_scale > 1:
+        elif spec.grad_scale != 1:
             full = full / spec.grad_scale
         return full, *[None] * (len(ctx.needs_input_grad) - 1)
 

@@ -143,7 +143,15 @@ class HookCore:
             has_parts=not only_whole and step is None,
         )
         handlers = HookHandlers(
-            self.runs, backwards, self._graphs, communicator, tracking, executor, step, on_failure
+            module,
+            self.runs,
+            backwards,
+            self._graphs,
+            communicator,
+            tracking,
+            executor,
+            step,
+            on_failure,
         )
         self.run_parameter_hooks = handlers.run_parameter_hooks
         table.connect(handlers, self._hooks_changed, self._graphs.keep)

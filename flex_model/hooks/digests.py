@@ -29,7 +29,7 @@ class HookDigests:
         settings: Mapping[str, Any],
     ) -> None:
         self._communicator, self._table = communicator, table
-        self._statements, self._settings = statements, settings
+        self._statements, self._settings = statements, dict(settings)
         self._num_published, self._agreed = 0, site_hash()
         self._checked: str | None = None  # the digest of the statements, until hooks change
         self._has_new = False
@@ -42,6 +42,10 @@ class HookDigests:
         """Return whether hooks were registered or removed since the last call of this."""
         has_new, self._has_new = self._has_new, False
         return has_new
+
+    def set(self, name: str, value: Any) -> None:
+        """Compare a setting that has changed with that of all ranks at the next check. Local."""
+        self._settings[name], self._checked = value, None
 
     def hooks_changed(self) -> None:
         """Publish the registered hooks to the other ranks, whether or not this rank runs the model.

@@ -43,12 +43,14 @@ class HookHandlers:
     """Finds the run of each call of a hook, calls it, and handles its errors.
 
     Attributes:
+        model: The wrapped model.
         runs: The runs of the FlexModel.
         communicator: Its communicator.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         runs: Runs,
         backwards: BackwardPasses,
         graphs: Graphs,
@@ -58,7 +60,7 @@ class HookHandlers:
         step: MicrobatchState | None,
         on_failure: Callable[[Registration, Exception], None] | None,
     ) -> None:
-        self.runs, self._backwards, self._graphs = runs, backwards, graphs
+        self.model, self.runs, self._backwards, self._graphs = model, runs, backwards, graphs
         self.communicator, self._tracking, self._executor = communicator, tracking, executor
         self._step, self._on_failure = step, on_failure
         self._backward_lock = BackwardLock(communicator.timeout_s, communicator.is_local)

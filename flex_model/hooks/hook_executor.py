@@ -82,12 +82,11 @@ class HookExecutor:
                 communicator, records, layouts, function, not self.settles, sent_to_all
             )
         self.full_parameter, self.sent_to_all = full_parameter, sent_to_all
-        # Dividing this rank's gradients by it gives those of the mean loss.
-        self.gradient_scale: int = communicator.mesh.dp_size
+        self._num_microbatches = 1
 
     def average_over(self, num_microbatches: int) -> None:
         """Pass gradients of the mean loss over this many micro-batches, from now on."""
-        self.gradient_scale = self._communicator.mesh.dp_size * num_microbatches
+        self._num_microbatches = num_microbatches
 
     def activation(self, call: HookCall, leaf: Tensor, tree: Any) -> Any:
         """Run a forward or forward-pre hook on one tensor of a tree; return the tree that the model
@@ -129,13 +128,14 @@ class HookExecutor:
         ends = profiler.begun(self.observers, profiler.begin_span, "hook", call)
         try:
             call.registration.check_movable(grad, call.records)
-            scale, communicator = self.gradient_scale, self._communicator
+            communicator = self._communicator
+            scale = communicator.divisor * self._num_microbatches
             is_of_parameter = call.registration.kind == "tensor"
             moves = is_of_parameter and communicator.mesh.dp_size > 1
             cuda_graphs.check(call, grad, communicator.is_local, moves)
             if is_of_parameter:
                 grad, scale = self._mean_over_dp(call, grad), 1
-            unscaled = grad / scale if scale > 1 else grad
+            unscaled = grad / scale if scale != 1 else grad
             if not call.registration.edits:
                 self._collect(call, unscaled)
                 return grad
@@ -146,7 +146,7 @@ class HookExecutor:
             if shard is None:
                 return grad
             edited = self._placed(one, shard)
-            return edited * scale if scale > 1 else edited
+            return edited * scale if scale != 1 else edited
         finally:
             self._communicator.defer(False)
             for end in ends:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.errors import HookError
-from flex_model.integrations import compiled
+from flex_model.integrations import compiled, fsdp
 
 if TYPE_CHECKING:
     from flex_model.hooks.handlers import HookHandlers
@@ -321,9 +321,8 @@ class ParameterSite:
                 self._handle = None
         elif self._handle is None:
             if self._moment == "accumulated":
-                self._handle = parameter.register_post_accumulate_grad_hook(
-                    self._accumulated_hook()
-                )
+                own = fsdp.OwnGradient(self._owner.model, parameter)
+                self._handle = own.register_hook(self._hook(), self._refuse)
             elif self._moment == "gathered":
                 gathered: Any = parameter
                 self._handle = gathered.register_hook(self._hook(), self._refuse)
@@ -342,30 +341,6 @@ class ParameterSite:
         registration = self.site.active[0]
         error = ValueError(f"parameter-gradient hook on {registration.name!r}: {problem}")
         self._owner.refuse_parameter_hooks(registration, error)
-
-    def _accumulated_hook(self):
-        owner, site = self._owner, self.site
-
-        def reference(grad: Tensor | None) -> Any:
-            return None if grad is None else weakref.ref(grad)
-
-        parameter = self.parameter()
-        last = reference(None if parameter is None else parameter.grad)
-
-        def hook(parameter):
-            nonlocal last
-            if last is not None and parameter.grad is last():
-                problem = (
-                    "FSDP2 adds this backward's gradient to an earlier one, and the hook would "
-                    "edit their sum; set gradients to None before each backward "
-                    "(zero_grad(set_to_none=True)), or hook the module's gradients"
-                )
-                self._refuse(problem)
-                return
-            parameter.grad = owner.run_parameter_hooks(site.active, parameter.grad)
-            last = reference(parameter.grad)
-
-        return hook
 
     def remove(self) -> None:
         """Remove the torch hook and the site."""

@@ -6,13 +6,15 @@ import contextlib
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from flex_model import names
-from flex_model.integrations.torch_private import current_graph_task, fsdp2_state
+from flex_model import _C, names
+from flex_model.integrations.compiled import outside_graphs
+from flex_model.integrations.torch_private import call_last, current_graph_task, fsdp2_state
 
 
 def _is_a(name: str, module: nn.Module) -> bool:
@@ -225,16 +227,161 @@ def earlier_hooks(root: nn.Module, parameter: nn.Parameter) -> list[Any]:
     """Return the hooks that torch calls with the gradient of a parameter once it is accumulated,
     before FSDP2 averages and shards it; hooks on the sharded parameter run after them.
     """
-    states = [fsdp2_state(module) for module in root.modules() if is_fsdp2(module)]
-    groups = [getattr(state, "_fsdp_param_group", None) for state in states]
-    whole = [
-        getattr(one, "_unsharded_param", None)
-        for group in groups
-        for one in getattr(group, "fsdp_params", ())
-        if one.sharded_param is parameter
-    ]
-    hooks = [getattr(one, "_post_accumulate_grad_hooks", None) or {} for one in whole]
-    return [hook for of_one in hooks for hook in of_one.values()]
+    whole = getattr(_managed(root, parameter)[2], "_unsharded_param", None)
+    return list((getattr(whole, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
+def _managed(root: nn.Module, parameter: Any) -> tuple[Any, Any, Any]:
+    """Return the module with ``fully_shard`` that manages a sharded parameter, the group there, and
+    what torch keeps of the parameter, such as the whole one of forwards; Nones if there is none.
+    """
+    for module in filter(is_fsdp2, root.modules()):
+        for group in _groups(module):
+            for kept in getattr(group, "fsdp_params", ()):
+                if kept.sharded_param is parameter:
+                    return module, group, kept
+    return None, None, None
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """Return what ``fully_shard`` keeps of the groups of parameters that a module manages."""
+    state = fsdp2_state(module)
+    if hasattr(state, "_fsdp_param_groups"):  # some releases of torch have one group
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def divide_factors(modules: Mapping[str, nn.Module]) -> dict[float | None, str]:
+    """Return the numbers by which FSDP2 divides the ranks' summed gradients, each with the name of
+    a module; None: by that of the ranks.
+    """
+    return {
+        getattr(group, "gradient_divide_factor", None): name
+        for name, module in modules.items()
+        for group in _groups(module)
+    }
+
+
+def is_managed(root: nn.Module, parameter: Any) -> bool:
+    """Whether FSDP2 sharded a parameter: it may be one of ``ignored_params``."""
+    return _managed(root, parameter)[0] is not None
+
+
+def waits_for_average(root: nn.Module, parameter: Any) -> bool:
+    """Whether FSDP2 holds gradients of a sharded parameter that are not averaged yet."""
+    return _waits(*_managed(root, parameter)[1:])
+
+
+def _waits(group: Any, kept: Any) -> bool:
+    whole = getattr(kept, "_unsharded_param", None)
+    sums = [getattr(whole, "grad", None), getattr(kept, "unsharded_accumulated_grad", None)]
+    sums.append(getattr(group, "_partial_reduce_output", None))  # HSDP: before the all-reduce
+    return any(one is not None for one in sums)
+
+
+class OwnGradient:
+    """The gradient of one backward in a parameter of FSDP2, averaged and sharded.
+
+    FSDP2 would add it to those of earlier backwards, before or after it averages them. So a group
+    with a hook averages in every backward, and what ``.grad`` has is set aside and added later.
+    """
+
+    def __init__(self, root: nn.Module, parameter: nn.Parameter) -> None:
+        self._module, self._group, self._kept = _managed(root, parameter)
+        self._earlier: Tensor | None = None
+        self._has_begun = False  # a backward has reached it and is not averaged yet
+
+    def register_hook(
+        self, hook: Callable[[Any], Any], refuse: Callable[[str], None]
+    ) -> OwnGradient:
+        """Register the only hook; ``remove`` removes it.
+
+        Args:
+            refuse: Gets the reason why a backward can't run the hook.
+        """
+        self._hook, self._refuse = hook, refuse
+        parameter = self._kept.sharded_param
+        self._sum = _reference(parameter.grad)  # where FSDP2 would add this backward's
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._run)]
+        if not self._follow():
+            register = self._module.register_forward_pre_hook
+            self._handles.append(register(self._begin_forward))
+        return self
+
+    @outside_graphs
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        if self._follow():
+            self._handles[1].remove()
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _follow(self) -> bool:
+        """Register at the whole parameter, which FSDP2 makes in its first forward and keeps."""
+        whole = getattr(self._kept, "_unsharded_param", None)
+        if whole is not None:
+            self._handles.append(whole.register_hook(self._begin))
+        return whole is not None
+
+    def _begin(self, grad: Tensor) -> None:
+        """Begin a backward, before it adds anything to the whole parameter's gradient."""
+        self._module.set_requires_gradient_sync(True, recurse=False)
+        if self._has_begun:  # in parts: reentrant checkpointing
+            return
+        if _waits(self._group, self._kept):
+            problem = (
+                "gradients of earlier backwards, without gradient synchronization and without the "
+                "hook, wait for FSDP2 to average them, and the hook would get their sum; register "
+                "it before the first of them, or run their last one without it (groups=()) after "
+                "set_requires_gradient_sync(True)"
+            )
+            self._refuse(problem)
+        parameter = self._kept.sharded_param
+        self._has_begun = True
+        self._earlier, parameter.grad = parameter.grad, None
+        self._sum = _reference(self._earlier)
+        # After the hooks of all FlexModels; FSDP2 forbids that it is removed while it is called.
+        adding = parameter.register_post_accumulate_grad_hook(self._add)
+
+        def restore() -> None:
+            adding.remove()
+            if self._earlier is not None:
+                parameter.grad, self._earlier = self._earlier, None
+
+        def abort() -> None:
+            self._has_begun = False
+            restore()
+
+        aborted = _C.Finalizer(abort)  # with `end`, which autograd drops
+
+        def end() -> None:
+            aborted.cancel()
+            restore()
+
+        call_last(end)
+
+    def _run(self, parameter: nn.Parameter) -> None:
+        self._has_begun = False
+        if self._sum is not None and parameter.grad is self._sum():
+            problem = (
+                "FSDP2 has added this backward's gradient to an earlier one, and the hook would "
+                "get their sum; set gradients to None before each backward "
+                "(zero_grad(set_to_none=True)), or hook the module's gradients"
+            )
+            self._refuse(problem)
+            return
+        parameter.grad = self._hook(parameter.grad)
+        self._sum = _reference(parameter.grad if self._earlier is None else self._earlier)
+
+    def _add(self, parameter: Any) -> None:
+        if self._earlier is not None:
+            with torch.no_grad():
+                parameter.grad, self._earlier = self._earlier.add_(parameter.grad), None
+
+
+def _reference(tensor: Tensor | None) -> Any:
+    return None if tensor is None else weakref.ref(tensor)
 
 
 def owner_fsdp2(root: nn.Module, name: str) -> Any:

@@ -84,6 +84,14 @@ current_transform = _functorch.peek_interpreter_stack  # None for none
 outside_transforms = pyfunctorch.temporarily_clear_interpreter_stack
 
 
+def call_last(end: Callable[..., None]) -> None:
+    """Have autograd call ``end`` after all callbacks queued during the pass. A Ctrl-C before that
+    drops ``end``, which is detected; no Python code, where a Ctrl-C would be missed, runs between.
+    """
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+    queue(functools.partial(queue, end))
+
+
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Return the plain tensor in the wrappers of transforms, which they leave dead; the dims of
     ``vmap``, and of batched gradients, are its first. To be called ``outside_transforms``.

@@ -112,9 +112,18 @@ class Parameters:
         with self._found(name, sharded=True, with_grads=True) as found:
             offload.check_gradient("get_module_gradient", self._root, found.full_name)
             gradient = found.gradient
-            there = gradient is not None
+            there, waits = gradient is not None, fsdp.waits_for_average(self._root, found.parameter)
             what = f"the gradient of parameter {clean(self._root, name)!r}"
-            self._agree(f"{what}, which it {'has' if there else 'does not have'}", name, there)
+            state = f"which it {'has' if there else 'does not have'}{', not averaged' * waits}"
+            self._agree(f"{what}, {state}", name, there, waits)
+            if waits:
+                raise agreed(
+                    ValueError(
+                        f"get_module_gradient: {what} waits for FSDP2 to average it, as after a "
+                        "backward without gradient synchronization; read it after a backward with "
+                        "set_requires_gradient_sync(True)"
+                    )
+                )
             if gradient is None:
                 return None
             if gradient.layout != torch.strided:

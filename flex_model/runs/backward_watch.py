@@ -14,11 +14,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
-from flex_model.integrations.torch_private import current_graph_task
+from flex_model.integrations.torch_private import call_last, current_graph_task
 
 _GRACE_S = 0.5  # for the other ranks to receive the report; Ctrl-C must return within a second
 _FAILURE = "the model's own backward failed or was interrupted; see that rank's own traceback"
@@ -61,7 +59,7 @@ class BackwardWatch:
             aborted.cancel()
 
         # A Ctrl-C in `end` is reported at once: its traceback keeps the finalizer alive.
-        _call_last(_C.watched(end, aborted.call))
+        call_last(_C.watched(end, aborted.call))
 
     def at_end(self, act: Callable[[], None], has_begun: Callable[[], bool]) -> None:
         """Have autograd call ``act`` at the end of the running pass, after the callbacks that were
@@ -73,7 +71,7 @@ class BackwardWatch:
             if not has_begun():
                 self._report()
 
-        _call_last(_C.watched(act, if_raised))
+        call_last(_C.watched(act, if_raised))
 
     def watch_from(self, output: Any) -> None:
         """Watch the passes that begin at an output of the model, from their first node. Local."""
@@ -98,11 +96,3 @@ class BackwardWatch:
         # A Ctrl-C here is suppressed: the error that ends the pass is raised anyway.
         with contextlib.suppress(BaseException):
             self._communicator.report_failure(_FAILURE, None, "end of the backward", _GRACE_S)
-
-
-def _call_last(end: Callable[..., None]) -> None:
-    """Have autograd call ``end`` after all callbacks queued during the pass. A Ctrl-C before that
-    drops ``end``, which is detected; no Python code, where a Ctrl-C would be missed, runs between.
-    """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(functools.partial(queue, end))

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from types import FrameType
 from typing import Any
 
@@ -34,7 +34,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.replaced_targets import Targets, refusal
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
-from flex_model.integrations import refused, transformers_private
+from flex_model.integrations import fsdp, refused, transformers_private
 from flex_model.integrations.compiled import (
     HOOKS_BREAK_GRAPHS,
     HookGuards,
@@ -233,12 +233,36 @@ class Runs:
         if not communicator.is_local:
             hooks = self._table.active_hooks
             communicator.publish_run(hooks.digest, hooks.choice, self._mode)
+            if self._fsdp2:
+                self._read_divide_factor()
             self._digests.check()
             edited = any(r.edits for r in hooks.registrations)
             if self._replicas and self._step is None and edited:
                 self._replicas.check()
         if self.session is not None and not self.session.is_sequential:
             self.session.check_hooks(self._digests.described())
+
+    @cached_property
+    def _fsdp2(self) -> dict[str, nn.Module]:
+        if self._communicator.mesh.dp_size == 1:
+            return {}
+        modules = self._module.named_modules()
+        return {name: module for name, module in modules if fsdp.is_fsdp2(module)}
+
+    def _read_divide_factor(self) -> None:
+        """Take the number by which FSDP2 divides gradients now (``set_gradient_divide_factor``)."""
+        communicator, found = self._communicator, fsdp.divide_factors(self._fsdp2)
+        factors = {factor or communicator.mesh.dp_size: name for factor, name in found.items()}
+        if len(factors) > 1:
+            each = ", ".join(f"of {name!r} by {factor:g}" for factor, name in factors.items())
+            text = (
+                f"FSDP2 divides the summed gradients {each}; hooks need one number for all; call "
+                "set_gradient_divide_factor with it on every module with fully_shard"
+            )
+            communicator.fail(text, HookError(text))
+        elif factors and communicator.divisor not in factors:
+            communicator.divide_by(*factors)
+            self._digests.set("gradient divide factor", communicator.divisor)
 
     def settle_edits(self, run: Run) -> None:
         """Let the dispatcher call settled editing functions itself, in the rest of the run."""

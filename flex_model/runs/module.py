@@ -217,9 +217,8 @@ class ModuleRunner:
         if wrapper is not None:
             made: Any = fsdp.GatheredParameter(root, wrapper, full_name)
             return [self._gathered.setdefault(full_name, made)], "gathered"
-        after = fsdp.owner_fsdp2(root, name) is not None
         target = fsdp.sharded_parameter(root, name, parameter)
-        return [target], "accumulated" if after else "computed"
+        return [target], "accumulated" if fsdp.is_managed(root, target) else "computed"
 
     # Inspection.
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -57,6 +57,33 @@ def fsdp1_hook(num_forwards=1, is_late=False):
     if is_late:
         flex.register_hook(HookFunction("fc1.weight"))
     loss.backward()
+
+
+def unsynchronized(then):
+    flex = FlexModel(fully_shard(models.mlp()), {})
+    if then == "hooked":
+        flex.register_hook(HookFunction("fc1.weight"))
+    flex.set_requires_gradient_sync(False)
+    flex(BATCH).sum().backward()
+    if then in ("averaged", "averaged and read"):
+        flex.set_requires_gradient_sync(True)
+        flex(BATCH, groups=()).sum().backward()
+    if then in ("read", "averaged and read"):
+        flex.get_module_gradient("fc1.weight")
+        return
+    if then != "hooked":
+        flex.register_hook(HookFunction("fc1.weight"))
+    flex(BATCH).sum().backward()
+
+
+def divided(by):
+    flex = FlexModel(models.TWO_RANKS["fsdp2"].shard(models.mlp()), {})
+    flex.register_full_backward_hook(HookFunction("fc2"))
+    for module in flex.module.modules() if by == "all" else [flex.module]:
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    flex(BATCH).sum().backward()
+    flex.restore()
 
 
 def set_weight(seed):
@@ -294,6 +321,15 @@ TWO_RANKS = {
     ),
     "each of which has a part of the gradient": (lambda: fsdp1_hook(num_forwards=2), fsdp1_hook),
     "it was registered after the forward": (lambda: fsdp1_hook(is_late=True), fsdp1_hook),
+    "wait for FSDP2 to average them": (
+        lambda: unsynchronized("hook late"),
+        lambda: (unsynchronized("hooked"), unsynchronized("averaged")),
+    ),
+    "hooks need one number for all": (lambda: divided("one"), lambda: divided("all")),
+    "waits for FSDP2 to average it": (
+        lambda: unsynchronized("read"),
+        lambda: unsynchronized("averaged and read"),
+    ),
     "(FSDP1) module that keeps one flattened gradient": (
         lambda: fsdp1_gradient(False),
         lambda: (fsdp1_gradient(True), fsdp1_gradient(None)),

@@ -3,6 +3,7 @@
 import sys
 import types
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 import models
 from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
@@ -507,6 +509,118 @@ def test_hooks_on_gradients_of_parameters_under_fsdp1_and_tensor_parallelism():
     flex = FlexModel(model, tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"norm.weight.*FSDP1.*over tensor-parallel ranks"):
         flex.register_hook(HookFunction("norm.weight"))
+
+
+# ---- What FSDP2 accumulates ----------------------------------------------------------------------
+
+HOOKED = ["inp.weight", "fc1.weight"]  # of the root, and of a layer that is sharded by itself
+
+
+def flip_signs(module, full, save_ctx, modules):
+    return full.sign() + full.flip(0)
+
+
+def halve(module, full, save_ctx, modules):
+    return full.square() / 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("is_synced", [True, False])
+def test_hooks_get_the_gradient_of_each_backward_that_fsdp2_accumulates(is_synced, is_late):
+    """They got the sum, or were refused."""
+    way, twin, expected = models.TWO_RANKS["fsdp2"], models.mlp(), {name: [] for name in HOOKED}
+    for name in HOOKED:
+        parameter = twin.get_parameter(name)
+        parameter.register_hook(lambda grad, name=name: expected[name].append(grad.clone()))
+        parameter.register_hook(lambda grad: halve(0, flip_signs(0, grad, 0, 0), 0, 0))
+    sharded, records = way.shard(twin), {}
+    with FlexModel(sharded, records, output_ranks="all") as flex, FlexModel(sharded) as other:
+        if is_late:
+            flex(way.my_rows(BATCH))
+        for one, edit in ((flex, flip_signs), (other, halve)):
+            for name in HOOKED:
+                one.register_hook(HookFunction(name, editing_function=edit))
+        for number in range(3):
+            batch = models.random(4, 6, seed=number)
+            twin(batch).sin().mean().backward()
+            loss = flex(way.my_rows(batch)).sin().mean()
+            flex.set_requires_gradient_sync(is_synced or number == 2)
+            loss.backward()
+            for name in HOOKED:
+                assert_close(records[name], expected[name][number:])
+                assert_close(flex.get_module_gradient(name), twin.get_parameter(name).grad)
+            if not is_synced and number < 2:
+                with pytest.raises(ValueError, match=r"'fc2.weight' waits for FSDP2 to average"):
+                    flex.get_module_gradient("fc2.weight")
+        assert_close(flex.get_module_gradient("fc2.weight"), twin.fc2.weight.grad)
+        flex.zero_grad()
+        twin.zero_grad()
+        twin(BATCH).sin().mean().backward()
+        flex(way.my_rows(BATCH)).sin().mean().backward()
+        for name in HOOKED:
+            assert_close(flex.get_module_gradient(name), twin.get_parameter(name).grad)
+
+
+@pytest.mark.ranks(2)
+def test_a_parameter_that_fsdp2_ignores_accumulates():
+    way, twin, expected = models.TWO_RANKS["fsdp2"], models.mlp(), []
+    twin.fc1.weight.register_hook(lambda grad: expected.append(grad.clone()))
+    sharded = models.mlp()
+    fully_shard(sharded, mesh=way.mesh["dp"], ignored_params={sharded.fc1.weight})
+    with FlexModel(sharded, records := {}, output_ranks="all") as flex:
+        flex.register_hook(HookFunction("fc1.weight"))
+        for number in range(2):
+            flex(way.my_rows(BATCH)).sin().mean().backward()
+            twin(BATCH).sin().mean().backward()
+            assert_close(records["fc1.weight"], expected[number:])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", HOOKED)
+def test_a_hook_after_a_backward_that_was_not_synchronized_is_refused(name):
+    way = models.TWO_RANKS["fsdp2"]
+    with FlexModel(way.shard(models.mlp()), {}) as flex:
+        flex.set_requires_gradient_sync(False)
+        flex(way.my_rows(BATCH)).mean().backward()
+        flex.register_hook(HookFunction(name))
+        with pytest.raises(ValueError, match=r"without the hook, wait for FSDP2 to average"):
+            flex(way.my_rows(BATCH)).mean().backward()
+
+
+@pytest.mark.ranks(2)
+def test_what_is_recomputed_in_a_backward_of_its_own_does_not_accumulate():
+    """FSDP2 averages it later, when the earlier gradient is back already."""
+    way = models.TWO_RANKS["fsdp2"]
+    sharded = way.shard(models.mlp())
+    sharded.fc1.forward = partial(checkpoint, sharded.fc1.forward, use_reentrant=True)
+    with FlexModel(sharded, {}) as flex:
+        flex.register_hook(HookFunction("fc1.weight"))
+        first, second, third = (flex(way.my_rows(BATCH)).sin().mean() for _ in range(3))
+        first.backward()
+        with pytest.raises(ValueError, match=r"FSDP2 has added.*set gradients to None"):
+            second.backward()
+        flex.zero_grad()
+        third.backward()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_of_before_a_backward_that_failed_are_put_back():
+    way = models.TWO_RANKS["fsdp2"]
+    with FlexModel(way.shard(models.mlp()), {}) as flex:
+        parameter = flex.module.out.weight
+        flex.register_hook(HookFunction("out.weight"))
+        flex(way.my_rows(BATCH)).mean().backward()
+        before, seen = parameter.grad, []
+
+        def fail(grad):
+            seen.append(parameter.grad)
+            raise ZeroDivisionError
+
+        flex.module.fc2.register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
+        with pytest.raises(ZeroDivisionError):
+            flex(way.my_rows(BATCH)).mean().backward()
+        assert seen == [None] and parameter.grad is before
 
 
 # ---- ZeRO-3 --------------------------------------------------------------------------------------

@@ -6,8 +6,13 @@ import contextlib
 import copy
 
 import pytest
-from torch.distributed.fsdp import FSDPModule
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.testing import assert_close
 
+import models
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
 from shared_edits import mixing
 from tiers import grid_but
 from tiny_models import LABELS, LENGTH, WORDS
@@ -21,6 +26,7 @@ from training_steps import (
     flex_of,
     mixing_with_probe,
     my_rows,
+    probe_of,
     shard,
     step_of,
     twin_step,
@@ -28,6 +34,7 @@ from training_steps import (
 
 pytest.importorskip("transformers")
 WIDTH = 48
+BATCH = models.random(4, 6)
 #: Numbers of rows that equal other sizes of the models.
 ROWS = {
     "one": 1,
@@ -107,6 +114,82 @@ def test_gradients_of_two_batches_accumulate(name, how):
                 loss.backward()
         found = step_of(flex, records, site, loss, names)
     assert_same(found, expected)
+
+
+class Scaled(nn.Module):
+    """Rows, and a tensor that they share."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(models.random(8))
+        self.rows, self.shared, self.out = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.out((self.rows(x) * self.shared(self.table)).tanh())
+
+
+def flipped_by_probe(module, full, save_ctx, modules):
+    return full + modules["probe"](full.flip(0))
+
+
+def probe_at(site, loss, divisor=None):
+    """Gradients after an edit of a site by a trainable module; with a divisor, of FSDP2."""
+    model, probe = models.seeded(Scaled).double(), probe_of(8)
+    if divisor is None:
+        hook = lambda m, args, out: flipped_by_probe(m, out, None, {"probe": probe})  # noqa: E731
+        getattr(model, site).register_forward_hook(hook)
+        seen = {}
+        for name in ("rows", "shared"):
+            see = lambda m, grads, name=name: seen.update({name: grads[0].clone()})  # noqa: E731
+            getattr(model, name).register_full_backward_pre_hook(see)
+        loss(model(BATCH), 1).backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return seen | gradients | {"probe": probe.weight.grad}
+    way = models.TWO_RANKS["fsdp2"]
+    fully_shard(model.rows, mesh=way.mesh["dp"])
+    fully_shard(model, mesh=way.mesh["dp"])
+    with FlexModel(model, records := {}, output_ranks="all") as flex:
+        flex(way.my_rows(BATCH)).mean().backward()
+        flex.zero_grad()
+        flex.register_trainable_module("probe", probe)
+        flex.register_forward_hook(HookFunction(site, None, flipped_by_probe, output_name="edit"))
+        for name in ("rows", "shared"):
+            flex.register_full_backward_pre_hook(HookFunction(name))
+        for one in (model, model.rows):
+            one.set_gradient_divide_factor(divisor)
+        loss(flex(way.my_rows(BATCH)), divisor).backward()
+        found = {name: records[name][0] for name in ("rows", "shared")}
+        found |= {name: flex.get_module_gradient(name) for name, _ in Scaled().named_parameters()}
+    return found | {"probe": probe.weight.grad}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0])
+@pytest.mark.parametrize("site", ["rows", "shared"])
+def test_gradients_that_fsdp2_divides_by_another_number(site, divisor):
+    """torchtitan's tokens: the sum of a rank's by the number of all, undivided; hooks and trainable
+    modules got the mean over ranks.
+    """
+
+    def loss(output, of_one):
+        return output.sin().sum() * of_one / (4 * len(BATCH))
+
+    assert_close(probe_at(site, loss, divisor), probe_at(site, loss))
+
+
+@pytest.mark.ranks(2)
+def test_numbers_that_differ_are_refused():
+    way = models.TWO_RANKS["fsdp2"]
+    with FlexModel(way.shard(models.mlp()), {}, timeout=5) as flex:
+        flex.register_full_backward_hook(HookFunction("fc2"))
+        flex.module.set_gradient_divide_factor(1.0)
+        with pytest.raises(HookError, match=r"FSDP2 divides .* by 1, .* by 2; hooks need one"):
+            flex(way.my_rows(BATCH))
+        for module in flex.module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0 + dist.get_rank())
+        with pytest.raises(HookMismatchError, match=r"gradient divide factor"):
+            flex(way.my_rows(BATCH)).sum().backward()
 
 
 @pytest.mark.ranks(2)
