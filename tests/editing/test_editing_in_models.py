@@ -274,6 +274,40 @@ def test_other_hooks_in_experiments(flex):
     assert_close(found, (by_hand(model, TOKENS).item(), doubled.item()))
 
 
+class Looped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.start, self.block, self.end = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, inputs):
+        hidden = self.start(inputs)
+        return self.end(self.block(self.block(hidden)))
+
+
+@pytest.mark.parametrize(
+    "experiment, sites, settings",
+    [
+        (editing.activation_patching, [["block"]], {}),
+        (editing.attribution_patching, [["block"]], {}),
+        (editing.attribution_patching, [["start"]], {"output": "block"}),
+        (editing.path_patching, ["block", ["end"], ["end"]], {}),
+        (editing.path_patching, ["start", ["block"], ["end"]], {}),
+        (editing.path_patching, ["start", ["end"], ["block"]], {}),
+        (editing.integrated_gradients, [["block"], ["end"]], {"embedding": "start"}),
+        (editing.integrated_gradients, [["start"], ["block"]], {"embedding": "start"}),
+        (editing.jacobian_lens, [{0: "block"}, "end"], {"positions": slice(None)}),
+        (editing.jacobian_lens, [{0: "start"}, "block"], {"positions": slice(None)}),
+    ],
+)
+def test_modules_that_are_called_several_times_are_refused(experiment, sites, settings):
+    flex, (x, y) = FlexModel(Looped(), {}), torch.randn(2, 2, 4, 8)
+    is_lens = experiment is editing.jacobian_lens
+    arguments = ([x], *sites) if is_lens else (x, y, *sites, torch.sum)
+    with pytest.raises(ValueError, match="'block' is called 2 times in one forward; choose"):
+        experiment(flex, *arguments, **settings)
+    assert not flex.hook_functions and not flex.output_ptr
+
+
 def test_what_experiments_refuse(flex):
     site = ["model.layers.1"]
 
