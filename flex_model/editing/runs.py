@@ -17,6 +17,7 @@ from flex_model.editing.patching import Capture
 from flex_model.editing.region import Region
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.function import HookFunction
+from flex_model.hooks.groups import ALL, as_names
 from flex_model.inspection.second_core import no_gradients_kept
 from flex_model.integrations import fsdp
 from flex_model.integrations.torch_private import FakeTensor, current_graph_task
@@ -149,11 +150,18 @@ class Runs:
                 f"the store {flex.output_ptr.folder}; wrap the model with a dict as output_ptr"
             )
         self._records = flex.output_ptr
-        self._flex, self._groups = flex, [groups] if isinstance(groups, str) else list(groups)
+        self._flex, self._groups = flex, as_names(groups)
         self._stack = contextlib.ExitStack()
         self._sites: dict[str, str] = {}  # record name -> module
         self._calls: Counter[tuple[str, int | None]] = Counter()  # of edits, by micro-batch
         self._error: BaseException | None = None
+        if ALL in self._groups:  # the hooks of now: those of the experiment are in "all", too
+            users, name = flex.get_group_hook_functions(ALL), f"{_PREFIX}.{ALL}"
+            self._groups = [group for group in self._groups if group != ALL]
+            if users:
+                self._groups.append(name)
+                flex.update_hook_groups(users, name)
+                self._stack.callback(flex.remove_hook_groups, users, name)
 
     def __enter__(self) -> Runs:
         return self
@@ -270,8 +278,9 @@ class Runs:
         for group in self._groups:
             for hook in self._flex.get_group_hook_functions(group):
                 if hook.editing_function is not None:
+                    name = group.removeprefix(f"{_PREFIX}.")
                     raise ValueError(
-                        f"{what}: the edit of {hook.module_name!r} in group {group!r} would get "
+                        f"{what}: the edit of {hook.module_name!r} in group {name!r} would get "
                         "the copies of the rows as one batch; leave out batch="
                     )
 
