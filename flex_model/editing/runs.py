@@ -18,7 +18,7 @@ from flex_model.editing.region import Region
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.groups import ALL, as_names
-from flex_model.inspection.second_core import no_gradients_kept
+from flex_model.inspection.second_core import check_backward, no_gradients_kept
 from flex_model.integrations import fsdp
 from flex_model.integrations.torch_private import FakeTensor, current_graph_task
 from flex_model.model import FlexModel
@@ -341,9 +341,14 @@ class Runs:
         return result
 
     @contextlib.contextmanager
-    def restored_gradients(self) -> Iterator[None]:
-        """Set the parameters' gradients to None inside, and restore them afterwards."""
+    def restored_gradients(self, what: str) -> Iterator[None]:
+        """Set the parameters' gradients to None inside, and restore them afterwards. Collective.
+
+        Raises:
+            ValueError: a backward would change more; on every rank.
+        """
         flex = self._flex
+        check_backward(flex._core, what)
         parameters = [*fsdp.kept_parameters(flex.module), *flex.trainable_modules.parameters()]
         with no_gradients_kept(parameters), contextlib.ExitStack() as stack:
             for module in flex.module.modules():

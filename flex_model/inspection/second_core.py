@@ -18,20 +18,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
-from flex_model.hooks.function import HookFunction
+from flex_model.hooks.function import HookFunction, name_of
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import EVERYTHING
 from flex_model.hooks.user_function import on_copy
 from flex_model.inspection import text
 from flex_model.inspection.shapes_only import same_torch_random_state
 from flex_model.inspection.tree import named
-from flex_model.integrations import fsdp
-from flex_model.names import find_module
+from flex_model.integrations import fsdp, transformers_private
+from flex_model.integrations.torch_private import accumulation_hooks
+from flex_model.names import clean, find_module
 
 Loss = Callable[[Any], Tensor]
 Reference = nn.Module | Callable[[], nn.Module] | None
@@ -328,6 +330,37 @@ def run_once(
         value.backward()
         if after is not None:
             after()
+
+
+def check_backward(core: HookCore, what: str) -> None:
+    """ValueError, on every rank, where a backward besides the user's would change more than the
+    ``.grad`` that is restored after it. Collective.
+    """
+
+    def check() -> None:
+        if fsdp.accumulates(core.module):
+            raise ValueError(
+                f"{what}: its backward would be added to gradients that FSDP keeps between "
+                "micro-batches until they are reduced (set_requires_gradient_sync(False), "
+                "no_sync()), and which can't be restored; call it before the first micro-batch, "
+                "or after the backward of the last one, which reduces them"
+            )
+        names = [clean(core.module, name) for name, _ in core.module.named_parameters()]
+        for name, parameter in [
+            *zip(names, fsdp.kept_parameters(core.module), strict=True),
+            *core.modules.named_parameters(),
+        ]:
+            for hook in accumulation_hooks(parameter):
+                if not transformers_private.sums_gradient(hook):
+                    raise ValueError(
+                        f"{what}: its backward would call {name_of(hook)}, a hook of "
+                        f"register_post_accumulate_grad_hook on {name!r}, which may change the "
+                        "weights (an optimizer's step); remove it by its handle, and register it "
+                        "again afterwards"
+                    )
+
+    with core.table.nothing_chosen():  # its own hooks on gradients are not among those
+        gather_checked(core.communicator, what, check)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from flex_model import names
-from flex_model.integrations.torch_private import current_graph_task, fsdp2_state
+from flex_model.integrations.torch_private import (
+    accumulation_hooks,
+    current_graph_task,
+    fsdp2_state,
+)
 
 
 def _is_a(name: str, module: nn.Module) -> bool:
@@ -225,16 +229,36 @@ def earlier_hooks(root: nn.Module, parameter: nn.Parameter) -> list[Any]:
     """Return the hooks that torch calls with the gradient of a parameter once it is accumulated,
     before FSDP2 averages and shards it; hooks on the sharded parameter run after them.
     """
-    states = [fsdp2_state(module) for module in root.modules() if is_fsdp2(module)]
-    groups = [getattr(state, "_fsdp_param_group", None) for state in states]
     whole = [
         getattr(one, "_unsharded_param", None)
-        for group in groups
-        for one in getattr(group, "fsdp_params", ())
+        for group in _groups(root)
+        for one in group.fsdp_params
         if one.sharded_param is parameter
     ]
-    hooks = [getattr(one, "_post_accumulate_grad_hooks", None) or {} for one in whole]
-    return [hook for of_one in hooks for hook in of_one.values()]
+    return [hook for one in whole for hook in accumulation_hooks(one)]
+
+
+def _groups(root: nn.Module) -> list[Any]:
+    """Return what FSDP2 keeps of its modules with own parameters."""
+    states = [fsdp2_state(module) for module in root.modules() if is_fsdp2(module)]
+    groups = [getattr(state, "_fsdp_param_group", None) for state in states]
+    return [group for group in groups if group is not None]
+
+
+def accumulates(root: nn.Module) -> bool:
+    """Whether gradients are kept before they are reduced, or would be: by FSDP2 beside ``.grad``,
+    in places that differ between versions of torch; by FSDP1 in it, unsharded.
+    """
+    for group in _groups(root):
+        if not (group.reduce_grads and group.all_reduce_grads):
+            return True
+        kept = [getattr(group, "_partial_reduce_output", None)]
+        for one in group.fsdp_params:
+            kept.append(getattr(getattr(one, "_unsharded_param", None), "grad", None))
+            kept.append(getattr(one, "unsharded_accumulated_grad", None))
+        if any(gradient is not None for gradient in kept):
+            return True
+    return any(p.grad is not None and p.grad.shape != p.shape for p in root.parameters())
 
 
 def owner_fsdp2(root: nn.Module, name: str) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import models
-from advice.triggers import BATCH
+from advice.triggers import BATCH, in_a_folder
 from flex_model import ActivationStore, FlexModel, HookFunction
 from flex_model import distributed as fm_dist
 from pipelines import alone_group
@@ -239,7 +239,19 @@ def second_derivative(name, **settings):
         torch.autograd.grad(gradient.sum(), weight)
 
 
+@in_a_folder
+def between_micro_batches(folder, is_last):
+    flex = FlexModel(fully_shard(models.mlp()), {})
+    flex.module.set_requires_gradient_sync(is_last)
+    flex(BATCH).sum().backward()
+    flex.fingerprint(folder / str(dist.get_rank()), BATCH, loss=torch.sum)
+
+
 TWO_RANKS = {
+    "before the first micro-batch, or after the backward of the last one": (
+        lambda: between_micro_batches(is_last=False),
+        lambda: between_micro_batches(is_last=True),
+    ),
     "is not known; call flex(...) with a hook on it first, whose error says what to state": (
         run_from,
         lambda: run_from(HookFunction("fc2"), is_stated=True),
