@@ -444,7 +444,8 @@ class FlexModel(nn.Module):
         Raises:
             ValueError: an unknown name or group, no hook to wait for, or a model whose forward
                 can't be ended early (FSDP1, DeepSpeed ZeRO-3, ``torch.compile``).
-            RuntimeError: the forward ran to its end without calling one of the modules.
+            RuntimeError: the forward ran to its end without calling one of the modules. In a
+                backward of what it computed, under DDP: gradients of parameters are not averaged.
         """
         self._check_open()
         self._runner.run_until(module_name, args, kwargs, groups, complement)

@@ -1,5 +1,6 @@
 """Advice about meshes and about models that are sharded. Two ranks."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -247,7 +248,23 @@ def between_micro_batches(folder, is_last):
     flex.fingerprint(folder / str(dist.get_rank()), BATCH, loss=torch.sum)
 
 
+def trained_on_a_layer(has_sync):
+    flex = FlexModel(nn.parallel.DistributedDataParallel(models.mlp()))
+    flex.register_forward_hook(
+        HookFunction(
+            "fc1", editing_function=lambda m, full, save_ctx, _: setattr(save_ctx, "h", full)
+        )
+    )
+    with contextlib.nullcontext() if has_sync else flex.module.no_sync():
+        flex.run_until("fc1", BATCH)
+        flex.save_ctx.h.sum().backward()
+
+
 TWO_RANKS = {
+    "inside of the module's no_sync() and average them yourself": (
+        lambda: trained_on_a_layer(has_sync=True),
+        lambda: trained_on_a_layer(has_sync=False),
+    ),
     "before the first micro-batch, or after the backward of the last one": (
         lambda: between_micro_batches(is_last=False),
         lambda: between_micro_batches(is_last=True),
