@@ -31,7 +31,8 @@ from flex_model.hooks.user_function import on_copy
 from flex_model.inspection import text
 from flex_model.inspection.shapes_only import same_torch_random_state
 from flex_model.inspection.tree import named
-from flex_model.integrations import fsdp, transformers_private
+from flex_model.integrations import expert_units, fsdp, transformers_private
+from flex_model.integrations.made_sites import MadeSites
 from flex_model.integrations.torch_private import accumulation_hooks
 from flex_model.names import clean, find_module
 
@@ -129,7 +130,7 @@ def _twin(hook: HookFunction, number: int) -> HookFunction:
     ones. The editing function gets the user's hook.
     """
     twin = copy.copy(hook)
-    twin.output_name, twin._registrations = str(number), ()
+    twin.output_name, twin.record, twin._registrations = str(number), True, ()
     twin.members = tuple(_twin(member, number + i) for i, member in enumerate(hook.members))
     function = hook.editing_function
     if function is None:
@@ -208,8 +209,21 @@ class SecondCore(HookCore):
         except ValueError:
             return False
         if site.hook is not None:
-            self.register(_twin(site.hook, number), site.kind, [module])
+            twin = _twin(site.hook, number)
+            targets = expert_units.rows_of_experts(twin, site.kind, [module])
+            self.register(twin, site.kind, targets)
         return True
+
+    def make_sites(self, like: nn.Module) -> None:
+        """Make the modules in this model that flex_model has made in another one, as long as this
+        core lives: patterns of attention, choices and units of experts.
+        """
+        for name, made in named(like).items():
+            if isinstance(made, MadeSites):
+                parent = name.rpartition(".")[0]
+                with contextlib.suppress(ValueError):  # then it is not in the reference
+                    end = made.install_in(find_module(self.module, parent), parent)
+                    self.on_close.callback(end)
 
     def take_gradients(self, sites: Sequence[Site]) -> None:
         """Record the gradients of the trainable modules after a run."""
@@ -269,6 +283,7 @@ class TwoRuns:
             second = SecondCore(self.core, self.edits, reference=module)
             if parameter is not None:
                 second.modules.to(parameter.device)
+            second.make_sites(self.core.module)
             has_site = self._run(second, range(len(self.sites)), detached(inputs, parameter))
         return second.found, has_site
 
@@ -285,6 +300,13 @@ class TwoRuns:
         """Run a core once on some of the sites, and close it; return whether it has each."""
         try:
             has_site = [second.watch(self.sites[i], i) for i in watched]
+            for i, has in zip(watched, has_site):
+                hook = self.sites[i].hook
+                if hook is not None and hook.editing_function is not None and not has:
+                    raise ValueError(
+                        f"verify: the reference has no module {self.sites[i].name!r} for the edit "
+                        "there; give a model that has it, or remove the hook"
+                    )
             run_once(second, inputs, self.loss)
             second.take_gradients(self.sites)
         finally:
