@@ -1080,7 +1080,8 @@ class FlexModel(nn.Module):
 
         Raises:
             ValueError: the folder has other files; inputs that are neither the same on all ranks
-                nor rows of one batch. On every rank.
+                nor rows of one batch; with ``loss`` what `editing.attribution_patching` refuses of
+                a backward. On every rank.
             OSError: the folder can't be written. On every rank.
             RuntimeError: called during a run.
         """
@@ -1136,7 +1137,8 @@ class FlexModel(nn.Module):
         Raises:
             AssertionError: with ``raise_on_difference``, where a site differs; on every rank.
             HookError: the reference failed on rank 0, or an editing function did.
-            ValueError: inputs that are neither the same on all ranks nor rows of one batch.
+            ValueError: inputs that are neither the same on all ranks nor rows of one batch; an edit
+                at a module that the reference has not; with ``loss`` as `fingerprint`.
             RuntimeError: called during a run.
         """
         self._check_whole("verify")
