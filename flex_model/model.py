@@ -444,7 +444,8 @@ class FlexModel(nn.Module):
         Raises:
             ValueError: an unknown name or group, no hook to wait for, or a model whose forward
                 can't be ended early (FSDP1, DeepSpeed ZeRO-3, ``torch.compile``).
-            RuntimeError: the forward ran to its end without calling one of the modules.
+            RuntimeError: the forward ran to its end without calling one of the modules. In a
+                backward of what it computed, under DDP: gradients of parameters are not averaged.
         """
         self._check_open()
         self._runner.run_until(module_name, args, kwargs, groups, complement)
@@ -1079,7 +1080,8 @@ class FlexModel(nn.Module):
 
         Raises:
             ValueError: the folder has other files; inputs that are neither the same on all ranks
-                nor rows of one batch. On every rank.
+                nor rows of one batch; with ``loss`` what `editing.attribution_patching` refuses of
+                a backward. On every rank.
             OSError: the folder can't be written. On every rank.
             RuntimeError: called during a run.
         """
@@ -1136,7 +1138,8 @@ class FlexModel(nn.Module):
         Raises:
             AssertionError: with ``raise_on_difference``, where a site differs; on every rank.
             HookError: the reference failed on rank 0, or an editing function did.
-            ValueError: inputs that are neither the same on all ranks nor rows of one batch.
+            ValueError: inputs that are neither the same on all ranks nor rows of one batch; an edit
+                at a module that the reference has not; with ``loss`` as `fingerprint`.
             RuntimeError: called during a run.
         """
         self._check_whole("verify")

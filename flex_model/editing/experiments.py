@@ -272,7 +272,8 @@ def attribution_patching(
 
     Raises:
         ValueError: no gradient reaches a site, because nothing before it requires one; a metric in
-            a pipeline, or no metric elsewhere; ``edit_on="rank0"``.
+            a pipeline, or no metric elsewhere; ``edit_on="rank0"``; between micro-batches whose
+            gradients FSDP has not reduced; hooks of ``register_post_accumulate_grad_hook``.
         HookError: the metric failed; on every rank.
     """
     places = as_sites(sites, "sites")
@@ -290,7 +291,11 @@ def attribution_patching(
     if not is_pipeline:
         check_takes_gradients(flex, "attribution_patching")
     loss: list[Tensor] = []
-    with Runs(flex, groups) as runs, runs.restored_gradients(), torch.enable_grad():
+    with (
+        Runs(flex, groups) as runs,
+        runs.restored_gradients("attribution_patching"),
+        torch.enable_grad(),
+    ):
         for i, site in enumerate(places):
             runs.watch(site, f"{i}", "sites")
             runs.watch(site, f"{i}.grad", "gradients", is_gradient=True)

@@ -84,7 +84,7 @@ def integrated_gradients(
     Collective over the ranks of the model.
 
     Raises:
-        ValueError: sites of other shapes; ``edit_on="rank0"``.
+        ValueError: sites of other shapes; as `attribution_patching`.
         RuntimeError: a pipeline; or called during a run.
         HookError: the metric failed; on every rank.
     """
@@ -99,7 +99,11 @@ def integrated_gradients(
     found: dict[_Place, Tensor] = {}
     loss: list[Tensor] = []
     gradients: dict[_Place, Tensor] = {}
-    with Runs(flex, groups) as runs, runs.restored_gradients(), torch.enable_grad():
+    with (
+        Runs(flex, groups) as runs,
+        runs.restored_gradients("integrated_gradients"),
+        torch.enable_grad(),
+    ):
         copies = Copies.of(runs, corrupted, (), steps)
         rows = copies.all_rows
         clean_values, corrupted_values = (
@@ -251,7 +255,7 @@ def jacobian_lens(
     region, loss = Region(positions=positions), list[Tensor]()
     found: dict[int, Tensor] = {}
     first = width = num_prompts = 0
-    with Runs(flex, groups) as runs, runs.restored_gradients(), torch.enable_grad():
+    with Runs(flex, groups) as runs, runs.restored_gradients("jacobian_lens"), torch.enable_grad():
 
         def measure(full: Tensor, scope: Scope) -> None:
             nonlocal width

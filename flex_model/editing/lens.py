@@ -117,7 +117,8 @@ class Lens(Edit):
         context = vars(flex.save_ctx)
         names = [name for name in context if name.startswith(self._key)]
         read = {name.removeprefix(self._key): context.pop(name) for name in names}
-        if "schedule" in vars(flex) and flex._communicator.mesh.group_rank > 0:
+        is_pipeline = "schedule" in vars(flex) or flex.pp_size > 1
+        if is_pipeline and flex._communicator.mesh.group_rank > 0:
             return {}  # this rank has only the logits of its own stage
         return {site: _joined(entries) for site, entries in read.items()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,17 +12,20 @@ from torch import Tensor, nn
 
 from flex_model import pytree
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.editing.edit import Edit
+from flex_model.editing.edit import Edit, Scope
 from flex_model.editing.patching import Capture
 from flex_model.editing.region import Region
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.function import HookFunction
-from flex_model.inspection.second_core import no_gradients_kept
+from flex_model.hooks.groups import ALL, as_names
+from flex_model.inspection.second_core import check_backward, no_gradients_kept
 from flex_model.integrations import fsdp
+from flex_model.integrations.torch_private import FakeTensor, current_graph_task
 from flex_model.model import FlexModel
 from flex_model.names import check_name
 from flex_model.records.records import drop
 from flex_model.records.store import ActivationStore
+from flex_model.runs.step import current_microbatch
 from flex_model.selection.selectors import SelectionArguments, is_int
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
@@ -146,10 +150,18 @@ class Runs:
                 f"the store {flex.output_ptr.folder}; wrap the model with a dict as output_ptr"
             )
         self._records = flex.output_ptr
-        self._flex, self._groups = flex, [groups] if isinstance(groups, str) else list(groups)
+        self._flex, self._groups = flex, as_names(groups)
         self._stack = contextlib.ExitStack()
         self._sites: dict[str, str] = {}  # record name -> module
+        self._calls: Counter[tuple[str, int | None]] = Counter()  # of edits, by micro-batch
         self._error: BaseException | None = None
+        if ALL in self._groups:  # the hooks of now: those of the experiment are in "all", too
+            users, name = flex.get_group_hook_functions(ALL), f"{_PREFIX}.{ALL}"
+            self._groups = [group for group in self._groups if group != ALL]
+            if users:
+                self._groups.append(name)
+                flex.update_hook_groups(users, name)
+                self._stack.callback(flex.remove_hook_groups, users, name)
 
     def __enter__(self) -> Runs:
         return self
@@ -177,7 +189,7 @@ class Runs:
         hook = (
             HookFunction(site.module, **settings)
             if edit is None
-            else edit.at(site.module, **settings)
+            else self._counted(edit, name, is_gradient).at(site.module, **settings)
         )
         kinds = ("forward", "forward_pre")
         if is_gradient:
@@ -187,6 +199,17 @@ class Runs:
         self._stack.callback(handle.remove)
         self._flex.update_hook_groups([hook], f"{_PREFIX}.{group}")
         self._sites[name] = site.module
+
+    def _counted(self, edit: Edit, name: str, is_gradient: bool) -> Edit:
+        """Return an edit that counts its calls; of a forward hook not those of a recomputation."""
+
+        def apply(full: Tensor, scope: Scope) -> Tensor:
+            is_in_backward = current_graph_task() != -1
+            if is_gradient == is_in_backward and not isinstance(full, FakeTensor):
+                self._calls[name, current_microbatch()] += 1
+            return edit.apply(full, scope)
+
+        return Edit(repr(edit), apply, edit.parameters)
 
     def capture(self, site: Site, group: str) -> Capture:
         kept = Capture()
@@ -200,7 +223,26 @@ class Runs:
     def run(self, inputs: Inputs, *groups: str, **further: Any) -> None:
         args, kwargs = as_arguments(inputs)
         chosen = [*self._groups, *(f"{_PREFIX}.{group}" for group in groups)]
+        self._calls.clear()
         self._flex(*args, groups=chosen, **kwargs, **further)
+        self._check_calls()
+
+    def _check_calls(self) -> None:
+        """ValueError, on every rank, if a site was called several times in the last run: what one
+        call gave would stand for all. Collective.
+        """
+        numbers = {name: len(self._records.get(name) or ()) for name in self._sites}
+        for (name, _), number in self._calls.items():
+            numbers[name] = max(numbers[name], number)
+        several = [(self._sites[name], number) for name, number in numbers.items() if number > 1]
+        for found in self.exchange(several):
+            for module, number in found:
+                raise agreed(
+                    ValueError(
+                        f"{module!r} is called {number} times in one forward; choose modules that "
+                        "are called once"
+                    )
+                )
 
     def measure(self, inputs: Inputs, metric: Metric, name: str, *groups: str) -> float:
         """Run, then return the metric of a record on rank 0, and 0 on other ranks. If the metric
@@ -236,8 +278,9 @@ class Runs:
         for group in self._groups:
             for hook in self._flex.get_group_hook_functions(group):
                 if hook.editing_function is not None:
+                    name = group.removeprefix(f"{_PREFIX}.")
                     raise ValueError(
-                        f"{what}: the edit of {hook.module_name!r} in group {group!r} would get "
+                        f"{what}: the edit of {hook.module_name!r} in group {name!r} would get "
                         "the copies of the rows as one batch; leave out batch="
                     )
 
@@ -248,16 +291,11 @@ class Runs:
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT.format(what, "the metric"))
         loss.backward()
+        self._check_calls()
 
     def record(self, name: str) -> Tensor | None:
         """Return the record of the last run; None on ranks without records."""
-        name = f"{_PREFIX}:{name}"
-        records = self._records.get(name)
-        if records and len(records) > 1:
-            raise ValueError(
-                f"{self._sites[name]!r} is called {len(records)} times in one forward; choose "
-                "modules that are called once"
-            )
+        records = self._records.get(f"{_PREFIX}:{name}")
         return records[0] if records else None
 
     def exchange(self, value: Any) -> list[Any]:
@@ -303,9 +341,14 @@ class Runs:
         return result
 
     @contextlib.contextmanager
-    def restored_gradients(self) -> Iterator[None]:
-        """Set the parameters' gradients to None inside, and restore them afterwards."""
+    def restored_gradients(self, what: str) -> Iterator[None]:
+        """Set the parameters' gradients to None inside, and restore them afterwards. Collective.
+
+        Raises:
+            ValueError: a backward would change more; on every rank.
+        """
         flex = self._flex
+        check_backward(flex._core, what)
         parameters = [*fsdp.kept_parameters(flex.module), *flex.trainable_modules.parameters()]
         with no_gradients_kept(parameters), contextlib.ExitStack() as stack:
             for module in flex.module.modules():

@@ -63,6 +63,8 @@ def record_run(
             "fingerprint: with dp_batch='local' each data-parallel rank has a run of its own, and "
             "the folder is of one; use a FlexModel of this model without dp_batch"
         )
+    if loss is not None:
+        second_core.check_backward(core, "fingerprint")
     writers: list[RunWriter] = []
     on_rank_0(core, "fingerprint", lambda: writers.append(RunWriter(Path(folder))))
     full_inputs = second_core.full_inputs(core, *inputs)

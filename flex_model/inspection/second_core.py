@@ -18,20 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Shape, ShardLayout
 from flex_model.errors import is_agreed
 from flex_model.hooks.core import HookCore
-from flex_model.hooks.function import HookFunction
+from flex_model.hooks.function import HookFunction, name_of
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.table import EVERYTHING
 from flex_model.hooks.user_function import on_copy
 from flex_model.inspection import text
 from flex_model.inspection.shapes_only import same_torch_random_state
 from flex_model.inspection.tree import named
-from flex_model.integrations import fsdp
-from flex_model.names import find_module
+from flex_model.integrations import expert_units, fsdp, transformers_private
+from flex_model.integrations.made_sites import MadeSites
+from flex_model.integrations.torch_private import accumulation_hooks
+from flex_model.names import clean, find_module
 
 Loss = Callable[[Any], Tensor]
 Reference = nn.Module | Callable[[], nn.Module] | None
@@ -127,7 +130,7 @@ def _twin(hook: HookFunction, number: int) -> HookFunction:
     ones. The editing function gets the user's hook.
     """
     twin = copy.copy(hook)
-    twin.output_name, twin._registrations = str(number), ()
+    twin.output_name, twin.record, twin._registrations = str(number), True, ()
     twin.members = tuple(_twin(member, number + i) for i, member in enumerate(hook.members))
     function = hook.editing_function
     if function is None:
@@ -206,8 +209,21 @@ class SecondCore(HookCore):
         except ValueError:
             return False
         if site.hook is not None:
-            self.register(_twin(site.hook, number), site.kind, [module])
+            twin = _twin(site.hook, number)
+            targets = expert_units.rows_of_experts(twin, site.kind, [module])
+            self.register(twin, site.kind, targets)
         return True
+
+    def make_sites(self, like: nn.Module) -> None:
+        """Make the modules in this model that flex_model has made in another one, as long as this
+        core lives: patterns of attention, choices and units of experts.
+        """
+        for name, made in named(like).items():
+            if isinstance(made, MadeSites):
+                parent = name.rpartition(".")[0]
+                with contextlib.suppress(ValueError):  # then it is not in the reference
+                    end = made.install_in(find_module(self.module, parent), parent)
+                    self.on_close.callback(end)
 
     def take_gradients(self, sites: Sequence[Site]) -> None:
         """Record the gradients of the trainable modules after a run."""
@@ -267,6 +283,7 @@ class TwoRuns:
             second = SecondCore(self.core, self.edits, reference=module)
             if parameter is not None:
                 second.modules.to(parameter.device)
+            second.make_sites(self.core.module)
             has_site = self._run(second, range(len(self.sites)), detached(inputs, parameter))
         return second.found, has_site
 
@@ -283,6 +300,13 @@ class TwoRuns:
         """Run a core once on some of the sites, and close it; return whether it has each."""
         try:
             has_site = [second.watch(self.sites[i], i) for i in watched]
+            for i, has in zip(watched, has_site):
+                hook = self.sites[i].hook
+                if hook is not None and hook.editing_function is not None and not has:
+                    raise ValueError(
+                        f"verify: the reference has no module {self.sites[i].name!r} for the edit "
+                        "there; give a model that has it, or remove the hook"
+                    )
             run_once(second, inputs, self.loss)
             second.take_gradients(self.sites)
         finally:
@@ -328,6 +352,37 @@ def run_once(
         value.backward()
         if after is not None:
             after()
+
+
+def check_backward(core: HookCore, what: str) -> None:
+    """ValueError, on every rank, where a backward besides the user's would change more than the
+    ``.grad`` that is restored after it. Collective.
+    """
+
+    def check() -> None:
+        if fsdp.accumulates(core.module):
+            raise ValueError(
+                f"{what}: its backward would be added to gradients that FSDP keeps between "
+                "micro-batches until they are reduced (set_requires_gradient_sync(False), "
+                "no_sync()), and which can't be restored; call it before the first micro-batch, "
+                "or after the backward of the last one, which reduces them"
+            )
+        names = [clean(core.module, name) for name, _ in core.module.named_parameters()]
+        for name, parameter in [
+            *zip(names, fsdp.kept_parameters(core.module), strict=True),
+            *core.modules.named_parameters(),
+        ]:
+            for hook in accumulation_hooks(parameter):
+                if not transformers_private.sums_gradient(hook):
+                    raise ValueError(
+                        f"{what}: its backward would call {name_of(hook)}, a hook of "
+                        f"register_post_accumulate_grad_hook on {name!r}, which may change the "
+                        "weights (an optimizer's step); remove it by its handle, and register it "
+                        "again afterwards"
+                    )
+
+    with core.table.nothing_chosen():  # its own hooks on gradients are not among those
+        gather_checked(core.communicator, what, check)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from flex_model.inspection.second_core import (
     Loss,
     Reference,
     TwoRuns,
+    check_backward,
     full_inputs,
     sites_to_compare,
     sites_to_edit,
@@ -123,6 +124,8 @@ def verify(
     _check_arguments(loss, rtol=rtol, atol=atol, reference_timeout=timeout_s)
     if core.runs.is_inside:
         raise RuntimeError("verify: a run of this FlexModel is under way; call it before or after")
+    if loss is not None:
+        check_backward(core, "verify")
     communicator, mesh = core.communicator, core.mesh
     choose = sites_to_edit if edits else sites_to_compare
     sites = choose(core, with_loss=loss is not None)

@@ -257,6 +257,9 @@ class AttentionPattern(MadeSites):
                 return
         self._verified.add(kind)
 
+    def install_in(self, layer: nn.Module, name: str) -> Callable[[], None]:
+        return install(layer, name, self.queries)
+
     def take_off(self, layer: nn.Module) -> None:
         """Give the layer its own function again."""
         layer.config = self._config

@@ -212,6 +212,9 @@ class RoutingSites(MadeSites):
     def error(self, text: str) -> HookError:
         return HookError(f"routing of {self._name!r}: {text}")
 
+    def install_in(self, layer: nn.Module, name: str) -> Callable[[], None]:
+        return install(layer, name)[1]
+
     def take_off(self, gate: nn.Module, block: nn.Module) -> None:
         """Give the gate its own forward again, if nobody has replaced it since."""
         block._modules.pop(CHILD, None)

@@ -259,6 +259,9 @@ class ExpertSlots(MadeSites):
     def error(self, text: str) -> HookError:
         return HookError(f"experts {self._name!r}: {text}")
 
+    def install_in(self, layer: nn.Module, name: str) -> Callable[[], None]:
+        return install(layer, name)[1]
+
     def take_off(self, experts: nn.Module) -> None:
         self._handle.remove()
         experts._modules.pop(CHILD, None)

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from flex_model import _C, names
 from flex_model.integrations.compiled import outside_graphs
-from flex_model.integrations.torch_private import call_last, current_graph_task, fsdp2_state
+from flex_model.integrations.torch_private import (
+    accumulation_hooks,
+    call_last,
+    current_graph_task,
+    fsdp2_state,
+)
 
 
 def _is_a(name: str, module: nn.Module) -> bool:
@@ -227,8 +232,7 @@ def earlier_hooks(root: nn.Module, parameter: nn.Parameter) -> list[Any]:
     """Return the hooks that torch calls with the gradient of a parameter once it is accumulated,
     before FSDP2 averages and shards it; hooks on the sharded parameter run after them.
     """
-    whole = getattr(_managed(root, parameter)[2], "_unsharded_param", None)
-    return list((getattr(whole, "_post_accumulate_grad_hooks", None) or {}).values())
+    return accumulation_hooks(getattr(_managed(root, parameter)[2], "_unsharded_param", None))
 
 
 def _managed(root: nn.Module, parameter: Any) -> tuple[Any, Any, Any]:
@@ -382,6 +386,18 @@ class OwnGradient:
 
 def _reference(tensor: Tensor | None) -> Any:
     return None if tensor is None else weakref.ref(tensor)
+
+
+def accumulates(root: nn.Module) -> bool:
+    """Whether gradients are kept before they are averaged, or would be: by FSDP2 beside ``.grad``,
+    by FSDP1 in it, unsharded.
+    """
+    for module in filter(is_fsdp2, root.modules()):
+        for group in _groups(module):
+            waits = any(_waits(group, kept) for kept in group.fsdp_params)
+            if waits or not (group.reduce_grads and group.all_reduce_grads):
+                return True
+    return any(p.grad is not None and p.grad.shape != p.shape for p in root.parameters())
 
 
 def owner_fsdp2(root: nn.Module, name: str) -> Any:

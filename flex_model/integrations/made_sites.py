@@ -62,6 +62,14 @@ class MadeSites(nn.Module):
 
         return end
 
+    def install_in(self, layer: nn.Module, name: str) -> Callable[[], None]:
+        """Make such a child in another model's layer; return what undoes it.
+
+        Raises:
+            ValueError: the layer can't have one.
+        """
+        raise NotImplementedError
+
 
 class MadeSiteHook(HookFunction):
     """A hook on such a module, with settings on which ranks must agree.

@@ -228,6 +228,13 @@ def fsdp2_fills() -> list[tuple[Any, str]]:
     return [(module.FSDPParamGroup, name) for name in names]
 
 
+def accumulation_hooks(parameter: Any) -> list[Any]:
+    """Return the hooks of ``register_post_accumulate_grad_hook`` on a parameter; of None, none.
+    Without their name: backwards of experiments step optimizers that are hooks.
+    """
+    return [*(getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()]
+
+
 # ---- Sequential runs: what torch keeps per thread or process ---------------------------------
 # There is no public way to read these, or to set them without a context. Without one of them, a
 # batch that changes the setting around a target would change it for other batches.

@@ -23,7 +23,7 @@ from flex_model.records.store.session import Session, config_hash
 from flex_model.runs import later_body
 from flex_model.runs.settings import Groups, Settings, refuse_of_steps
 from flex_model.runs.skipping import Skip
-from flex_model.runs.until import Site, ended_at
+from flex_model.runs.until import Site, averaged_gradients, ended_at
 
 
 class ModuleIndex:
@@ -130,7 +130,8 @@ class ModuleRunner:
         core = self.core
         cut.check(core.module)
         with self.active(groups, complement):
-            with ended_at(self._sites_until(module_name), core.module, module_name):
+            sites = self._sites_until(module_name)
+            with averaged_gradients(core.module), ended_at(sites, core.module, module_name):
                 core.module(*args, **kwargs)
             if core.runs.current is not None:
                 core.runs.current.cut()

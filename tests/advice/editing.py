@@ -179,7 +179,21 @@ def of_twice(site):
     attribution(FlexModel(Twice()), site=site)
 
 
+def with_a_hook(is_removed):
+    model = nn.Sequential(*(nn.Linear(8, 8).double() for _ in range(3)))
+    handle = model[1].weight.register_post_accumulate_grad_hook(print)
+    if is_removed:
+        handle.remove()
+    attribution(FlexModel(model))
+    if is_removed:
+        model[1].weight.register_post_accumulate_grad_hook(print)
+
+
 ROWS = {
+    "remove it by its handle, and register it again afterwards": (
+        lambda: with_a_hook(is_removed=False),
+        lambda: with_a_hook(is_removed=True),
+    ),
     "clamp: give min=, max= or both": (editing.clamp, lambda: edited(editing.clamp(max=0.5))),
     "a direction has a number for every unit; set it to zero in the units to": (
         lambda: editing.project_out(VECTOR, units=slice(4)),

@@ -1,5 +1,6 @@
 """Advice about meshes and about models that are sharded. Two ranks."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import models
-from advice.triggers import BATCH
+from advice.triggers import BATCH, in_a_folder
 from flex_model import ActivationStore, FlexModel, HookFunction
 from flex_model import distributed as fm_dist
 from pipelines import alone_group
@@ -266,7 +267,35 @@ def second_derivative(name, **settings):
         torch.autograd.grad(gradient.sum(), weight)
 
 
+@in_a_folder
+def between_micro_batches(folder, is_last):
+    flex = FlexModel(fully_shard(models.mlp()), {})
+    flex.module.set_requires_gradient_sync(is_last)
+    flex(BATCH).sum().backward()
+    flex.fingerprint(folder / str(dist.get_rank()), BATCH, loss=torch.sum)
+
+
+def trained_on_a_layer(has_sync):
+    flex = FlexModel(nn.parallel.DistributedDataParallel(models.mlp()))
+    flex.register_forward_hook(
+        HookFunction(
+            "fc1", editing_function=lambda m, full, save_ctx, _: setattr(save_ctx, "h", full)
+        )
+    )
+    with contextlib.nullcontext() if has_sync else flex.module.no_sync():
+        flex.run_until("fc1", BATCH)
+        flex.save_ctx.h.sum().backward()
+
+
 TWO_RANKS = {
+    "inside of the module's no_sync() and average them yourself": (
+        lambda: trained_on_a_layer(has_sync=True),
+        lambda: trained_on_a_layer(has_sync=False),
+    ),
+    "before the first micro-batch, or after the backward of the last one": (
+        lambda: between_micro_batches(is_last=False),
+        lambda: between_micro_batches(is_last=True),
+    ),
     "is not known; call flex(...) with a hook on it first, whose error says what to state": (
         run_from,
         lambda: run_from(HookFunction("fc2"), is_stated=True),

@@ -2,6 +2,8 @@
 hooks. `test_editing` has the shardings.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -272,6 +274,69 @@ def test_other_hooks_in_experiments(flex):
     model = flex.restore()
     doubled = by_hand(model, TOKENS, [("model.layers.0", lambda full: 2 * full)])
     assert_close(found, (by_hand(model, TOKENS).item(), doubled.item()))
+
+
+class Looped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.start, self.block, self.end = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, inputs):
+        hidden = self.start(inputs)
+        return self.end(self.block(self.block(hidden)))
+
+
+@pytest.mark.parametrize(
+    "experiment, sites, settings",
+    [
+        (editing.activation_patching, [["block"]], {}),
+        (editing.attribution_patching, [["block"]], {}),
+        (editing.attribution_patching, [["start"]], {"output": "block"}),
+        (editing.path_patching, ["block", ["end"], ["end"]], {}),
+        (editing.path_patching, ["start", ["block"], ["end"]], {}),
+        (editing.path_patching, ["start", ["end"], ["block"]], {}),
+        (editing.integrated_gradients, [["block"], ["end"]], {"embedding": "start"}),
+        (editing.integrated_gradients, [["start"], ["block"]], {"embedding": "start"}),
+        (editing.jacobian_lens, [{0: "block"}, "end"], {"positions": slice(None)}),
+        (editing.jacobian_lens, [{0: "start"}, "block"], {"positions": slice(None)}),
+    ],
+)
+def test_modules_that_are_called_several_times_are_refused(experiment, sites, settings):
+    flex, (x, y) = FlexModel(Looped(), {}), torch.randn(2, 2, 4, 8)
+    is_lens = experiment is editing.jacobian_lens
+    arguments = ([x], *sites) if is_lens else (x, y, *sites, torch.sum)
+    with pytest.raises(ValueError, match="'block' is called 2 times in one forward; choose"):
+        experiment(flex, *arguments, **settings)
+    assert not flex.hook_functions and not flex.output_ptr
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_all_are_the_hooks_of_the_user(flex, is_hooked):
+    if is_hooked:
+        flex.register_forward_hook(hook := editing.scale(2.0).at("model.layers.0"))
+        flex.update_hook_groups(hook, "named")
+    sender = editing.Site("model.layers.0.mlp", where={"units": slice(4)})
+    receivers = [editing.Site("model.layers.1.mlp", "input")]
+    frozen = ["model.layers.1.self_attn"]
+    layers = ["model.layers.0", "model.layers.1"]
+    streams = [editing.Site("model.norm", "input")]
+    runs = TOKENS, OTHER
+    for experiment in (
+        partial(editing.path_patching, flex, *runs, sender, receivers, frozen, metric),
+        lambda **groups: (
+            editing.activation_patching(flex, *runs, layers, metric, **groups).values,
+            editing.attribution_patching(flex, *runs, layers, metric, **groups).values,
+        ),
+        partial(
+            editing.integrated_gradients, flex, *runs, [layers[0]], streams, metric,
+            embedding="model.embed_tokens",
+        ),
+    ):  # fmt: skip
+        assert_close(experiment(groups="all"), experiment(groups=["named"] * is_hooked))
+    if is_hooked:
+        assert flex.get_hook_function_groups(hook) == {"all", "named"}
+        with pytest.raises(ValueError, match="in group 'all' would get the copies"):
+            editing.activation_patching(flex, *runs, layers, metric, batch=2, groups="all")
 
 
 def test_what_experiments_refuse(flex):

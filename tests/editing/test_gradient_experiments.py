@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import models
 import pipelines
-from flex_model import FlexModel, editing
+from flex_model import FlexModel, HookFunction, editing
 from tiers import grid_but
 
 pytest.importorskip("transformers")
@@ -195,6 +195,55 @@ def test_sharded(name):
     assert found.num_prompts == lens.num_prompts == 4
     assert_close(found.J, lens.J)
     metric(flex(mine(TOKENS)).logits).backward()  # training goes on
+
+
+BACKWARDS = {
+    "attribution_patching": lambda flex, mine, folder: editing.attribution_patching(
+        flex, mine(TOKENS), mine(OTHER), ["model.layers.0"], metric
+    ),
+    "integrated_gradients": lambda flex, mine, folder: scores_of(flex, mine),
+    "jacobian_lens": lambda flex, mine, folder: lens_of(flex, mine),
+    "fingerprint": lambda flex, mine, folder: flex.fingerprint(
+        folder, mine(TOKENS), loss=lambda output: metric(output.logits)
+    ),
+    "verify": lambda flex, mine, folder: flex.verify(
+        models.llama().double(), mine(TOKENS), loss=lambda output: metric(output.logits)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_a_hook_that_may_step_an_optimizer_is_refused(name, tmp_path):
+    flex = FlexModel(models.llama().double(), {})
+    weight = flex.module.lm_head.weight
+    handle = weight.register_post_accumulate_grad_hook(lambda weight: weight.data.zero_())
+    with pytest.raises(ValueError, match=rf"^{name}: .* on 'lm_head.weight', .* remove it by"):
+        BACKWARDS[name](flex, lambda rows: rows, tmp_path)
+    assert weight.ne(0).any() and not flex.hook_functions
+    handle.remove()
+    BACKWARDS[name](flex, lambda rows: rows, tmp_path)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_sums_that_fsdp_keeps_between_micro_batches_are_refused(name, tmp_path):
+    flex, mine = sharded("fsdp2", models.llama().double())
+    with flex.register_hook(HookFunction("lm_head.weight")):  # is none that is refused
+        BACKWARDS[name](flex, mine, tmp_path / "before")
+    gradients = []
+    for is_interrupted in (False, True):
+        for is_last, rows in enumerate((TOKENS, OTHER)):
+            flex.module.set_requires_gradient_sync(bool(is_last))
+            metric(flex(mine(rows)).logits).backward()
+            if is_interrupted and not is_last:
+                for has_sync in (False, True):
+                    flex.module.set_requires_gradient_sync(has_sync)
+                    with pytest.raises(ValueError, match=rf"^{name}: .* before the first micro-"):
+                        BACKWARDS[name](flex, mine, tmp_path / "between")
+        gradients.append(flex.get_module_gradient("model.embed_tokens.weight"))
+        flex.zero_grad()
+    assert_close(*gradients)
+    BACKWARDS[name](flex, mine, tmp_path / "after")
 
 
 def test_the_lens_is_the_mean_jacobian(tmp_path):

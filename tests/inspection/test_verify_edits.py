@@ -71,6 +71,51 @@ def test_edits_come_to_the_same_on_shards(name):
     assert torch.equal(torch.get_rng_state(), state) and weighs.parameters == {}
 
 
+def shifted(module, full, save_ctx, modules):
+    return full.roll(1, -1)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("edits", [False, True])
+def test_sites_that_flex_model_makes_are_in_the_reference(edits):
+    pytest.importorskip("transformers")
+    from mixtures import BLOCK, TOKENS, make, sharded
+
+    calls = []
+
+    def shift(module, full, save_ctx, modules):
+        calls.append(full.dim())
+        return shifted(module, full, save_ctx, modules)
+
+    model, reference = make("Qwen3Moe"), make("Qwen3Moe")
+    flex = sharded("dp", model, None)
+    attention = flex.attention("model.layers.0.self_attn", shift)
+    routing, experts = flex.routing(BLOCK), flex.experts(f"{BLOCK}.experts")
+    some = HookFunction(experts.units, None, shift, select=Select(experts=[2, 5]))
+    for hook in (attention, routing.forbid([1]), some, HookFunction(experts.outputs)):
+        flex.register_forward_hook(hook)
+    names, rows = [*dict(reference.named_modules())], TOKENS.chunk(2)[dist.get_rank()]
+    report = flex.verify(reference, rows, edits=edits)
+    assert all(row.result == "equal" for row in report.rows), report
+    assert len(report.rows) == 4 + edits and [*dict(reference.named_modules())] == names
+    num_models = 1 + (dist.get_rank() == 0)  # rank 0 has the reference
+    assert sorted(calls) == sorted([2, 4] * num_models * edits)
+
+
+def test_an_edit_that_the_reference_has_no_module_for_is_an_error():
+    model = models.mlp()
+    model.more = nn.Identity()
+    model.register_forward_hook(lambda module, args, output: module.more(output))
+    with FlexModel(model, {}) as flex:
+        flex.register_forward_hook(HookFunction("more", editing_function=shifted))
+        with pytest.raises(ValueError, match="has no module 'more' for the edit there"):
+            flex.verify(models.mlp(), X, edits=True)
+        (reference := models.mlp()).more = nn.Identity()
+        assert flex.verify(reference, X, edits=True).rows
+        (row,) = flex.verify(models.mlp(), X).rows
+        assert row.result == "is not in the reference"
+
+
 def uses_its_shard(module, full, save_ctx, modules):
     return full * module.weight.sum()
 

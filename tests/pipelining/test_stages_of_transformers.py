@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import models
 import test_pipelining
-from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError, editing
 from pipelines import alone_group
 
 check = functools.partial(test_pipelining.check, tolerance=1e-10)
@@ -270,6 +270,24 @@ def test_parameters_of_all_stages(tmp_path):
 def project(module, full, save_ctx, modules):
     weight = project.hook.parameters["model.layers.0.mlp.down_proj.weight"]
     return full + full @ weight.mean(1).diag()
+
+
+@pytest.mark.ranks(2)
+def test_rank_0_takes_the_logits_of_lenses_of_all_stages(tmp_path):
+    whole, loaded = load(tmp_path)
+    found = []
+    with bare(loaded(pp_size=2)) as flex, alone(whole, bare) as oracle:
+        for one in (flex, oracle):
+            lens = editing.logit_lens("lm_head.weight", norm="model.norm.weight")
+            for layer in range(4):
+                one.register_forward_hook(lens.at(f"model.layers.{layer}"))
+            one(TOKENS)
+            found.append(lens.take(one))
+            assert lens.take(one) == {}
+    if dist.get_rank() == 0:
+        check(*found)
+    else:
+        assert found[0] == {} and len(found[1]) == 4
 
 
 @pytest.mark.ranks(2)

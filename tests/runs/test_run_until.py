@@ -67,6 +67,44 @@ def test_sharded(name):
         assert_close(gradients[parameter_name], parameter.grad)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stop", [None, "fc2"])
+@pytest.mark.parametrize("detaches", [False, True])
+def test_a_backward_that_ddp_would_not_average_is_an_error(stop, detaches):
+    def keep(module, full, save_ctx, modules):
+        save_ctx.kept = full
+        return full.detach() if detaches else None
+
+    way = models.TWO_RANKS["ddp"]
+    mine = way.my_rows(BATCH).requires_grad_()
+    with FlexModel(way.shard(models.mlp()), **way.sizes) as flex:
+        flex.register_forward_hook(HookFunction("fc1", editing_function=keep))
+        loss = flex(mine, groups=[]).mean()
+        flex.run_until(stop, mine)
+        loss.backward()  # of another forward, which is averaged
+        expected = flex.get_module_gradient("inp.weight")
+        mine.grad = None
+        (grad,) = torch.autograd.grad(flex.save_ctx.kept.sum(), mine, retain_graph=True)
+        assert grad.ne(0).any()  # reaches no parameter
+        with pytest.raises(RuntimeError, match="would not average the gradients"):
+            flex.save_ctx.kept.sum().backward()
+        with torch.no_grad():
+            flex.run_until(stop, mine)
+        flex.zero_grad()
+        flex(mine, groups=[]).mean().backward()
+        assert_close(flex.get_module_gradient("inp.weight"), expected)
+        flex.zero_grad()
+        with flex.module.no_sync():
+            flex.run_until(stop, mine)
+            flex.save_ctx.kept.sum().backward()
+        for parameter in flex.parameters():
+            if parameter.grad is not None:
+                torch.distributed.all_reduce(parameter.grad.div_(2))
+        model = models.mlp()
+        model.fc1(model.inp(BATCH)).sum().backward()
+        assert_close(flex.get_module_gradient("inp.weight"), model.inp.weight.grad)
+
+
 def test_which_sites():
     model = models.mlp()
     calls = count_calls(model)
