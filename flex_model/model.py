@@ -497,13 +497,15 @@ class FlexModel(nn.Module):
         except AttributeError:
             wrapped = self._wrapped
             chain = wrapped_chain(wrapped) if isinstance(wrapped, nn.Module) else [wrapped]
-            owner = next((one for one in chain if one is not None and hasattr(one, name)), None)
-            if owner is None:
+            absent = object()
+            # Read once: torch.nn.utils.parametrize computes a weight whenever it is read.
+            found = (getattr(one, name, absent) for one in chain if one is not None)
+            value = next((one for one in found if one is not absent), absent)
+            if value is absent:
                 raise AttributeError(
                     f"neither FlexModel nor the wrapped {type(wrapped).__name__} has an attribute "
                     f"{name!r}"
                 ) from None
-        value = getattr(owner, name)
         if isinstance(value, types.MethodType) and any(value.__self__ is one for one in chain):
             return self._as_run(value)
         return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Any
 
 from torch import nn
 
@@ -50,6 +51,15 @@ def wrapped_chain(root: nn.Module) -> list[nn.Module]:
         chain.append(inner[0])
 
 
+def own_tensor(module: nn.Module, name: str) -> Any:
+    """Return what the module itself holds by this name, None without it: a parameter, a buffer or a
+    plain attribute. Reading it as an attribute may run a property, which computes a parametrized
+    weight: that draws numbers, or makes a step of a power iteration.
+    """
+    tables = (module._parameters, module._buffers, vars(module))
+    return next((table[name] for table in tables if name in table), None)
+
+
 def check_name(name: object, what: str) -> None:
     """Raise TypeError if the name is not a str."""
     if not isinstance(name, str):
@@ -90,8 +100,10 @@ def find_parameter(root: nn.Module, name: str) -> tuple[str, nn.Module, nn.Param
     """
     check_name(name, "parameter")
     with contextlib.suppress(AttributeError):
-        parameter = root.get_parameter(name)
-        return name, root.get_submodule(name.rpartition(".")[0]), parameter
+        owner, _, leaf = name.rpartition(".")
+        module = root.get_submodule(owner)
+        if isinstance(parameter := own_tensor(module, leaf), nn.Parameter):
+            return name, module, parameter
     cleaned: dict[str, tuple[str, nn.Parameter]] = {}
     for full_name, parameter in root.named_parameters(remove_duplicate=False):
         cleaned.setdefault(full_name, (full_name, parameter))
