@@ -39,7 +39,7 @@ from flex_model.integrations import (
 from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.sources import BatchDim
 from flex_model.layouts.statements import statement_of
-from flex_model.names import clean, find_module, module_names, wrapped_chain
+from flex_model.names import find_module, module_names, wrapped_chain
 from flex_model.parameters import checkpoint
 from flex_model.parameters.trainable import check_name, send_from_rank_0
 from flex_model.records.store import ActivationStore
@@ -814,11 +814,7 @@ class FlexModel(nn.Module):
             found, names = index.names_of_type(constructor)
             text, what = constructor.__name__, "module type"
         elif isinstance(constructor, (str, re.Pattern)):
-            found = [
-                name
-                for name in names
-                if matches(constructor, name) or matches(constructor, clean(self.module, name))
-            ]
+            found = [name for name in names if matches(constructor, name)]
             text = pattern_text(constructor)
         else:
             raise TypeError(
