@@ -39,7 +39,7 @@ from flex_model.integrations import (
 from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.sources import BatchDim
 from flex_model.layouts.statements import statement_of
-from flex_model.names import clean, find_module, module_names, wrapped_chain
+from flex_model.names import find_module, module_names, wrapped_chain
 from flex_model.parameters import checkpoint
 from flex_model.parameters.trainable import check_name, send_from_rank_0
 from flex_model.records.store import ActivationStore
@@ -498,13 +498,15 @@ class FlexModel(nn.Module):
         except AttributeError:
             wrapped = self._wrapped
             chain = wrapped_chain(wrapped) if isinstance(wrapped, nn.Module) else [wrapped]
-            owner = next((one for one in chain if one is not None and hasattr(one, name)), None)
-            if owner is None:
+            absent = object()
+            # Read once: torch.nn.utils.parametrize computes a weight whenever it is read.
+            found = (getattr(one, name, absent) for one in chain if one is not None)
+            value = next((one for one in found if one is not absent), absent)
+            if value is absent:
                 raise AttributeError(
                     f"neither FlexModel nor the wrapped {type(wrapped).__name__} has an attribute "
                     f"{name!r}"
                 ) from None
-        value = getattr(owner, name)
         if isinstance(value, types.MethodType) and any(value.__self__ is one for one in chain):
             return self._as_run(value)
         return value
@@ -813,11 +815,7 @@ class FlexModel(nn.Module):
             found, names = index.names_of_type(constructor)
             text, what = constructor.__name__, "module type"
         elif isinstance(constructor, (str, re.Pattern)):
-            found = [
-                name
-                for name in names
-                if matches(constructor, name) or matches(constructor, clean(self.module, name))
-            ]
+            found = [name for name in names if matches(constructor, name)]
             text = pattern_text(constructor)
         else:
             raise TypeError(

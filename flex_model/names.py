@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -22,9 +24,7 @@ def clean(module: nn.Module, name: str) -> str:
     """
     parts = []
     for part in name.split(".") if name else []:
-        is_wrapper = part in _WRAPPED_CHILDREN or (
-            part == "module" and type(module).__name__ in _WRAPPER_CLASSES
-        )
+        is_wrapper = part in _names_of_wrapped(module)
         children = getattr(module, "_modules", {})  # of a ScriptModule: no dict, and no get()
         # A child may be falsy: it may have len().
         child = children[part] if part in children else None  # noqa: SIM401
@@ -35,19 +35,34 @@ def clean(module: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
+def _names_of_wrapped(module: nn.Module) -> set[str]:
+    """Return the names under which a module of this class keeps one that it wraps."""
+    is_known = type(module).__name__ in _WRAPPER_CLASSES
+    return _WRAPPED_CHILDREN | {"module"} if is_known else _WRAPPED_CHILDREN
+
+
 def wrapped_chain(root: nn.Module) -> list[nn.Module]:
     """Return a module and, where it is a wrapper (DDP, FSDP1, a compiled module), those inside, the
     outermost first.
     """
     chain = [root]
     while True:
-        children, is_ddp = chain[-1]._modules, type(chain[-1]).__name__ in _WRAPPER_CLASSES
-        names = _WRAPPED_CHILDREN | {"module"} if is_ddp else _WRAPPED_CHILDREN
-        held = (children[name] for name in sorted(names) if name in children)
+        children = chain[-1]._modules
+        names = sorted(_names_of_wrapped(chain[-1]))
+        held = (children[name] for name in names if name in children)
         inner = [child for child in held if child is not None]
         if not inner:
             return chain
         chain.append(inner[0])
+
+
+def own_tensor(module: nn.Module, name: str) -> Any:
+    """Return what the module itself holds by this name, None without it: a parameter, a buffer or a
+    plain attribute. Reading it as an attribute may run a property, which computes a parametrized
+    weight: that draws numbers, or makes a step of a power iteration.
+    """
+    tables = (module._parameters, module._buffers, vars(module))
+    return next((table[name] for table in tables if name in table), None)
 
 
 def check_name(name: object, what: str) -> None:
@@ -62,53 +77,69 @@ def module_names(root: nn.Module) -> list[str]:
 
 
 def find_module(root: nn.Module, name: str) -> nn.Module:
-    """Return the module of this name, wrapped or clean; the outermost if several match.
+    """Return the module of this name, clean or wrapped; the outermost if several match.
 
     Raises:
         ValueError: no module has the name; the message has the nearest names.
     """
     check_name(name, "module")
+    for _, module in _by_clean_name(root, name.split(".") if name else []):
+        return module
     with contextlib.suppress(AttributeError, RuntimeError):  # RuntimeError: of a ScriptModule
         return root.get_submodule(name)
-    cleaned: dict[str, nn.Module] = {}
-    for full_name, module in root.named_modules(remove_duplicate=False):
-        cleaned.setdefault(clean(root, full_name), module)
-    if name in cleaned:
-        return cleaned[name]
+    names = list(dict.fromkeys(clean(root, full_name) for full_name in ["", *module_names(root)]))
     raise ValueError(
         f"{type(root).__name__} has no module {name!r}; "
-        f"{nearest(name, list(cleaned)[1:] or cleaned, 'module')}"
+        f"{nearest(name, names[1:] or names, 'module')}"
     )
 
 
+def _by_clean_name(
+    module: nn.Module | None, parts: list[str], above: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules with the clean name of these parts and their full names, the outermost
+    first.
+    """
+    if module is None:
+        return
+    if not parts:
+        yield above, module
+    children = getattr(module, "_modules", {})
+    is_of_stages = type(module).__name__ == "LocalStages"
+    wrapped = children if is_of_stages else sorted(_names_of_wrapped(module))
+    ways = [(name, parts) for name in wrapped if name in children]
+    if parts and parts[0] in children and parts[0] not in wrapped:
+        ways.insert(0, (parts[0], parts[1:]))
+    for name, rest in ways:
+        yield from _by_clean_name(children[name], rest, f"{above}.{name}".lstrip("."))
+
+
 def find_parameter(root: nn.Module, name: str) -> tuple[str, nn.Module, nn.Parameter]:
-    """Find a parameter by its name, wrapped or clean; return its full name, the module that owns it
+    """Find a parameter by its name, clean or wrapped; return its full name, the module that owns it
     and the parameter.
 
     Raises:
         ValueError: no parameter has the name, or it is a buffer; the message has the nearest names.
     """
     check_name(name, "parameter")
+    owner, _, leaf = name.rpartition(".")
+    held = list(_by_clean_name(root, owner.split(".") if owner else []))
     with contextlib.suppress(AttributeError):
-        parameter = root.get_parameter(name)
-        return name, root.get_submodule(name.rpartition(".")[0]), parameter
-    cleaned: dict[str, tuple[str, nn.Parameter]] = {}
-    for full_name, parameter in root.named_parameters(remove_duplicate=False):
-        cleaned.setdefault(full_name, (full_name, parameter))
-        cleaned.setdefault(clean(root, full_name), (full_name, parameter))
-    if name not in cleaned:
-        buffers = dict(root.named_buffers(remove_duplicate=False))
-        if name in buffers or any(clean(root, buffer) == name for buffer in buffers):
-            raise ValueError(
-                f"{name!r} is a buffer of {type(root).__name__}, not a parameter; every rank has "
-                "its own: read it with flex.module.get_buffer(...)"
-            )
+        held.append((owner, root.get_submodule(owner)))
+    for prefix, module in held:
+        if isinstance(parameter := own_tensor(module, leaf), nn.Parameter):
+            return f"{prefix}.{leaf}".lstrip("."), module, parameter
+    buffers = dict(root.named_buffers(remove_duplicate=False))
+    if name in buffers or any(clean(root, buffer) == name for buffer in buffers):
         raise ValueError(
-            f"{type(root).__name__} has no parameter {name!r}; "
-            f"{nearest(name, cleaned, 'parameter')}"
+            f"{name!r} is a buffer of {type(root).__name__}, not a parameter; every rank has "
+            "its own: read it with flex.module.get_buffer(...)"
         )
-    full_name, parameter = cleaned[name]
-    return full_name, root.get_submodule(full_name.rpartition(".")[0]), parameter
+    parameters = [full_name for full_name, _ in root.named_parameters(remove_duplicate=False)]
+    names = [one for full in parameters for one in (full, clean(root, full))]
+    raise ValueError(
+        f"{type(root).__name__} has no parameter {name!r}; {nearest(name, names, 'parameter')}"
+    )
 
 
 def first_name(root: nn.Module, name: str) -> str:

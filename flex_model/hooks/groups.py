@@ -131,12 +131,12 @@ class HookGroups:
         if isinstance(members, HookFunction):
             members = [members]
         if isinstance(members, (str, re.Pattern)):
-            names = [function.module_name for function in self._registrations]
-            functions = [f for f in self._registrations if matches(members, f.module_name)]
+            named = {f: held[0].clean_name for f, held in self._registrations.items()}
+            functions = [f for f, name in named.items() if matches(members, name)]
             if not functions:
                 raise ValueError(
                     f"no registered hook's module name matches {pattern_text(members)}; "
-                    f"{nearest(pattern_text(members), names, 'hooked module')}"
+                    f"{nearest(pattern_text(members), named.values(), 'hooked module')}"
                 )
             return functions
         if not isinstance(members, Iterable):

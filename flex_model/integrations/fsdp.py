@@ -102,7 +102,7 @@ def in_use(root: nn.Module, wrapper: Any, name: str) -> tuple[nn.Module, Tensor]
     if wrapper.training_state.name != "FORWARD_BACKWARD":
         return None
     module, leaf = _owner(root, name)
-    value: Any = getattr(module, leaf, None)
+    value: Any = names.own_tensor(module, leaf)
     # While gathered, the attribute is a view of the flat parameter; otherwise it is a Parameter.
     is_view = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
     if not is_view or not value.untyped_storage().size():

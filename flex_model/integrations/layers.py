@@ -14,6 +14,7 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Placement, Replicate, Shard, ShardLayout
 from flex_model.integrations import quantized, transformers_private
 from flex_model.integrations.dtensor import axis_names, is_dtensor
+from flex_model.names import own_tensor
 
 # Attributes in which layers state the full sizes of the dims of ``weight``. The first one is the
 # size of ``bias`` too.
@@ -43,7 +44,7 @@ def parameter_layout(
     """
     if mesh.tp_size == 1 or leaf_name not in ("weight", "bias") or _is_along_tp(parameter, mesh):
         return None
-    weight = getattr(module, "weight", None)  # None in an output layer that is tied
+    weight = own_tensor(module, "weight")  # None in an output layer that is tied
     if _is_marked(parameter) or _is_marked(weight):
         if is_of_own_experts(parameter) or not _is_split_over(module, mesh):
             return None

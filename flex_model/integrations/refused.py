@@ -26,7 +26,7 @@ from flex_model.errors import HookError, agreed
 from flex_model.integrations import transformers_private
 from flex_model.integrations.dtensor import is_dtensor
 from flex_model.integrations.torch_private import CONTEXT_PARALLEL
-from flex_model.names import clean
+from flex_model.names import clean, own_tensor
 
 # A LoRA's parts, the dim in which each is as large as the layer, and which dim of its weight it is.
 _SIZES_OF_LORA = {
@@ -44,7 +44,8 @@ def check_adapters(root: nn.Module, mesh: Mesh) -> None:
     if mesh.tp_size == 1 or "peft" not in sys.modules:
         return
     for name, layer in root.named_modules():
-        weight = getattr(getattr(layer, "base_layer", None), "weight", None)
+        base = getattr(layer, "base_layer", None)
+        weight = own_tensor(base, "weight") if isinstance(base, nn.Module) else None
         for part, found in _misfits(layer, weight) if is_dtensor(weight) else ():
             raise ValueError(
                 f"FlexModel: the adapter {clean(root, f'{name}.{part}')!r} beside a sharded "
@@ -74,10 +75,10 @@ def _misfits(layer: nn.Module, weight: Any) -> Iterator[tuple[str, str]]:
     """Yield the parts of a layer's adapters that do not fit its full weight, and what they are."""
     for kind in getattr(layer, "adapter_layer_names", ()):
         for adapter, part in getattr(layer, kind, {}).items():
-            own = getattr(part, "weight", part)
+            own = own_tensor(part, "weight") if isinstance(part, nn.Module) else part
             if is_dtensor(own):
                 continue
-            if kind not in _SIZES_OF_LORA:
+            if kind not in _SIZES_OF_LORA or own is None:
                 yield f"{kind}.{adapter}", f"a {type(layer).__name__} that is not known"
                 continue
             dim, of_weight = _SIZES_OF_LORA[kind]

@@ -26,6 +26,7 @@ from flex_model.layouts.sizes import (
     evaluate,
     has_factors,
     is_of_no_value,
+    is_quotient,
     leaves,
 )
 
@@ -66,6 +67,7 @@ class ArgumentReader:
         self.sized_by: list[Value] = []
         self._plain: list[tuple[str, int, Any]] = []  # sizes without an expression
         self._with_expression: set[str] = set()  # arguments with an expression
+        self._at_least: dict[tuple[str, int], int] = {}  # sizes that may be larger, or the same
         self.are_plain = True
         self._shows_split = False  # whether the unsharded program passes another size somewhere
 
@@ -151,6 +153,8 @@ class ArgumentReader:
         if (is_share or not self.operands) and divides_by(first, self._proofs.num_ranks):
             # A size of a whole dim, divided by the number of ranks, may be a rank's share. (Slices
             # and the like are along a dim whose placement their operand shows.)
+            if is_share and is_quotient(first):
+                self._at_least[name, len(sizes)] = numbers[0]
             known = None
         self._with_expression.add(name)
         shard = self._proofs.shard_of_dim(first) if name in ("size", "repeats") else None
@@ -167,7 +171,9 @@ class ArgumentReader:
         They matter at the split dim only, so if no tensor is split it passes the same. Of a view
         or a slice of a split tensor, the rule decides which of them are at the split dim. Along dp,
         rows that stand first are at the -1 that a view begins with, or at a size that is computed
-        of them. A range has its plain numbers if the full size of its end is known.
+        of them. A range has its plain numbers if the full size of its end is known. A whole tensor
+        has as many elements as in the unsharded program, so the sizes of a view of it that are not
+        smaller there are the same.
 
         Args:
             unsettled: Sizes of the result that may be a rank's own: of a factory, those of split
@@ -207,6 +213,10 @@ class ArgumentReader:
                 elif is_same_dim or is_elsewhere or not self._may_count_rows(number):
                     self.full_sizes[name][place] = number
                     kept.add(name)
+        for name, sizes in self.full_sizes.items() if self._is_view and not shards else ():
+            own = [self._at_least.get((name, i), size) for i, size in enumerate(sizes)]
+            if all(size is not None and size > 0 for size in own):
+                self.full_sizes[name] = own
         if rule_decides or shards:
             self.full_sizes = {
                 name: sizes for name, sizes in self.full_sizes.items() if name in kept

@@ -64,6 +64,15 @@ def divides_by(expression: Expression, number: int) -> bool:
     return any(divides_by(operand, number) for operand in expression[1:])
 
 
+def is_quotient(expression: Expression) -> bool:
+    """Whether it is a size, divided by plain numbers: it grows where one of them is less."""
+    if expression[0] in ROUNDINGS:
+        return is_quotient(expression[1])
+    if expression[0] in ("floordiv", "truediv"):
+        return expression[2][0] == "number" and is_quotient(expression[1])
+    return expression[0] == "dim"
+
+
 def has_factors(expression: Expression) -> bool:
     """Whether it is a product of sizes and plain numbers."""
     if expression[0] in ROUNDINGS:

@@ -19,7 +19,7 @@ from flex_model.layouts.module_buffers import Buffers
 from flex_model.layouts.placement_encoding import decode, encode
 from flex_model.layouts.statements import Statement, Statements, describe
 from flex_model.layouts.tensor_values import TensorValues
-from flex_model.names import clean
+from flex_model.names import clean, own_tensor
 
 AXES = ("dp", "tp")
 Placements = tuple[Any, Any]  # encoded, along dp and tp
@@ -242,7 +242,7 @@ class Weights:
     def refuted(self, statement: Statement) -> str:
         """Return how the model contradicts a statement about parameters; empty if it does not."""
         for name, module, leaf in self._statements.targets(statement):
-            tensor = getattr(module, leaf)
+            tensor = own_tensor(module, leaf)
             own = dict(zip(AXES, self._stated_by_model(module, leaf, tensor, statement)))
             for axis, stated in statement.placed.items():
                 if own[axis] is not None and encode(stated) != own[axis]:

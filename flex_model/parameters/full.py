@@ -443,7 +443,9 @@ class Parameters:
                         ValueError(
                             f"{site}: the {words} ranks hold different values of shape {shape} "
                             f"where, by {layout.source}, they should share one; reduce gradients "
-                            "over the ranks first (Megatron: finalize_model_grads; with its "
+                            "over the ranks first (DDP does for a loss that the model's output "
+                            "leads to, where hooks or the model leave parameters out only with "
+                            "find_unused_parameters=True; Megatron: finalize_model_grads; with its "
                             "distributed optimizer each rank has a part even then: read gradients "
                             "in hooks, flex.register_hook, or set use_distributed_optimizer="
                             "False); state the layout of shards with annotate_layout(..., "

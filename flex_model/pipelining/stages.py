@@ -99,7 +99,8 @@ def describe_stage(stage: Any) -> dict[str, Any]:
         name = clean(root, name)
         if is_called:
             called[name] = None
-        types.setdefault(name, [type_name(kind) for kind in type(module).__mro__[:-1]])
+        kinds = types.setdefault(name, [])  # of a wrapper, then those of the module in it
+        kinds += [type_name(kind) for kind in type(module).__mro__[:-1]]
     return {
         "index": stage.stage_index,
         "called": list(called),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -37,16 +37,19 @@ class ModuleIndex:
         return module_names(self._root)
 
     def hookable_names(self, kind: str) -> list[str]:
-        """Return the names that a group's substring or regex is matched against."""
-        if kind == "tensor":
-            return [name for name, _ in self._root.named_parameters()]
-        return self.module_names
+        """Return the clean names that a group's substring or regex is matched against."""
+        parameters = self._root.named_parameters()
+        return self._clean(self.module_names if kind != "tensor" else [n for n, _ in parameters])
 
     def names_of_type(self, kind: type) -> tuple[list[str], list[str]]:
-        """Return the names of the modules of a type, and of all types."""
+        """Return the clean names of the modules of a type, and the names of all types."""
         named = [(name, module) for name, module in self._root.named_modules() if name]
         found = [name for name, module in named if isinstance(module, kind)]
-        return found, sorted({type(module).__name__ for _, module in named})
+        return self._clean(found), sorted({type(module).__name__ for _, module in named})
+
+    def _clean(self, names: Iterable[str]) -> list[str]:
+        """Return clean names, each once: a wrapper has that of the module in it."""
+        return list(dict.fromkeys(filter(None, (clean(self._root, name) for name in names))))
 
     def names_of_statement(self, statement: Statement) -> list[str]:
         """Return the names of the modules or parameters that a statement matches."""

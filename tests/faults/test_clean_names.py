@@ -9,8 +9,10 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookError, HookFunction
@@ -126,9 +128,54 @@ def test_errors_have_clean_names(wrapper):
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_group_of_a_wrapped_model():
-    flex = FlexModel(torch.compile(nn.Sequential(nn.Linear(6, 6)), backend="eager"))
-    flex.create_hook_group("all", nn.Linear, editing_function=fail)
-    with pytest.raises(HookError, match="forward hook on '0': the editing function raised"):
-        flex(BATCH.float())
+def checkpointed(model):
+    model.fc1, model.fc2 = checkpoint_wrapper(model.fc1), checkpoint_wrapper(model.fc2)
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, "checkpoint"])
+@pytest.mark.parametrize("pattern", ["fc", re.compile(r"^fc\d$"), nn.Linear])
+def test_a_group_has_each_module_of_a_wrapped_model_once_by_its_clean_name(wrapper, pattern):
+    """A block in a wrapper of its own was edited twice; names, and so keys, had the wrappers'."""
+    expected = ["inp", "fc1", "fc2", "out"] if pattern is nn.Linear else ["fc1", "fc2"]
+    plain = models.mlp()
+    for name in expected:
+        plain.get_submodule(name).register_forward_hook(lambda module, args, output: output + 1)
+    wrapped = {**WRAPPERS, "checkpoint": checkpointed}[wrapper](models.mlp())
+    with FlexModel(wrapped, {}, data_parallel_size=2, output_ranks="all") as flex:
+        hooks = flex.create_hook_group(
+            "all of them", pattern, None, lambda m, full, s, ms: full + 1, output_name="{name}/out"
+        )
+        assert [hook.module_name for hook in hooks] == expected
+        assert flex.update_hook_groups(re.compile("^fc2$"), "one") == [hooks[expected.index("fc2")]]
+        weights = flex.create_hook_group("weights", "fc1.weight", hook_type="tensor")
+        assert [hook.module_name for hook in weights] == ["fc1.weight"]
+        with pytest.raises(ValueError, match="'mod' matches no module"):
+            flex.create_hook_group("others", "mod")
+        assert_close(flex(BATCH, groups="all of them"), plain(BATCH))
+        assert sorted(flex.output_ptr) == sorted(f"{name}/out" for name in expected)
     torch.compiler.reset()
+
+
+class Nested(nn.Module):
+    """Has two modules ``fc``, one of them below a ``module``."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.module = nn.Linear(6, 6), nn.ModuleDict({"fc": nn.Linear(6, 6)})
+
+    def forward(self, x):
+        return self.module["fc"](self.fc(x))
+
+
+@pytest.mark.ranks(2)
+def test_a_clean_name_that_is_also_the_wrapped_one_of_another_module():
+    """``module.fc`` under DDP was ``fc``."""
+    model = models.seeded(Nested)
+    expected = {name: model.get_parameter(f"{name}.weight") for name in ("fc", "module.fc")}
+    with FlexModel(DistributedDataParallel(model), data_parallel_size=2) as flex:
+        found = {name: flex.get_module_parameter(f"{name}.weight") for name in expected}
+        assert_close(found, expected)
+        flex.register_forward_hook(HookFunction("module.fc", None, lambda m, *rest: 0 * rest[0]))
+        assert not flex(BATCH.float()).any()

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
-from flex_model import FlexModel
+import models
+from flex_model import FlexModel, HookFunction
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.integrations.layers import (
@@ -144,3 +146,35 @@ def test_other_parameters_and_a_single_rank_tell_nothing():
     vars(layer.weight1).update(vars(layer.weight))
     assert parameter_layout(layer, "weight1", layer.weight1, TP_2) is None
     assert layer.layouts(Mesh()) == [None, None, None]
+
+
+class Drawn(nn.Module):
+    """Draws noise on a weight, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight + torch.randn_like(weight)
+
+
+@pytest.mark.ranks(2)
+def test_a_parametrized_weight_is_computed_by_its_layer_alone():
+    """Whatever else reads it changes what the model computes."""
+    drawn, model = Drawn(), models.TWO_RANKS["dtensor"].shard(models.mlp())
+    register_parametrization(model.inp, "weight", drawn)
+    with FlexModel(model, tensor_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("act"))
+        flex.register_forward_hook(HookFunction("inp.parametrizations.weight.0"))
+        flex.register_forward_hook(HookFunction("inp.parametrizations.weight"))
+        drawn.calls = 0
+        for rows in (4, 2):
+            flex(models.random(rows, 6)).sum().backward()
+        assert drawn.calls == 2
+        for read in (flex.get_module_parameter, flex.get_module_gradient):
+            with pytest.raises(ValueError, match=r"no parameter 'inp\.weight'"):
+                read("inp.weight")
+        assert drawn.calls == 2
+        assert flex.inp.weight.shape == (6, 6) and drawn.calls == 3

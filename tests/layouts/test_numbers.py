@@ -287,6 +287,39 @@ def test_what_ranks_pass_unlike_is_not_known(name):
     assert found["made"] == [None]
 
 
+WINDOWS = {  # of (2, 4, 8), by ``n``, which may be the number of ranks
+    "patches": lambda x, b, h, w, n: x.view(b, h // n, 2, w // n, 2),
+    "of two sizes": lambda x, b, h, w, n: x.reshape(b, h // n, 2, w // 4 // n, 8),
+    "rounded": lambda x, b, h, w, n: x.view(b, int(h / n), 2, int(w / n), 2),
+    "one dim": lambda x, b, h, w, n: x.unflatten(2, (w // n // n, 4)),
+}
+OTHER_SHARES = {  # shapes that differ where ``n`` is 1
+    "the rest": lambda x, b, h, w, n: x.view(b, h // n, -1, w // n),
+    "a number over a share": lambda x, b, h, w, n: x.view(b, h // n, 8 // (h // n), 4),
+    "less a share": lambda x, b, h, w, n: x.view(b, h // n, 6 - h // n, 4),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_of_a_whole_tensor_by_the_number_of_ranks(name):
+    """None of these sizes can be smaller in the unsharded program, so none is larger. (They were
+    not known.)
+    """
+    model, x = made(lambda m, x: WINDOWS[name](x, *x.shape, 2)), torch.rand(2, 4, 8)
+    found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
+    compare(found, unsharded(model, [x]))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", OTHER_SHARES)
+def test_shares_of_a_whole_tensor_that_may_be_smaller_are_not_known(name):
+    x = torch.rand(2, 4, 8)
+    model = made(lambda m, x: OTHER_SHARES[name](x, *x.shape, 2))
+    found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
+    assert found["made"] == [None]
+
+
 COUNTED = {
     "numbers": lambda n, start: torch.arange(n) + start,
     "floats": lambda n, start: torch.arange(n).double() + start,

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import ScheduleGPipe
@@ -414,6 +415,7 @@ def test_weights_of_other_stages_in_an_edit():
 def test_groups_active_and_the_schedules_own_step():
     model, (x, y) = make_mlp(), data()
     records = {}
+    model.layers[0].act = checkpoint_wrapper(model.layers[0].act)
     schedule = make_schedule(ALL[0], model, loss_fn=MSE)
     with FlexModel(schedule, records) as flex:
         flex.create_hook_group("fc1", "fc1")

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import models
@@ -275,6 +276,23 @@ def test_gradients_that_differ_between_replicas_are_not_given_as_one():
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
     assert_close(flex.get_module_gradient("fc1.weight"), model.fc1.weight.grad)
+
+
+@pytest.mark.ranks(2)
+def test_gradients_that_ddp_does_not_reduce_for_an_edit_that_leaves_parameters_out():
+    mine, plain = BATCH.chunk(2)[dist.get_rank()], models.mlp()
+    plain.fc1.register_forward_hook(lambda module, args, output: output.detach())
+    plain(BATCH).mean().backward()
+    for settings in ({}, {"find_unused_parameters": True}):
+        model = DistributedDataParallel(models.mlp(), **settings)
+        with FlexModel(model, data_parallel_size=2) as flex:
+            flex.register_forward_hook(HookFunction("fc1", None, lambda m, full, *_: full.detach()))
+            flex(mine).mean().backward()
+            if settings:
+                assert_close(flex.get_module_gradient("fc2.weight"), plain.fc2.weight.grad)
+                continue
+            with pytest.raises(ValueError, match="only with find_unused_parameters=True"):
+                flex.get_module_gradient("fc2.weight")
 
 
 @pytest.mark.ranks(2)
