@@ -10,6 +10,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.errors import HookError, agreed, is_agreed
 from flex_model.hooks.registration import Registration
 from flex_model.hooks.tracking import Tracking
+from flex_model.layouts import follow
 from flex_model.records.records import Records
 from flex_model.runs.lifecycle import Runs
 from flex_model.runs.remembered_runs import backward_task
@@ -104,7 +105,11 @@ class BackwardPasses:
                 self._runs.interrupted(error)
                 raise
 
-        self._runs.watch.at_end(end, lambda: has_begun)
+        def end_apart() -> None:
+            with follow.paused():  # in a forward that begins a backward
+                end()
+
+        self._runs.watch.at_end(end_apart, lambda: has_begun)
 
 
 class BackwardOrder:

@@ -440,7 +440,8 @@ class Runs:
                 self._records.finish(run)
         else:
             self._communicator.finish_transfers()
-            self._tracking.finish()
+            if not (in_backward() and self._tracking.forward.depth):  # a backward in the forward
+                self._tracking.finish()
             has_drawn = self._records.join(run, kind, self._executor.layouts.lookup)
         if has_drawn:
             run.take_draws()

@@ -377,6 +377,47 @@ def test_a_backward_inside_of_the_forward(is_followed):
         assert_close(records["front"][0], model.front(BATCH))
 
 
+class ForcesOfMlp(models.MLP):
+    """Goes on from the gradient of an energy."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        energy = super().forward(x)
+        return self.last(torch.autograd.grad(energy.sum(), x, retain_graph=True)[0]), energy
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "dtensor"])
+def test_a_forward_goes_on_after_a_backward_inside_of_it(name):
+    """Records were delivered at the end of that backward, which ended what was followed: nothing
+    behind it was known.
+    """
+    model, tp = models.seeded(ForcesOfMlp).double(), models.TWO_RANKS[name]
+    expected: dict[str, list] = {}
+    model.last.register_forward_hook(lambda m, args, output: expected["last"].append(output))
+    x = models.random(4, 6)
+
+    def edit(module, full, save_ctx=None, modules=None):
+        return full.flip(1) if isinstance(full, torch.Tensor) else (full[0].flip(1),)
+
+    model.act.register_full_backward_pre_hook(lambda m, grads: expected["act"].append(grads[0]))
+    model.act.register_full_backward_pre_hook(edit)
+    sharded = tp.shard(models.seeded(ForcesOfMlp).double())
+    with FlexModel(sharded, {}, output_ranks="all", **tp.sizes) as flex:
+        flex.register_forward_hook(HookFunction("last"))
+        flex.register_full_backward_pre_hook(HookFunction("act", editing_function=edit))
+        for _ in range(2):  # followed, then known
+            expected |= {"act": [], "last": []}
+            for one in (model, flex):
+                force, energy = one(x)
+                (force.sum() + energy.sum()).backward()
+            assert_close(dict(flex.output_ptr), expected)
+
+
 class CopiesOrNot(nn.Module):
     """A column layer, with a copy to the ranks in front of it or without one."""
 
