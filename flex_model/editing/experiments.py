@@ -228,7 +228,7 @@ def path_patching(
         for site, kept in zip(receiver_sites, received):
             runs.register(site, patch(kept, **site.where), "receivers")
         runs.run(other, "sender")
-        before = runs.measure(inputs, metric, "output", "frozen")
+        before = runs.measure(inputs, metric, "output", *(["frozen"] if held else []))
         runs.on_rank_0(lambda: None)  # the error of a metric that failed
         runs.run(inputs, "held")
         after = runs.measure(inputs, metric, "output", "receivers")

@@ -254,6 +254,10 @@ def test_path_patching(flex):
     assert_close(after, by_hand(model, TOKENS, [received]).item())
     assert after != before
 
+    _, along_all = editing.path_patching(flex, TOKENS, OTHER, sender, [receiver], [], metric)
+    by_hand(model, TOKENS, [freeze[0], keeping(held, "model.layers.1.mlp.input")])
+    assert_close(along_all, by_hand(model, TOKENS, [received]).item())
+
 
 def test_other_hooks_in_experiments(flex):
     hook = editing.scale(2.0).at("model.layers.0")
