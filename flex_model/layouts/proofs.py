@@ -289,6 +289,10 @@ class AxisProofs:
         if all(one == before for one in of_ranks):
             self.joint[value] = before
             return
+        self._place_pieces(value, of_ranks)
+
+    def _place_pieces(self, value: Value, of_ranks: list[Any]) -> None:
+        """Place a value that is another one on each rank: the whole, if each has its piece of it."""
         self.steps[value] = Step("a tensor that is not the same one on all ranks")
         combined = chunks.combine(of_ranks, self.makers)
         if combined is not None:
@@ -301,6 +305,7 @@ class AxisProofs:
         value, values, _ = entries[0]
         self.gradients.note_named([entry.source for entry in entries], value)
         if any(entry.values != values for entry in entries):
+            self._place_pieces(value, [entry.values for entry in entries])
             return
         if isinstance(values, tuple):
             self.shapes[value] = self.shapes.get(values[0], ())
