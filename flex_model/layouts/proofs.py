@@ -292,7 +292,7 @@ class AxisProofs:
         self._place_pieces(value, of_ranks)
 
     def _place_pieces(self, value: Value, of_ranks: list[Any]) -> None:
-        """Place a value that is another one on each rank: the whole, if each has its piece of it."""
+        """Place a value that each rank has another of: its piece of a whole, or unknown."""
         self.steps[value] = Step("a tensor that is not the same one on all ranks")
         combined = chunks.combine(of_ranks, self.makers)
         if combined is not None:
