@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flex_model.distributed.placement import Shard
-from flex_model.layouts import chunks, logged, memory_map
+from flex_model.layouts import logged, memory_map
 from flex_model.layouts.logged import Value
 from flex_model.layouts.operation_log import dtype_of
 from flex_model.layouts.propagation.operation import Operand, Shape, full_size
@@ -118,13 +118,9 @@ class ArgumentReader:
         return lists
 
     def _operand(self, items: Sequence[Any]) -> Operand:
-        value = items[0][1]
-        if any(item[1] != value for item in items):
-            value = None
-            placement = chunks.combine([item[1] for item in items], self._proofs.makers)
-            self.are_others |= placement is None
-        else:
-            placement = None if value is None else self._proofs.placement(value)
+        values = [item[1] for item in items]
+        value, placement = self._proofs.value_of_ranks(values)
+        self.are_others |= placement is None and any(one != values[0] for one in values)
         shapes = tuple(tuple(item[2]) for item in items)
         if all(item[1] is None for item in items):
             self.unrecorded.append(shapes[0])

@@ -129,6 +129,15 @@ class AxisProofs:
         values = value if isinstance(value, tuple) else (value,)
         return None if any(one in self.open for one in values) else self.placement(value)
 
+    def value_of_ranks(self, values: Sequence[Any]) -> tuple[Any, Placement | None]:
+        """Return the value that all ranks have, None where they have others, and its placement;
+        that of the whole, if each has its piece of one.
+        """
+        value = values[0]
+        if all(one == value for one in values):
+            return value, None if value is None else self.placement(value)
+        return None, chunks.combine(values, self.makers)
+
     def resolve_joint(self, value: Any) -> Any:
         """Return the value that all ranks have for a joint value; any other value itself."""
         return self.joint.get(value, value)

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_iter
 from flex_model.distributed.placement import Placement
 from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import DisableTorchFunction, fsdp2_fills
-from flex_model.layouts import chunks, logged
+from flex_model.layouts import logged
 from flex_model.layouts.active import active_recorders, all_paused
 from flex_model.layouts.contracts import functions, opaque_calls
 from flex_model.layouts.placement_encoding import decode
@@ -234,12 +234,8 @@ def _packing(forward: Callable[..., Any]) -> Callable[..., Any]:
 def follow_call(proofs: AxisProofs, entries: tuple[logged.Call, ...]) -> None:
     """Note the placements of the results of such a call."""
     name, _, outputs, stated = entries[0]
-    of_ranks = list(zip(*(entry.inputs for entry in entries)))
-    inputs = [values[0] if len(set(values)) == 1 else None for values in of_ranks]
-    placements = [
-        chunks.combine(values, proofs.makers) if one is None else proofs.placement(one)
-        for one, values in zip(inputs, of_ranks)
-    ]
+    found_inputs = [proofs.value_of_ranks(one) for one in zip(*(entry.inputs for entry in entries))]
+    inputs, placements = ([one[i] for one in found_inputs] for i in (0, 1))
     if name.startswith(_DTENSOR):
         found = [_of_dtensor(proofs.index, name, placements, stated, output) for output in outputs]
     else:
