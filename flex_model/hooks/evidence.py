@@ -12,6 +12,7 @@ from flex_model.distributed.padding import RankRows
 from flex_model.hooks.registration import Registration
 from flex_model.layouts.cache import ForwardLayouts, Key, Place
 from flex_model.layouts.follow import UNKNOWN, Follower, Pair
+from flex_model.layouts.obstacle import Obstacle
 
 
 @dataclass(eq=False, slots=True)
@@ -39,7 +40,7 @@ class Evidence:
     edited: Any = None
     needs_gradient: bool = False
     rows: RankRows | None = None
-    obstacles: dict[str, str] = field(default_factory=dict)
+    obstacles: dict[str, Obstacle] = field(default_factory=dict)
     gradient_obstacles: dict[str, str] = field(default_factory=dict)
 
     def settle(self) -> None:

@@ -23,6 +23,7 @@ from flex_model.layouts.contracts import experts
 from flex_model.layouts.graph_nodes import has_backward_hooks
 from flex_model.layouts.logged import Value
 from flex_model.layouts.mesh_proofs import MeshProofs
+from flex_model.layouts.obstacle import Obstacle
 from flex_model.layouts.operation_log import Chunk, Log
 from flex_model.layouts.placement_encoding import UNKNOWN as UNKNOWN
 from flex_model.layouts.placement_encoding import Pair, encode
@@ -284,13 +285,15 @@ class Follower:
                 if has_backward_hooks(self.root):  # torch adds the root's hooks later
                     self.recorder.nodes.note_module_hook(value)
 
-    def obstacles(self, value: Any) -> dict[str, str]:
-        """Return, for each axis whose placement is not known, where it was lost."""
-        return {
-            axis: self.proofs.along[axis].lost_at(value)
-            for axis, placement in zip(AXES, self.placements(value))
+    def obstacles(self, value: Any) -> dict[str, Obstacle]:
+        """Return, for each axis whose placement is not known, where it was lost, if it was."""
+        placed = dict(zip(AXES, self.placements(value)))
+        found = {
+            axis: self.proofs.along[axis].obstacle(value)
+            for axis, placement in placed.items()
             if placement is None
         }
+        return {axis: obstacle for axis, obstacle in found.items() if obstacle is not None}
 
     # Among ranks.
 

@@ -263,7 +263,7 @@ class Gradients:
     def _text(self, value: Value) -> str:
         """Return where the value's own placement was lost."""
         step = self._proofs.steps.get(value)
-        return self._proofs.lost_at(value) or ("an operation" if step is None else str(step))
+        return str(self._proofs.obstacle(value) or step or "an operation")
 
 
 def _not_followed(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -15,6 +15,7 @@ from flex_model.layouts import chunks, constants, factories, logged, own_rows, r
 from flex_model.layouts.argument_reader import ArgumentReader
 from flex_model.layouts.contracts import collectives, opaque_calls
 from flex_model.layouts.logged import Value
+from flex_model.layouts.obstacle import Cause, Reason
 from flex_model.layouts.operation_log import dtype_of
 from flex_model.layouts.placement_encoding import decode
 from flex_model.layouts.propagation import rules
@@ -29,12 +30,6 @@ from flex_model.layouts.writes import follow_writes
 
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
-
-#: In the text of an operation.
-OF_OTHERS = " of tensors that differ from rank to rank"
-NOT_MADE = " that no operation of this forward made"
-INTO_WHOLE = " of shards into the whole buffer "
-WITH_WHOLE = " of rows with as many of "
 
 # Of which later operations read what they made.
 _MAKERS = {*factories.ZEROS, "empty_like", "sort", "argsort"}
@@ -56,20 +51,14 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
     elif operation is not None:
         with suppress(ArgumentsDifferError):
             found = _infer(proofs, entries[0], read, operation)
-    text = name.removeprefix("aten::") + OF_OTHERS * read.are_others
-    if read.unrecorded and not read.are_others and name != "aten::lift_fresh":
-        text += f" of a tensor of shape {read.unrecorded[0]}{NOT_MADE}"
-    is_whole = written in proofs.weights and proofs.placement(written) == REPLICATED
-    if is_whole and proofs.axis == "tp" and any(one.shard is not None for one in read.operands):
-        text += f"{INTO_WHOLE}{proofs.steps[written].text!r}"
-    if proofs.axis == "dp" and None in found:
-        text += _as_many(proofs, read.operands)
+    cause = _cause(proofs, name, read, written) if None in found else None
+    text = f"{name.removeprefix('aten::')}{cause or ''}"
     inputs = tuple(v for v in values if isinstance(v, int)) or tuple(read.sized_by)
     for i, output in enumerate(outputs):
         value, placements = output.value, output.placements
         stated = decode(placements and placements[proofs.index])  # by a DTensor
         proofs.shapes[value] = tuple(entry.outputs[i].local_shape for entry in entries)
-        proofs.note_step(value, text, inputs)
+        proofs.note_step(value, text, inputs, cause)
         proofs.set_placement(value, found[i] if stated is None else stated)
         if operation is not None:
             _note_facts(proofs, read, operation, value, i)
@@ -77,20 +66,27 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
     if name.startswith(("aten::", opaque_calls.PREFIX)) and _passes_gradients(rule):
         made = [output.value for output in outputs if _has_gradient(output.dtype)]
         proofs.gradients.note_made([entry.carriers for entry in entries], made)
-    follow_writes(proofs, outputs, [entry.writes for entry in entries], text)
+    follow_writes(proofs, outputs, [entry.writes for entry in entries])
 
 
-def _as_many(proofs: AxisProofs, operands: Sequence[Operand]) -> str:
-    """Return the text that names a weight, or an attribute, with a value for each of a rank's rows;
-    empty if there is none among the operands.
-    """
-    shards = [one for one in operands if one.shard is not None]
-    rows = [one.shapes[0][one.shard.dim] for one in shards if one.shard is not None]
-    for one in operands if rows and rows[0] > 1 else ():
-        is_whole = one.value in proofs.weights and one.placement == REPLICATED
-        if is_whole and one.ndim > 1 and one.shapes[0][0] == rows[0]:
-            return f"{WITH_WHOLE}{proofs.steps[one.value].text!r}"
-    return ""
+def _cause(proofs: AxisProofs, name: str, read: ArgumentReader, written: Any) -> Cause | None:
+    """Return why an operation has no rule for its operands, as far as that is known."""
+
+    def is_whole(value: Any) -> bool:
+        return value in proofs.weights and proofs.placement(value) == REPLICATED
+
+    if read.are_others:
+        return Cause(Reason.OTHERS)
+    if read.unrecorded and name != "aten::lift_fresh":
+        return Cause(Reason.NOT_MADE, str(read.unrecorded[0]))
+    shards = [(one, one.shard) for one in read.operands if one.shard is not None]
+    if proofs.axis == "tp" and shards and is_whole(written):
+        return Cause(Reason.INTO_WHOLE, repr(proofs.steps[written].text))
+    num_rows = shards[0][0].shapes[0][shards[0][1].dim] if proofs.axis == "dp" and shards else 0
+    for one in read.operands if num_rows > 1 else ():
+        if is_whole(one.value) and one.ndim > 1 and one.shapes[0][0] == num_rows:
+            return Cause(Reason.WITH_WHOLE, repr(proofs.steps[one.value].text))
+    return None
 
 
 # ---- How results are placed ----------------------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils._pytree import tree_iter
@@ -19,6 +18,7 @@ from flex_model.layouts.contracts.experts import follow_experts
 from flex_model.layouts.contracts.logged_calls import follow_call
 from flex_model.layouts.gradient_placements import Gradients
 from flex_model.layouts.logged import Entry, Value
+from flex_model.layouts.obstacle import Cause, Obstacle, Step
 from flex_model.layouts.operation_log import Chunk
 from flex_model.layouts.operations import follow_operation
 from flex_model.layouts.own_rows import OwnRows
@@ -32,30 +32,6 @@ _CONTRACTS: dict[type, Any] = {
     logged.Call: follow_call,
     logged.Experts: follow_experts,
 }
-
-#: In the text of an operation that follows one which not all ranks ran.
-DIFFERS = ": the ranks' control flow differs, not all ran "
-
-#: Behind it, where rows on the way to the value are in such parts.
-IN_PARTS = ", beside rows in {} parts"
-
-
-@dataclass(frozen=True)
-class Step:
-    """The reason why a value is placed as it is.
-
-    Attributes:
-        text: The operation, or the source of the value.
-        inputs: The values that the operation read.
-        module: The module whose forward ran it, by name; "" outside of all but the root.
-    """
-
-    text: str
-    inputs: tuple[Value, ...] = ()
-    module: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.text} in {self.module!r}" if self.module else self.text
 
 
 class AxisProofs:
@@ -142,8 +118,8 @@ class AxisProofs:
         """Return the value that all ranks have for a joint value; any other value itself."""
         return self.joint.get(value, value)
 
-    def lost_at(self, value: Any) -> str:
-        """Return the first operation on the way to a value at which its placement was lost; empty
+    def obstacle(self, value: Any) -> Obstacle | None:
+        """Return the first operation on the way to a value at which its placement was lost; None
         where it is known, or nothing is known of it.
         """
         value = self.resolve_joint(value)
@@ -159,11 +135,9 @@ class AxisProofs:
             parts = max(parts, *(self._parts_in(value, source) for source in step.inputs), 1)
             traced = [source for source in unknown if source in self.steps]
             if not traced:
-                differs = bool(unknown) and bool(self.difference)
-                text = f"{step}{DIFFERS}{self.difference}" if differs else str(step)
-                return text + IN_PARTS.format(parts) * (parts > 1)
+                return Obstacle(str(step), step.cause, self.difference if unknown else "", parts)
             pending += traced
-        return f"{self.difference}{DIFFERS}{self.difference}" if self.difference else ""
+        return Obstacle(self.difference, difference=self.difference) if self.difference else None
 
     def _parts_in(self, value: Value, source: Value) -> int:
         """Return of how many parts a value's rows consist if it has those of the source, or several
@@ -365,9 +339,12 @@ class AxisProofs:
         """Note that Python reads the elements of a tensor, of which the ranks have these values."""
         self.reads_parts |= any(self.placement(value) != Replicate() for value in values)
 
-    def note_step(self, value: Value, text: str, inputs: tuple[Value, ...]) -> None:
+    def note_step(
+        self, value: Value, text: str, inputs: tuple[Value, ...], cause: Cause | None = None
+    ) -> None:
         """Note the operation that made the value, and its inputs."""
-        self.steps[value] = Step(text, inputs, self._modules[-1] if self._modules else "")
+        module = self._modules[-1] if self._modules else ""
+        self.steps[value] = Step(text, inputs, module, cause)
 
 
 # ---- Which entries of the ranks' logs are one operation of the model -----------------------------

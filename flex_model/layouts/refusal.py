@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from flex_model.distributed.mesh import Mesh
@@ -16,8 +15,7 @@ from flex_model.distributed.placement import (
 )
 from flex_model.distributed.values import Fingerprints
 from flex_model.layouts.expected_shape import unique
-from flex_model.layouts.operations import INTO_WHOLE, NOT_MADE, OF_OTHERS, WITH_WHOLE
-from flex_model.layouts.proofs import DIFFERS, IN_PARTS
+from flex_model.layouts.obstacle import Obstacle, Reason
 from flex_model.layouts.statements import KINDS, Site, Statements, text_of
 
 PAD = (
@@ -35,7 +33,7 @@ def refusal(
     shapes: Sequence[Shape],
     mesh: Mesh,
     unknown: Sequence[str],
-    obstacles: Mapping[str, str],
+    obstacles: Mapping[str, Obstacle],
     rows_dim: int | None,
     prints: Fingerprints | None,
     statements: Statements | None,
@@ -51,47 +49,19 @@ def refusal(
     if statements is not None and site.kind in KINDS:
         pattern = statements.text_of_name(site.kind, site.module)
     for axis in unknown:
-        lost = f" (lost at {obstacles[axis]})" if obstacles.get(axis) else ""
+        obstacle = obstacles.get(axis, Obstacle(""))
+        lost = f" (lost at {obstacle})" if obstacle.text else ""
         parts.append(
             f"how the tensor is placed over the {AXIS_NAMES[axis]} ranks is not known{lost}"
         )
-        if lost.startswith(" (lost at state in "):
-            advice += "; fill a cache by forwards in which a hook is active, or state its tensors"
-        if lost.startswith((" (lost at input ", " (lost at state in ")):
-            advice += (
-                "; where ranks are given shards as inputs, state these: kind='forward_pre' of "
-                "re.compile('^$'), with the input's index=; where generate() computed it before "
-                "the model's forward, as transformers does with encoders, call the forward itself"
-            )
-        if axis == "tp" and lost.startswith((" (lost at chunk", " (lost at split")):
-            advice += (
-                "; where a layer's shard has a part of each of several fused tensors (q, k and v), "
-                "state the parts of its weight: kind='parameter', tp=Shard(0), part_sizes="
-            )
-        if OF_OTHERS in lost or DIFFERS in lost:
+        advice += _advice_of_text(axis, obstacle.text)
+        reason, subject = obstacle.cause or (None, "")
+        if obstacle.difference or reason is Reason.OTHERS:
             advice += (
                 "; where the model goes through a set (for kind in set(layer_types): ...), "
                 f"{ONE_ORDER}"
             )
-        if NOT_MADE in lost:
-            advice += (
-                "; it is kept in a cache or a global variable, is numpy's memory, or sparse in "
-                "another format than COO: clear the cache before the run, hold the tensor in an "
-                "attribute of a module, or, where all ranks have the same, state what a module "
-                f"returns of it: flex.annotate_layout(..., kind='forward', {axis}=Replicate())"
-            )
-        if INTO_WHOLE in lost:
-            buffer = lost.partition(INTO_WHOLE)[2].split("'")[1]
-            advice += (
-                "; where each rank's buffer is its part of a larger one, state that, with its dim: "
-                f"flex.annotate_layout({buffer!r}, kind='parameter', {axis}=Shard(...))"
-            )
-        if WITH_WHOLE in lost:
-            name = lost.partition(WITH_WHOLE)[2].split("'")[1]
-            advice += (
-                f"; where {name!r} is a state that an earlier run left, drop it before this one: "
-                "set it to None, or call a model of transformers once with use_cache=False"
-            )
+        advice += _advice_of_reason(axis, reason, subject)
         if axis == "dp" and site.kind != "parameter":
             lines.append('FlexModel(..., dp_batch="local")  # each data-parallel rank its own rows')
         is_equal = None if prints is None else prints.equal_along(axis)
@@ -104,14 +74,13 @@ def refusal(
             if any(len({shape[dim] for shape in own}) > 1 for dim in dims if dim != rows_dim):
                 dims = []  # rows of other lengths, which don't lie end to end
                 advice += f"; {PAD}"
-        if axis == "dp" and lost.startswith(" (lost at cat"):
+        if axis == "dp" and obstacle.text.startswith("cat"):
             dims = [dim for dim in dims if dim != rows_dim]
             advice += (
                 "; where a rank's rows are those of several tensors, one behind the other, state "
                 f"how many rows each has in full: dp=Shard({rows_dim or 0}), part_sizes="
             )
-        in_parts = re.search(IN_PARTS.format(r"(\d+)"), lost)
-        num_parts = int(in_parts[1]) if in_parts else 1
+        num_parts = obstacle.num_parts
         shards = [Shard(dim, num_parts if dim == rows_dim else 1) for dim in dims]
         for placement, full in _candidates(own, shards, site.kind != "parameter", is_equal):
             note = _NOTES[type(placement)]
@@ -131,6 +100,47 @@ def refusal(
         f"{placements} import Partial, Replicate, Shard:{listed}\n"
         "flex.layouts(why=True) says what could not be followed"
     )
+
+
+def _advice_of_text(axis: str, text: str) -> str:
+    """Return the advice for an input or operation of this name."""
+    advice = ""
+    if text.startswith("state in "):
+        advice += "; fill a cache by forwards in which a hook is active, or state its tensors"
+    if text.startswith(("input ", "state in ")):
+        advice += (
+            "; where ranks are given shards as inputs, state these: kind='forward_pre' of "
+            "re.compile('^$'), with the input's index=; where generate() computed it before "
+            "the model's forward, as transformers does with encoders, call the forward itself"
+        )
+    if axis == "tp" and text.startswith(("chunk", "split")):
+        advice += (
+            "; where a layer's shard has a part of each of several fused tensors (q, k and v), "
+            "state the parts of its weight: kind='parameter', tp=Shard(0), part_sizes="
+        )
+    return advice
+
+
+def _advice_of_reason(axis: str, reason: Reason | None, subject: str) -> str:
+    match reason:
+        case Reason.NOT_MADE:
+            return (
+                "; it is kept in a cache or a global variable, is numpy's memory, or sparse in "
+                "another format than COO: clear the cache before the run, hold the tensor in an "
+                "attribute of a module, or, where all ranks have the same, state what a module "
+                f"returns of it: flex.annotate_layout(..., kind='forward', {axis}=Replicate())"
+            )
+        case Reason.INTO_WHOLE:
+            return (
+                "; where each rank's buffer is its part of a larger one, state that, with its dim: "
+                f"flex.annotate_layout({subject}, kind='parameter', {axis}=Shard(...))"
+            )
+        case Reason.WITH_WHOLE:
+            return (
+                f"; where {subject} is a state that an earlier run left, drop it before this one: "
+                "set it to None, or call a model of transformers once with use_cache=False"
+            )
+    return ""
 
 
 _NOTES: dict[type, str] = {

@@ -13,6 +13,7 @@ from flex_model.distributed.values import Fingerprints
 from flex_model.errors import LayoutMismatchError
 from flex_model.layouts.expected_shape import ExpectedShape, check_dims, fits, stated_by, unique
 from flex_model.layouts.follow import AXES, Pair
+from flex_model.layouts.obstacle import Obstacle
 from flex_model.layouts.refusal import PAD, refusal
 from flex_model.layouts.statements import Site, Statements, describe
 
@@ -29,7 +30,7 @@ def resolve(
     stated: Mapping[str, Placement],
     expected_shape: ExpectedShape = None,
     known: ShardLayout | None = None,
-    obstacles: Mapping[str, str] | None = None,
+    obstacles: Mapping[str, Obstacle] | None = None,
     *,
     rows_dim: int | None = 0,
     prints: Fingerprints | None = None,

@@ -17,34 +17,29 @@ if TYPE_CHECKING:
 
 
 def follow_writes(
-    proofs: AxisProofs,
-    outputs: Sequence[logged.Made],
-    writes: Sequence[Sequence[logged.Write]],
-    text: str,
+    proofs: AxisProofs, outputs: Sequence[logged.Made], writes: Sequence[Sequence[logged.Write]]
 ) -> None:
     """Note the placements of values whose memory an operation has written to.
 
     Args:
         writes: By rank, for each written output.
-        text: The name of the operation.
     """
     for i, output in enumerate(outputs[: len(writes[0])]):
-        _follow_write(proofs, output.value, [of_rank[i] for of_rank in writes], text)
+        _follow_write(proofs, output.value, [of_rank[i] for of_rank in writes])
 
 
-def _follow_write(
-    proofs: AxisProofs, written: Value, writes: Sequence[logged.Write], text: str
-) -> None:
+def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[logged.Write]) -> None:
     before = writes[0].before
     same = before is not None and all(write.before == before for write in writes)
-    new = proofs.placements.get(written)
+    new, step = proofs.placements.get(written), proofs.steps[written]
     was = proofs.placements.get(before) if same else None
     gradients, is_complete = proofs.gradients, all(write.is_complete for write in writes)
     if same and before in proofs.blank:
         _fill(proofs, before, written, new, None, is_complete)
     for (old, value), dims in _other_values(writes).items():
         proofs.shapes[value] = proofs.shapes.get(old, ())
-        proofs.note_step(value, f"{text} (written through a view)", (old, written))
+        text = f"{step.text} (written through a view)"
+        proofs.note_step(value, text, (old, written), step.cause)
         gradients.note_made([old, written], [value])
         of_old = proofs.placements.get(old)
         is_own_slice = isinstance(new, Shard) and new == Shard(new.dim)  # and no other rank's

@@ -22,6 +22,7 @@ from flex_model.hooks.registration import SPARSE_GRADIENT
 from flex_model.integrations import dtensor, fsdp, layers, offload, quantized
 from flex_model.layouts import resolve
 from flex_model.layouts.expected_shape import check_expected_shape
+from flex_model.layouts.obstacle import Obstacle
 from flex_model.layouts.replicas import PendingReplica
 from flex_model.layouts.statements import ParameterSources, Site, Statements
 from flex_model.names import clean, find_parameter, first_name
@@ -32,7 +33,7 @@ from flex_model.selection.selectors import Selector, numbers, parse
 ExpectedShape = Sequence[int | None] | None
 _Use = Literal["values", "raw", "write"]  # what for a parameter that may be packed is found
 _CPU = torch.device("cpu")
-_OBSTACLES = dict.fromkeys(resolve.AXES, "experts, of which each rank has others by this name")
+_OF_EXPERTS = Obstacle("experts, of which each rank has others by this name")
 
 
 @dataclass(frozen=True)
@@ -299,7 +300,9 @@ class Parameters:
                 {},
                 expected,
                 known,
-                _OBSTACLES if layers.is_of_own_experts(found.parameter) else None,
+                dict.fromkeys(resolve.AXES, _OF_EXPERTS)
+                if layers.is_of_own_experts(found.parameter)
+                else None,
                 prints=prints,
                 statements=self._statements,
             )

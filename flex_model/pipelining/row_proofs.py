@@ -242,8 +242,8 @@ def _rows(
             shape = proofs[0].shapes[resolved[0]][0]
             selected = placement.dim if placement.dim in select.indices(shape) else None
         return BatchRows(placement, selected=selected)
-    texts = (one.lost_at(value) for one, value in zip(proofs, resolved))
-    return BatchRows(None, next(filter(None, texts), ""))
+    obstacles = (one.obstacle(value) for one, value in zip(proofs, resolved))
+    return BatchRows(None, str(next(filter(None, obstacles), "")))
 
 
 def _split(whole: Tensor, part: Tensor) -> Placement:

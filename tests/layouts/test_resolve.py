@@ -14,8 +14,8 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Partial, Replicate, Shard, ShardLayout
 from flex_model.distributed.values import Fingerprints
 from flex_model.errors import LayoutMismatchError
+from flex_model.layouts.obstacle import Obstacle
 from flex_model.layouts.placement_encoding import decode, encode
-from flex_model.layouts.proofs import IN_PARTS
 from flex_model.layouts.resolve import Site, differing_axes, resolve
 from flex_model.layouts.statements import Statement, Statements, placement_of
 
@@ -148,7 +148,7 @@ def test_along_dp_each_rank_may_see_its_own_rows():
 
 def test_rows_in_blocks_are_stated_in_parts():
     """As consecutive rows they were a permutation of the unsharded program's."""
-    text, lines = lines_of(TWO, DP2, obstacles={"dp": "flip" + IN_PARTS.format(2)})
+    text, lines = lines_of(TWO, DP2, obstacles={"dp": Obstacle("flip", num_parts=2)})
     assert lines[1] == "flex.annotate_layout('fc', kind='forward', dp=Shard(0, parts=2))"
     assert not any("Shard(0))" in line for line in lines)
     assert "a part on each rank of each of 2 blocks of rows" in text
@@ -157,7 +157,7 @@ def test_rows_in_blocks_are_stated_in_parts():
     stated = eval(lines[1], {"flex": flex, **vars(importlib.import_module(where))})
     layout = layout_of(TWO, DP2, (None, R), {"dp": placement_of(stated["dp"], "dp")})
     assert layout.dp == Shard(0, parts=2)
-    text, lines = lines_of(TWO, DP2, obstacles={"dp": "cat" + IN_PARTS.format(2)})
+    text, lines = lines_of(TWO, DP2, obstacles={"dp": Obstacle("cat", num_parts=2)})
     assert "part_sizes=" in text
     assert not any("Shard(0" in line for line in lines)
 
@@ -201,8 +201,9 @@ def test_a_line_states_its_own_module_alone():
 
 
 def test_what_is_not_known_names_each_axis_and_where_it_was_lost():
+    lost = {"dp": Obstacle("tril"), "tp": Obstacle("aten::fft")}
     with pytest.raises(ValueError, match="data-parallel") as raised:
-        layout_of([(2, 8)] * 4, GRID, obstacles={"dp": "tril", "tp": "aten::fft"})
+        layout_of([(2, 8)] * 4, GRID, obstacles=lost)
     text = str(raised.value)
     assert "(lost at tril)" in text
     assert "(lost at aten::fft)" in text

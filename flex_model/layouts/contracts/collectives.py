@@ -59,7 +59,7 @@ def follow_collective(proofs: AxisProofs, entries: tuple[logged.Collective, ...]
             found = None
         proofs.set_placement(value, found)
         proofs.received.add(value)
-    follow_writes(proofs, outputs, [entry.writes for entry in entries], name)
+    follow_writes(proofs, outputs, [entry.writes for entry in entries])
 
 
 def _source_index(base: str, num_operands: int, output: int) -> int:
