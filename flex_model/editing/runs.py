@@ -19,7 +19,7 @@ from flex_model.errors import HookError, agreed
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.groups import ALL, as_names
 from flex_model.inspection.second_core import check_backward, no_gradients_kept
-from flex_model.integrations import fsdp
+from flex_model.integrations import fsdp2
 from flex_model.integrations.torch_private import FakeTensor, current_graph_task
 from flex_model.model import FlexModel
 from flex_model.names import check_name
@@ -349,7 +349,7 @@ class Runs:
         """
         flex = self._flex
         check_backward(flex._core, what)
-        parameters = [*fsdp.kept_parameters(flex.module), *flex.trainable_modules.parameters()]
+        parameters = [*fsdp2.kept_parameters(flex.module), *flex.trainable_modules.parameters()]
         with no_gradients_kept(parameters), contextlib.ExitStack() as stack:
             for module in flex.module.modules():
                 if isinstance(module, nn.parallel.DistributedDataParallel):

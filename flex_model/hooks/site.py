@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.errors import HookError
-from flex_model.integrations import compiled, fsdp
+from flex_model.integrations import compiled, fsdp2
 
 if TYPE_CHECKING:
     from flex_model.hooks.handlers import HookHandlers
@@ -321,7 +321,7 @@ class ParameterSite:
                 self._handle = None
         elif self._handle is None:
             if self._moment == "accumulated":
-                own = fsdp.OwnGradient(self._owner.model, parameter)
+                own = fsdp2.OwnGradient(self._owner.model, parameter)
                 self._handle = own.register_hook(self._hook(), self._refuse)
             elif self._moment == "gathered":
                 gathered: Any = parameter

@@ -23,7 +23,7 @@ from flex_model.hooks.table import ActiveHooks
 from flex_model.integrations import (
     compiled,
     dtensor,
-    fsdp,
+    fsdp2,
     mesh_sources,
     past_positions,
     transformers_private,
@@ -463,7 +463,7 @@ class Tracking:
         torch called before may have summed the parts of tensor-parallel ranks. Local.
         """
         targets = registration.living_targets if tp == Partial() else ()
-        hooks = [one for target in targets for one in fsdp.earlier_hooks(self._root, target)]
+        hooks = [one for target in targets for one in fsdp2.earlier_hooks(self._root, target)]
         if hooks:
             is_sum = len(hooks) == 1 and transformers_private.sums_gradient(hooks[0])
             tp = Replicate() if is_sum else None

@@ -31,7 +31,7 @@ from flex_model.hooks.user_function import on_copy
 from flex_model.inspection import text
 from flex_model.inspection.shapes_only import same_torch_random_state
 from flex_model.inspection.tree import named
-from flex_model.integrations import expert_units, fsdp, transformers_private
+from flex_model.integrations import expert_units, fsdp2, transformers_private
 from flex_model.integrations.made_sites import MadeSites
 from flex_model.integrations.torch_private import accumulation_hooks
 from flex_model.names import clean, find_module
@@ -345,7 +345,7 @@ def run_once(
         return
     module: Any
     for module in core.module.modules():
-        if fsdp.is_fsdp2(module):
+        if fsdp2.is_fsdp2(module):
             module.reshard()  # the root stays unsharded after a forward
     with no_gradients_kept(core.module.parameters()):
         value: Any = loss(output)
@@ -360,7 +360,7 @@ def check_backward(core: HookCore, what: str) -> None:
     """
 
     def check() -> None:
-        if fsdp.accumulates(core.module):
+        if fsdp2.accumulates(core.module):
             raise ValueError(
                 f"{what}: its backward would be added to gradients that FSDP keeps between "
                 "micro-batches until they are reduced (set_requires_gradient_sync(False), "
@@ -369,7 +369,7 @@ def check_backward(core: HookCore, what: str) -> None:
             )
         names = [clean(core.module, name) for name, _ in core.module.named_parameters()]
         for name, parameter in [
-            *zip(names, fsdp.kept_parameters(core.module), strict=True),
+            *zip(names, fsdp2.kept_parameters(core.module), strict=True),
             *core.modules.named_parameters(),
         ]:
             for hook in accumulation_hooks(parameter):

@@ -23,7 +23,7 @@ from flex_model.distributed.header import DTYPES, site_hash
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Partial, Placement, Replicate, Shape, ShardLayout
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.integrations import compiled, dtensor, fsdp, torch_private
+from flex_model.integrations import compiled, dtensor, fsdp1, fsdp2, torch_private
 from flex_model.integrations.torch_private import FakeTensor, FakeTensorMode
 from flex_model.layouts import follow, resolve
 from flex_model.layouts.expected_shape import ExpectedShape
@@ -181,13 +181,13 @@ class _IdleReducer:
 
 def _stand_in_for_fsdp2(root: nn.Module, mesh: Mesh, fake_mode: FakeTensorMode) -> None:
     """Remove FSDP2's hooks and replace the parameters that they would gather by fake ones."""
-    if any(fsdp.is_fsdp1(module) for module in root.modules()):
+    if any(fsdp1.is_fsdp1(module) for module in root.modules()):
         raise ValueError("FSDP1 gathers its flattened parameters in ways that need their values")
     stand_ins: dict[Any, nn.Parameter] = {}
     for module in root.modules():
         for table in (module._forward_pre_hooks, module._forward_hooks):
             _without_fsdp_hooks(table)
-    if not any(fsdp.is_fsdp2(module) for module in root.modules()):
+    if not any(fsdp2.is_fsdp2(module) for module in root.modules()):
         return
     for module in root.modules():
         for leaf, parameter in module._parameters.items():

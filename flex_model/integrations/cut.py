@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from flex_model.integrations import compiled, fsdp, offload
+from flex_model.integrations import compiled, fsdp1, fsdp2, offload
 from flex_model.integrations.torch_private import fsdp2_state
 
 NO_HOOK = (
@@ -30,7 +30,7 @@ def check(root: nn.Module, method: str = "run_until") -> None:
     reason = ""
     if compiled.is_compiled(root):
         reason = "it is compiled, and hooks inside compiled code are not called"
-    elif any(fsdp.is_fsdp1(module) for module in root.modules()):
+    elif any(fsdp1.is_fsdp1(module) for module in root.modules()):
         reason = "FullyShardedDataParallel (FSDP1) frees what it gathered after each forward"
     elif any(offload.is_zero_3(parameter) for parameter in root.parameters()):
         reason = "DeepSpeed ZeRO-3 frees what it gathered after each forward"
@@ -43,7 +43,7 @@ def check(root: nn.Module, method: str = "run_until") -> None:
 def clean_up(root: nn.Module) -> None:
     """Reset the model as after a full forward. Collective if weights were being gathered."""
     for module in root.modules():
-        if fsdp.is_fsdp2(module):
+        if fsdp2.is_fsdp2(module):
             _end_forward(module)
 
 

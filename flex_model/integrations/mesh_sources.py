@@ -20,7 +20,7 @@ from flex_model.distributed.mesh import (
     may_have_rows,
     names_of_dims,
 )
-from flex_model.integrations import fsdp, refused, transformers_private
+from flex_model.integrations import fsdp1, fsdp2, refused, transformers_private
 from flex_model.integrations.dtensor import is_dtensor
 from flex_model.integrations.torch_private import root_mesh
 from flex_model.names import clean
@@ -99,7 +99,7 @@ def why_once(root: nn.Module) -> str:
     """
     found = ""
     for module in root.modules():
-        if fsdp.is_fsdp1(module) or fsdp.is_fsdp2(module):
+        if fsdp1.is_fsdp1(module) or fsdp2.is_fsdp2(module):
             return "FSDP frees its weights after the first backward" + _WITHOUT
         if transformers_private.device_mesh(module) is not None:
             found = "transformers"
@@ -117,10 +117,10 @@ def _dtensor_meshes(root: nn.Module, unknown: list[str]) -> Iterator[Source]:
     """Yield a source for each mesh of DTensor parameters; append unreadable ones to ``unknown``."""
     managed: dict[int, Any] = {}  # by parameter: the mesh that was passed to FSDP2
     for module in root.modules():
-        if fsdp.is_fsdp2(module):
+        if fsdp2.is_fsdp2(module):
             # Its parameters may be unsharded after a forward. Not collective.
             module.reshard()  # type: ignore[operator]
-            origin = fsdp.mesh_of_fsdp2(module)
+            origin = fsdp2.mesh_of_fsdp2(module)
             managed.update((id(parameter), origin) for parameter in module.parameters())
     seen, names = set(), {}
     parameter: Any
@@ -154,7 +154,7 @@ def _hugging_face_mesh(root: nn.Module) -> Iterator[Source]:
     """Yield the mesh that ``from_pretrained(distributed_config=...)`` keeps on a model."""
     for module in root.modules():
         mesh = transformers_private.device_mesh(module)
-        if mesh is not None and not fsdp.is_fsdp1(module):
+        if mesh is not None and not fsdp1.is_fsdp1(module):
             axes = known_axes(mesh)
             if all(axes):
                 yield Source("Hugging Face's _device_mesh", Mesh.from_table(mesh.mesh, axes))
@@ -169,7 +169,7 @@ def _wrapper_groups(root: nn.Module, hidden: list[str]) -> Iterator[Source]:
     for module in root.modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             name, device_mesh = "DistributedDataParallel", getattr(module, "device_mesh", None)
-        elif fsdp.is_fsdp1(module):
+        elif fsdp1.is_fsdp1(module):
             name, device_mesh = "FSDP1", getattr(module, "_device_mesh", None)
         else:
             continue

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flex_model import _C
 from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Placement, Replicate, Shape, Shard
-from flex_model.integrations import dtensor, fsdp, layers, quantized, refused
+from flex_model.integrations import dtensor, fsdp1, layers, quantized, refused
 from flex_model.integrations.keyword_arguments import positional_names
 from flex_model.layouts.memory_map import Reference, reference_to, version_of
 from flex_model.layouts.module_buffers import Buffers
@@ -89,7 +89,7 @@ class Weights:
         self._root, self._mesh, self._statements = root, mesh, statements
         self._constants, self._buffers = constants, buffers
         self._is_stated = layers.states_tensor_parallelism(root, mesh)
-        self._has_fsdp1 = any(fsdp.is_fsdp1(module) for module in root.modules())
+        self._has_fsdp1 = any(fsdp1.is_fsdp1(module) for module in root.modules())
         self._found: dict[int, _Weight] = {}
         self._dtensors: dict[str, Reference] = {}
         self._scan()

@@ -19,7 +19,7 @@ from flex_model.distributed.picked import Pick
 from flex_model.distributed.placement import Placement, Replicate, Shape, Shard, ShardLayout
 from flex_model.errors import HookError, agreed, check_type
 from flex_model.hooks.registration import SPARSE_GRADIENT
-from flex_model.integrations import dtensor, fsdp, layers, offload, quantized
+from flex_model.integrations import dtensor, fsdp1, fsdp2, layers, offload, quantized
 from flex_model.layouts import resolve
 from flex_model.layouts.expected_shape import check_expected_shape
 from flex_model.layouts.obstacle import Obstacle
@@ -113,7 +113,10 @@ class Parameters:
         with self._found(name, sharded=True, with_grads=True) as found:
             offload.check_gradient("get_module_gradient", self._root, found.full_name)
             gradient = found.gradient
-            there, waits = gradient is not None, fsdp.waits_for_average(self._root, found.parameter)
+            there, waits = (
+                gradient is not None,
+                fsdp2.waits_for_average(self._root, found.parameter),
+            )
             what = f"the gradient of parameter {clean(self._root, name)!r}"
             state = f"which it {'has' if there else 'does not have'}{', not averaged' * waits}"
             self._agree(f"{what}, {state}", name, there, waits)
@@ -196,8 +199,8 @@ class Parameters:
         """Return the names of all parameters; for FSDP1's flattened ones, of the original ones."""
         found: list[str] = []
         for name in [name for name, _ in self._root.named_parameters()]:  # reading changes them
-            if fsdp.is_flat(name):
-                found += fsdp.names_in_flat(self._root, name)
+            if fsdp1.is_flat(name):
+                found += fsdp1.names_in_flat(self._root, name)
             elif not (
                 offload.is_offloaded(self._root, name)
                 and set(offload.tied_names(self._root, name)) & set(found)
@@ -379,7 +382,7 @@ class Parameters:
         """Return the placements stated for a parameter, which its gradient shares, and the first
         name of a tied one. Local.
         """
-        if fsdp.wrapper_of_parameter(self._root, name) is not None:  # without tp
+        if fsdp1.wrapper_of_parameter(self._root, name) is not None:  # without tp
             return ParameterSources((Replicate(), Replicate())), clean(self._root, name)
         full_name, module, parameter = find_parameter(self._root, name)
         sources = self._sources(_Found(full_name, module, parameter, parameter), parameter)
@@ -487,10 +490,10 @@ class Parameters:
         ZeRO-3's are gathered.
         """
         with contextlib.ExitStack() as stack:
-            wrapper = fsdp.wrapper_of_parameter(self._root, name)
+            wrapper = fsdp1.wrapper_of_parameter(self._root, name)
             running = None
             if wrapper is not None and not (writeback or sharded):
-                running = fsdp.in_use(self._root, wrapper, name)
+                running = fsdp1.in_use(self._root, wrapper, name)
             if running is not None:
                 module, view = running
                 yield _Found(name, module, view, view)
@@ -498,7 +501,7 @@ class Parameters:
             if wrapper is not None:
                 self._agree_to_gather(name)
                 stack.enter_context(
-                    fsdp.summoned(
+                    fsdp1.summoned(
                         self._root, wrapper, name, writeback=writeback, with_grads=with_grads
                     )
                 )
@@ -509,7 +512,7 @@ class Parameters:
                 self._agree(f"parameter {name!r}, which it does not have", name, "missing")
                 raise
             if wrapper is None and sharded:
-                parameter = fsdp.sharded_parameter(self._root, stored, parameter)
+                parameter = fsdp2.sharded_parameter(self._root, stored, parameter)
             kept: Tensor = parameter
             if offload.is_zero_3(parameter) and not with_grads:
                 self._agree_to_gather(name)

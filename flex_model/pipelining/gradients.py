@@ -13,7 +13,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.group_pool import GRID
 from flex_model.errors import HookError
 from flex_model.hooks.core import HookCore
-from flex_model.integrations import fsdp
+from flex_model.integrations import fsdp2
 
 
 class Gradients:
@@ -33,7 +33,7 @@ class Gradients:
         stages = [
             parameter
             for stage in core.module.children()
-            for parameter in fsdp.kept_parameters(stage)
+            for parameter in fsdp2.kept_parameters(stage)
             if parameter.requires_grad
         ]
         for parameter in {id(p): p for p in [*stages, *self._trainable]}.values():

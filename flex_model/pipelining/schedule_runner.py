@@ -26,7 +26,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.site import Moment
 from flex_model.hooks.table import EVERYTHING, Choice
 from flex_model.inspection.tree import Node
-from flex_model.integrations import cut, fsdp, refused
+from flex_model.integrations import cut, fsdp2, refused
 from flex_model.integrations.transformers_private import cache_of, pipeline_stage, with_cache_of
 from flex_model.names import find_parameter
 from flex_model.pipelining.instrumented_stage import LocalSchedule, StepCall, StepPlan
@@ -268,7 +268,7 @@ class ScheduleRunner:
             return [], "requested"
         # The one whose ``.grad`` a step leaves: under FSDP2 the sharded one.
         _, _, parameter = find_parameter(root, name)
-        return [fsdp.sharded_parameter(root, name, parameter)], "requested"
+        return [fsdp2.sharded_parameter(root, name, parameter)], "requested"
 
     # Inspection.
 

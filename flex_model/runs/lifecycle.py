@@ -34,7 +34,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.replaced_targets import Targets, refusal
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
-from flex_model.integrations import fsdp, refused, transformers_private
+from flex_model.integrations import fsdp2, refused, transformers_private
 from flex_model.integrations.compiled import (
     HOOKS_BREAK_GRAPHS,
     HookGuards,
@@ -247,11 +247,11 @@ class Runs:
         if self._communicator.mesh.dp_size == 1:
             return {}
         modules = self._module.named_modules()
-        return {name: module for name, module in modules if fsdp.is_fsdp2(module)}
+        return {name: module for name, module in modules if fsdp2.is_fsdp2(module)}
 
     def _read_divide_factor(self) -> None:
         """Take the number by which FSDP2 divides gradients now (``set_gradient_divide_factor``)."""
-        communicator, found = self._communicator, fsdp.divide_factors(self._fsdp2)
+        communicator, found = self._communicator, fsdp2.divide_factors(self._fsdp2)
         factors = {factor or communicator.mesh.dp_size: name for factor, name in found.items()}
         if len(factors) > 1:
             each = ", ".join(f"of {name!r} by {factor:g}" for factor, name in factors.items())

@@ -15,7 +15,7 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.site import Moment
 from flex_model.hooks.table import EVERYTHING
-from flex_model.integrations import cut, fsdp, model_mesh, offload, refused
+from flex_model.integrations import cut, fsdp1, fsdp2, model_mesh, offload, refused
 from flex_model.integrations.compiled import between_graphs
 from flex_model.layouts.statements import Statement
 from flex_model.names import clean, find_module, module_names
@@ -202,10 +202,10 @@ class ModuleRunner:
         """Return the module, or parameter, of a hook, and when it gets a parameter's gradient."""
         root, name = self.core.module, function.module_name
         for parameter_name in function.parameter_names:
-            fsdp.find_parameter(root, parameter_name)
+            fsdp1.find_parameter(root, parameter_name)
         if kind != "tensor":
             return [find_module(root, name)], "computed"
-        full_name, parameter, wrapper = fsdp.find_parameter(root, name)
+        full_name, parameter, wrapper = fsdp1.find_parameter(root, name)
         if wrapper is not None and self.core.mesh.tp_size > 1:
             raise ValueError(
                 f"register_hook: parameter {clean(root, name)!r} belongs to a "
@@ -219,10 +219,10 @@ class ModuleRunner:
                 "gradient; call requires_grad_(True) first"
             )
         if wrapper is not None:
-            made: Any = fsdp.GatheredParameter(root, wrapper, full_name)
+            made: Any = fsdp1.GatheredParameter(root, wrapper, full_name)
             return [self._gathered.setdefault(full_name, made)], "gathered"
-        target = fsdp.sharded_parameter(root, name, parameter)
-        return [target], "accumulated" if fsdp.is_managed(root, target) else "computed"
+        target = fsdp2.sharded_parameter(root, name, parameter)
+        return [target], "accumulated" if fsdp2.is_managed(root, target) else "computed"
 
     # Inspection.
 
