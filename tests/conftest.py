@@ -16,8 +16,6 @@ from datetime import timedelta
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: ranks share the cores
-# Torch's store asks for the name of 127.0.0.1 at each connection, which goes to a name server.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest

@@ -25,6 +25,8 @@ from unittest import mock
 
 import psutil
 
+# Torch's store asks for the name of 127.0.0.1 at each connection, which goes to a name server.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
