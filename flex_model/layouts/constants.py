@@ -33,7 +33,7 @@ OpenDims = frozenset[int]
 _VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze"}
 _KEEP_ALL = {*_VIEWS, "slice", "select", "repeat", "expand", "flip", "roll"}
 _JOIN = {*_VIEWS, "cat", "stack", "repeat", "repeat_interleave"}
-_BESIDE = {"where", "masked_fill", "copy", "index_copy", "complex"}
+_BESIDE = {"where", "masked_fill", "copy", "complex"}
 _AT_INDICES = {"index_put", "index_copy"}
 _MAX_CHOICES = 64
 EXPANDS = {"expand": "size", "repeat": "repeats"}  # by the argument that has the sizes
@@ -206,9 +206,26 @@ def with_extents(
             id(operand): _beside(operand, dims, others, operand.value in plain)
             for operand, dims in unknown
         }
+    elif len(unknown) == 1 and _counts_values(operation, unknown[0][0], others):
+        placed = {id(unknown[0][0]): REPLICATED}
     else:
         return _as_rules_allow(operation, unknown, others)
     return operation if None in placed.values() else with_placements(operation, placed)
+
+
+def _counts_values(operation: Operation, index: Operand, others: Sequence[Operand]) -> bool:
+    """Whether an index is as long as the values, all of which are whole, that it says the places
+    of: ``w[torch.tensor([1, 5])] = values``.
+    """
+    if any(one.placement != REPLICATED for one in others) or others[-1] is index:
+        return False
+    if operation.name in ("index_copy", "index_add"):
+        return index is operation["index"]
+    if operation.name != "index_put" or index.ndim != 1:
+        return False
+    indices, values, whole = operation["indices"], others[-1], operation["self"]
+    back = whole.ndim - indices.index(index) if len(others) == 2 else 0
+    return 0 < back <= values.ndim and values.shapes[0][-back] == index.shapes[0][0] > 1
 
 
 def _shows_rows(operation: Operation) -> bool:

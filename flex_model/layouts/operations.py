@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
 
 # Of which later operations read what they made.
-_MAKERS = {*factories.ZEROS, "empty_like", "sort", "argsort"}
+_MAKERS = {*factories.ZEROS, "empty_like", "sort", "argsort", "expand"}
 
 _Found = list[Placement | None]
 
@@ -112,6 +112,8 @@ def _infer(
     elsewhere = proofs.gathered_elsewhere
     if is_split and collectives.joins_elsewhere(operation, elsewhere, proofs.other_size):
         found = [None]
+    if found == [None] and _is_of_copies(proofs, operation):
+        found = [REPLICATED]
     if proofs.axis == "dp" and None in found:
         found = _of_own_rows(proofs, entry, operation, found)
     is_known = found != [None]
@@ -152,6 +154,25 @@ def _of_own_rows(
                 proofs.own_rows[output.value] = own
     rows = operation.operands[0].shard if operation.name in BATCH_NORMS else None
     return found if rows is None or rows.dim != 0 else [rows, *found[1:]]
+
+
+def _is_of_copies(proofs: AxisProofs, operation: Operation) -> bool:
+    """Whether it takes as many of the equal rows of an expanded tensor on all ranks:
+    ``x.expand(rows, -1)[:1]``.
+    """
+    maker, _ = proofs.makers.get(operation.values[0] if operation.values else None, (operation, 0))
+    if operation.name != "slice" or maker.name != "expand":
+        return False
+    start, end = operation["start"], operation["end"]
+    are_plain = all(
+        operation.full_sizes.get(name, [own])[0] == own
+        for name, own in (("start", start), ("end", end))
+    )
+    rows = operation.operands[0]
+    fewest = min(shape[operation["dim"]] for shape in rows.shapes)
+    is_of_copies = rows.shard is not None and rows.shard.dim == operation["dim"] == 0
+    is_of_copies &= maker.operands[0].placement == REPLICATED
+    return is_of_copies and are_plain and 0 <= start <= end <= fewest
 
 
 def _propagate(proofs: AxisProofs, read: ArgumentReader, operation: Operation) -> _Found:

@@ -109,6 +109,22 @@ def literal(model, h):
     return h @ (taps[:, None] * model.table[:3]).mT @ (taps[:, None] * model.table[:3])
 
 
+def trained_tokens(model, h):
+    """Some rows of a table, as many as a rank has, replaced by others (PEFT's trainable tokens)."""
+    few, places = model.table[:2] * 2, torch.tensor([1, 3])
+    table = model.table.index_copy(0, places, few).index_add(0, torch.tensor([3, 0]), few)
+    table[torch.tensor([0, 2])] = few.cos()
+    table[:, torch.tensor([5, 1])] = model.table[:, :2]
+    return h + table[kinds(h)]
+
+
+def virtual_prompt(model, h):
+    """Numbers of tokens for all rows, then the first row's encoded for all (PEFT's prompts)."""
+    tokens = torch.arange(2).unsqueeze(0).expand(h.shape[0], -1)
+    prompt = (model.table[tokens[:1]] * model.table[0].sin()).repeat(h.shape[0], 1, 1)
+    return torch.cat([prompt, h], 1)[:, 1:-1]
+
+
 def slopes(model, h):
     """A slope for each head, made of two ranges, one of which may be as long as the rows."""
     heads = torch.cat([torch.arange(1, 4), torch.arange(1, 5, 2)])
