@@ -33,7 +33,7 @@ OpenDims = frozenset[int]
 _VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze"}
 _KEEP_ALL = {*_VIEWS, "slice", "select", "repeat", "expand", "flip", "roll"}
 _JOIN = {*_VIEWS, "cat", "stack", "repeat", "repeat_interleave"}
-_BESIDE = {"where", "masked_fill", "copy", "complex"}
+_BESIDE = {"where", "masked_fill", "copy", "index_copy", "complex"}
 _AT_INDICES = {"index_put", "index_copy"}
 _MAX_CHOICES = 64
 EXPANDS = {"expand": "size", "repeat": "repeats"}  # by the argument that has the sizes
@@ -201,13 +201,13 @@ def with_extents(
     if operation.name in RECURRENT and all(one.placement == REPLICATED for one in others):
         # `torch.zeros(layers, rows, features)`: states, as large as input and weights show.
         placed = {id(operand): REPLICATED for operand, _ in unknown}
+    elif len(unknown) == 1 and _counts_values(operation, unknown[0][0], others):
+        placed = {id(unknown[0][0]): REPLICATED}
     elif torch.Tag.pointwise in operation.tags or operation.name in _BESIDE:
         placed = {
             id(operand): _beside(operand, dims, others, operand.value in plain)
             for operand, dims in unknown
         }
-    elif len(unknown) == 1 and _counts_values(operation, unknown[0][0], others):
-        placed = {id(unknown[0][0]): REPLICATED}
     else:
         return _as_rules_allow(operation, unknown, others)
     return operation if None in placed.values() else with_placements(operation, placed)

@@ -160,19 +160,16 @@ def _is_of_copies(proofs: AxisProofs, operation: Operation) -> bool:
     """Whether it takes as many of the equal rows of an expanded tensor on all ranks:
     ``x.expand(rows, -1)[:1]``.
     """
-    maker, _ = proofs.makers.get(operation.values[0] if operation.values else None, (operation, 0))
-    if operation.name != "slice" or maker.name != "expand":
+    if operation.name != "slice" or not proofs.is_made_by(operation.values[0], "expand"):
         return False
-    start, end = operation["start"], operation["end"]
-    are_plain = all(
-        operation.full_sizes.get(name, [own])[0] == own
-        for name, own in (("start", start), ("end", end))
-    )
-    rows = operation.operands[0]
-    fewest = min(shape[operation["dim"]] for shape in rows.shapes)
-    is_of_copies = rows.shard is not None and rows.shard.dim == operation["dim"] == 0
-    is_of_copies &= maker.operands[0].placement == REPLICATED
-    return is_of_copies and are_plain and 0 <= start <= end <= fewest
+    (maker, _), rows = proofs.makers[operation.values[0]], operation.operands[0]
+    bounds = [(name, operation[name]) for name in ("start", "end")]
+    if any(own is None or operation.full_sizes.get(name, [own])[0] != own for name, own in bounds):
+        return False  # to the end, or other bounds in the unsharded program
+    is_split = rows.shard is not None and rows.shard.dim == operation["dim"] == 0
+    (_, start), (_, end) = bounds
+    is_inside = 0 <= start <= end <= min(shape[0] for shape in rows.shapes)
+    return is_split and is_inside and maker.operands[0].placement == REPLICATED
 
 
 def _propagate(proofs: AxisProofs, read: ArgumentReader, operation: Operation) -> _Found:
