@@ -362,7 +362,7 @@ def align(
     Args:
         skipped: Called with every entry, of any rank, that is left out.
     """
-    marks = ({_form(entry) for entry in log if _is_marker(entry)} for log in logs)
+    marks = ({_form(one) for one in log if isinstance(one, logged.MARKERS)} for log in logs)
     common = set.intersection(*marks)
     for segments in itertools.zip_longest(*(_cut(log, common) for log in logs), fillvalue=[]):
         alike = list(itertools.takewhile(_are_alike, zip(*segments)))
@@ -398,17 +398,10 @@ def _cut(log: Sequence[Entry], markers: set[Any]) -> list[list[Entry]]:
     """Return the log in segments, of which all but the first begin with one of these markers."""
     segments: list[list[Entry]] = [[]]
     for entry in log:
-        if _is_marker(entry) and _form(entry) in markers:
+        if isinstance(entry, logged.MARKERS) and _form(entry) in markers:
             segments.append([])
         segments[-1].append(entry)
     return segments
-
-
-def _is_marker(entry: Entry) -> bool:
-    """Whether its form stands for one place in the program: a collective's has its result."""
-    if isinstance(entry, logged.Collective):
-        return bool(entry.outputs)
-    return isinstance(entry, logged.MARKERS)
 
 
 def _are_alike(entries: Sequence[Entry]) -> bool:
