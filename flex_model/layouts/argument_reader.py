@@ -24,6 +24,7 @@ from flex_model.layouts.sizes import (
     divides_by,
     encoded,
     evaluate,
+    from_numpy,
     has_factors,
     is_of_no_value,
     is_quotient,
@@ -330,6 +331,7 @@ class ArgumentEncoder:
             if carries or (self._recorder.is_recomputed and value.is_floating_point()):
                 self._carriers.append(known)
             return "t", known, memory_map.shape_of(value), str(value.dtype)
+        value = from_numpy(value)
         if isinstance(value, bool) or value is None or isinstance(value, str):
             return value
         if isinstance(value, (int, float)):

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from flex_model.integrations import dtensor
 from flex_model.integrations.torch_private import is_functorch_tensor
-from flex_model.layouts.sizes import CallSizes, Expression, Size, expressions_of
+from flex_model.layouts.sizes import CallSizes, Expression, Size, expressions_of, from_numpy
 
 if TYPE_CHECKING:
     from flex_model.layouts.recorder import Recorder
@@ -261,6 +261,7 @@ def _bind(
         return None
     if not args or "out" in kwargs:  # torch.matmul(input=..., other=...)
         return None
+    args = tuple(map(from_numpy, args))
     if operation is _RESHAPE and len(args) > 1 and isinstance(args[1], (int, Tensor)):
         args = (args[0], tuple(args[1:]))  # reshape(2, 3)
     elif operation is _NARROW and any(isinstance(argument, Tensor) for argument in args[1:]):
@@ -273,7 +274,7 @@ def _bind(
     elif operation is _UNFLATTEN and (len(args) > 3 or isinstance(args[1], str)):
         return None
     elif operation is _REPEAT_INTERLEAVE:
-        repeats = args[1] if len(args) > 1 else kwargs.get("repeats")
+        repeats = args[1] if len(args) > 1 else from_numpy(kwargs.get("repeats"))
         if not isinstance(repeats, int):
             return None
     elif operation is _TENSOR_SPLIT.sections:

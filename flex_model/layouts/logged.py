@@ -27,6 +27,14 @@ class Exit(NamedTuple):
     path: str
 
 
+class Met(NamedTuple):
+    """Tensor-parallel ranks call a collective, whatever each has run before; ``path``: its name,
+    the axes of its group and the number of its call.
+    """
+
+    path: str
+
+
 class Sync(NamedTuple):
     """Ranks have compared their logs."""
 
@@ -189,9 +197,9 @@ class Node(NamedTuple):
 
 
 Entry = (
-    Enter | Exit | Sync | Op | Collective | Call | Experts | Placed | Stated | Read | Invalidated
-    | Joint | Output | Hooked | Named | Node
+    Enter | Exit | Met | Sync | Op | Collective | Call | Experts | Placed | Stated | Read
+    | Invalidated | Joint | Output | Hooked | Named | Node
 )  # fmt: skip
-MARKERS = (Enter, Exit, Sync)
+MARKERS = (Enter, Exit, Met, Sync)
 #: By name.
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Entry)}

@@ -65,6 +65,11 @@ class MeshProofs:
         """
         for axis, proofs in self.along.items():
             for value, text, stated, proven in proofs.conflicts:
+                if proven is None:
+                    return (
+                        f"{text}: the tensor has {len(proofs.shapes[value][0])} dims, and is not "
+                        f"{describe(stated)} along {axis}; count the dims from 0"
+                    )
                 steps = "; ".join(self.why(value, axis)[-4:])
                 return (
                     f"{text}: by the operations that made it the tensor is {describe(proven)} "

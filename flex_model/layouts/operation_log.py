@@ -77,21 +77,19 @@ class Log:
         self._mark(logged.Exit(path))
 
     def meet(self, name: str, axes: tuple[str, ...]) -> None:
-        """Number values from here on: the ranks of these axes call the collective now, in the same
-        order, whatever each has run before: ``F.linear(x, w, bias if rank == 0 else None)``.
+        """Log that the ranks of these axes call the collective now, in the same order, whatever
+        each has run before: ``F.linear(x, w, bias if rank == 0 else None)``.
         """
-        self._number_from((name, axes, self._count((name, axes))))
+        self._mark(logged.Met(f"{name}/{','.join(axes)}/{self._count((name, axes))}"))
 
     def _count(self, what: Any) -> int:
         number = self._calls[what] = self._calls.get(what, 0) + 1
         return number
 
-    def _mark(self, entry: logged.Enter | logged.Exit | logged.Sync) -> None:
+    def _mark(self, entry: logged.Enter | logged.Exit | logged.Met | logged.Sync) -> None:
+        """Log a marker, and number values from here on."""
         self.add(entry)
-        self._number_from(entry)
-
-    def _number_from(self, marker: tuple[Any, ...]) -> None:
-        digest = hashlib.blake2b(repr(marker).encode(), digest_size=5).digest()
+        digest = hashlib.blake2b(repr(entry).encode(), digest_size=5).digest()
         self._segment, self._index = int.from_bytes(digest, "little"), 0
 
     @property

@@ -59,7 +59,8 @@ class AxisProofs:
         reads_parts: Whether Python has read elements of a tensor that is not the same on all ranks:
             what is made of numbers from then on may be made of those, ``torch.tensor(x.tolist())``.
         difference: The first operation that not all ranks ran.
-        conflicts: Values with a statement of the user that contradicts their proof.
+        conflicts: Values with a statement of the user that contradicts their proof, or, with None
+            for it, names a dim that they don't have.
         stated_sizes: Values with the full sizes that the user states.
     """
 
@@ -85,7 +86,7 @@ class AxisProofs:
         self.difference = ""
         self._modules: list[str] = []  # those whose forwards run, by name
         self._dead_ends: set[int] = set()  # ids of entries
-        self.conflicts: list[tuple[Value, str, Placement, Placement]] = []
+        self.conflicts: list[tuple[Value, str, Placement, Placement | None]] = []
         self.stated_sizes: list[tuple[Value, str, tuple[int | None, ...]]] = []
         self.received: set[Value] = set()
         self.gradients = Gradients(self)
@@ -218,16 +219,20 @@ class AxisProofs:
             self.set_placement(value, placement)
 
     def set_placement(self, value: Value, placement: Placement | None) -> None:
+        """Set a value's placement; None where it is not known, or of a dim that it doesn't have."""
         self.open.pop(value, None)
-        if placement is None:
+        if placement is None or self._lacks_dim(value, placement):
             self.placements.pop(value, None)
             return
         self.placements[value] = placement
         is_of_fsdp = self.axis == "dp" and value in self.weights
         if isinstance(placement, Shard) and not is_of_fsdp:
-            self.split_sizes.update(
-                shape[placement.dim] for shape in self.shapes.get(value, ()) if shape
-            )
+            self.split_sizes.update(shape[placement.dim] for shape in self.shapes.get(value, ()))
+
+    def _lacks_dim(self, value: Value, placement: Placement | None) -> bool:
+        """Whether it is split, as the user states, along a dim that it doesn't have."""
+        shapes = self.shapes.get(value, ())
+        return isinstance(placement, Shard) and any(placement.dim >= len(one) for one in shapes)
 
     def _follow_entry(self, entries: tuple[Any, ...]) -> None:
         first, gradients = entries[0], self.gradients
@@ -318,8 +323,9 @@ class AxisProofs:
         self.gradients.note_replaced([entry.before for entry in entries], value)
         if isinstance(before, int) and before in self.open and self.placement(value) is None:
             self.open[value] = self.open[before]
-        if stated is not None and proven is not None and stated != proven:
-            self.conflicts.append((value, text, stated, proven))
+        lacks_dim = self._lacks_dim(value, stated)
+        if stated is not None and (lacks_dim or proven not in (None, stated)):
+            self.conflicts.append((value, text, stated, None if lacks_dim else proven))
         if sizes is not None:
             self.stated_sizes.append((value, text, sizes))
 
@@ -362,7 +368,7 @@ def align(
     Args:
         skipped: Called with every entry, of any rank, that is left out.
     """
-    marks = ({_form(entry) for entry in log if _is_marker(entry)} for log in logs)
+    marks = ({_form(one) for one in log if isinstance(one, logged.MARKERS)} for log in logs)
     common = set.intersection(*marks)
     for segments in itertools.zip_longest(*(_cut(log, common) for log in logs), fillvalue=[]):
         alike = list(itertools.takewhile(_are_alike, zip(*segments)))
@@ -398,17 +404,10 @@ def _cut(log: Sequence[Entry], markers: set[Any]) -> list[list[Entry]]:
     """Return the log in segments, of which all but the first begin with one of these markers."""
     segments: list[list[Entry]] = [[]]
     for entry in log:
-        if _is_marker(entry) and _form(entry) in markers:
+        if isinstance(entry, logged.MARKERS) and _form(entry) in markers:
             segments.append([])
         segments[-1].append(entry)
     return segments
-
-
-def _is_marker(entry: Entry) -> bool:
-    """Whether its form stands for one place in the program: a collective's has its result."""
-    if isinstance(entry, logged.Collective):
-        return bool(entry.outputs)
-    return isinstance(entry, logged.MARKERS)
 
 
 def _are_alike(entries: Sequence[Entry]) -> bool:

@@ -74,6 +74,8 @@ class Recorder(DispatchMode):
         self.reduction = ""  # of the running call of torch.distributed
         #: Whether what runs passes gradients although torch records no graph: it is recomputed.
         self.is_recomputed = False
+        #: Whether ranks meet in the collectives of what is not recorded: a call with a contract.
+        self.meets = False
 
     def __enter__(self) -> Recorder:
         """Begin to record."""
@@ -127,7 +129,7 @@ class Recorder(DispatchMode):
 
     @contextmanager
     def during(self, **state: Any) -> Iterator[None]:
-        """Set ``sizes`` and ``reduction``, or ``is_recomputed``, while what is inside runs."""
+        """Set ``sizes`` and ``reduction``, or others of these, while what is inside runs."""
         before = {name: getattr(self, name) for name in state}
         vars(self).update(state)
         try:
@@ -306,7 +308,10 @@ class Recorder(DispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.is_paused:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self.meets and isinstance(func, OpOverload) and func.namespace in COLLECTIVES:
+                self._meet(func, args, kwargs, result)
+            return result
         if not isinstance(func, OpOverload):  # such as flex_attention
             result = func(*args, **kwargs)
             encoded = self.encode(None, args, kwargs)
@@ -451,7 +456,6 @@ class Recorder(DispatchMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func._schema.name
-        axes = self.owner.axes_of(args, kwargs)
         encoded = self.encode(func._schema, args, kwargs)
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         result = func(*args, **kwargs)
@@ -463,8 +467,7 @@ class Recorder(DispatchMode):
                 if isinstance(value, int):
                     self.values.note(tensor, value)
             return result
-        if axes and "tp" in axes:
-            self.log.meet(name, axes)
+        axes = self._meet(func, args, kwargs, result)
         outputs, writes = self._outputs(made, bool(written))
         self.received.update(output.value for output in outputs)
         reduction = self._reduction(func._schema, args)
@@ -472,6 +475,15 @@ class Recorder(DispatchMode):
         if self.is_recomputed and "autograd" in func.namespace:
             self.nodes.add_function(name, None, [self.value(one) for one in inputs], result)
         return result
+
+    def _meet(self, func: Any, args: Any, kwargs: Any, result: Any) -> tuple[str, ...] | None:
+        """Log that tensor-parallel ranks meet in a collective; return the axes of its group. They
+        don't in one that returns no tensor: a send of one rank is another's receive.
+        """
+        axes = self.owner.axes_of(args, kwargs)
+        if axes and "tp" in axes and any(isinstance(one, Tensor) for one in tree_iter(result)):
+            self.log.meet(func._schema.name, axes)
+        return axes
 
     def _reduction(self, schema: Any, args: Any) -> str:
         """Return the reduction by name; "" where it is not known. For c10d, whose objects don't

@@ -178,6 +178,13 @@ def _check_statement(site: Site, axis: str, stated: Placement, proven: Placement
 
 
 def _full_shape(site: Site, layout: ShardLayout, shapes: Sequence[Shape], mesh: Mesh) -> Shape:
+    for axis in AXES:
+        placement = getattr(layout, axis)
+        if isinstance(placement, Shard) and placement.dim >= len(shapes[0]):
+            raise ValueError(
+                f"{site.name}: it is stated to be {describe(placement)} along {axis}, but it has "
+                f"{len(shapes[0])} dims (local shapes {unique(shapes)}); count the dims from 0"
+            )
     try:
         return layout.full_shape(shapes, mesh.dp_size, mesh.tp_size)
     except LayoutMismatchError as error:

@@ -251,6 +251,12 @@ def plain(number: Any) -> Any:
     return int.__int__(number) if isinstance(number, int) else float.__float__(number)
 
 
+def from_numpy(value: Any) -> Any:
+    """Return a number of numpy's, ``np.prod(x.shape[1:])``, as Python's; all else as it is."""
+    is_number = type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
+    return value.item() if is_number else value
+
+
 def encoded(number: Any, expression: Expression | None = None) -> Any:
     """Encode a number for the log."""
     return plain(number) if expression is None else ("n", plain(number), expression)
@@ -287,6 +293,7 @@ class CallSizes:
         self.has_any = any(expression is not None for _, expression in self._in_order)
 
     def _visit(self, value: Any) -> None:
+        value = from_numpy(value)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             self._in_order.append((plain(value), expression_of(value, self._recorder)))
         elif isinstance(value, (list, tuple)):

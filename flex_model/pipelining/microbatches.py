@@ -265,6 +265,7 @@ def join_records(
     stated: Callable[[str], Placement | None],
     rows_of: Callable[[str, str, int], BatchRows],
     expected: Mapping[tuple[str, str], ExpectedShape],
+    hooks: Mapping[tuple[str, str], str],
 ) -> list[StageRecords]:
     """Return the records of this rank's stages.
 
@@ -275,6 +276,7 @@ def join_records(
         stated: Returns what the user states of their rows, by name.
         rows_of: Returns what is proven of their rows, by name, kind and stage.
         expected: By name and kind: their ``expected_shape``, where it has one.
+        hooks: By name and kind: a hook that makes them, for messages.
 
     Raises:
         ValueError: the micro-batches' tensors don't fit together, or not with ``expected``.
@@ -304,7 +306,7 @@ def join_records(
             for tensor in whole:
                 _check_shape(tensor, expected.get((name, kind)))
         except ValueError as error:
-            raise ValueError(f"{kind} hook on {name!r}: {error}") from None
+            raise ValueError(f"{hooks[name, kind]}: {error}") from None
         result.append(StageRecords(name, kind, stage, whole))
     return result
 

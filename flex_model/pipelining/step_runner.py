@@ -191,6 +191,7 @@ class StepRunner:
         if self._state.failure.has_error or not records.keeps_full:
             return []
         shapes: dict[tuple[str, str], list[ExpectedShape]] = {}
+        hooks: dict[tuple[str, str], str] = {}
         rows = self._rows.of_records(chosen)
         placements = {
             name: Replicate() if dim is None else Shard(dim) for name, dim in stated.items()
@@ -198,7 +199,9 @@ class StepRunner:
         for registration in chosen:
             function = registration.hook_function
             shape = function.expected_shape if function.select is None else None
-            shapes.setdefault((function.record_name, registration.kind), []).append(shape)
+            key = function.record_name, registration.kind
+            shapes.setdefault(key, []).append(shape)
+            hooks[key] = registration.describe()
         try:
             self._rows.check_selections(chosen, stated)
             return microbatches.join_records(
@@ -208,6 +211,7 @@ class StepRunner:
                 placements.get,
                 lambda *key: rows.get(key, BatchRows()),
                 {key: of_key[0] for key, of_key in shapes.items() if len(of_key) == 1},
+                hooks,
             )
         except ValueError as error:
             self._state.fail(str(error), error)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -430,6 +431,15 @@ def rows_of_a_ratio(model, h):
     one, two, three = round(ratio), math.floor(ratio + 0.5), math.ceil(ratio)
     joined = windows.view(one, 4, LENGTH, WIDTH).sin().view(two * 4, LENGTH, WIDTH)
     return joined.view(three, 4, LENGTH, WIDTH).mean(1)
+
+
+def sizes_of_numpy(model, h):
+    """As Perceiver of transformers flattens images."""
+    flat = torch.reshape(h, [h.shape[0], np.prod(h.shape[1:]), -1])
+    divided = flat.flatten(np.int64(1)).unflatten(np.int64(1), (np.int64(LENGTH), -1))
+    three = divided.narrow(np.int64(2), np.int64(0), np.int64(3)).reshape(np.int64(-1), LENGTH, 3)
+    first, _ = h.tensor_split(np.int64(2), 2)
+    return torch.cat([three, first], 2) * 2 + divided.repeat_interleave(np.int64(2), 1)[:, ::2]
 
 
 def chunked(model, h):

@@ -6,14 +6,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as DTensorShard
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import models
+import pipelines
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed.placement import Shard
 from flex_model.layouts import register_function
+from shared_edits import mixing_features
 
 
 class Copied(models.CopyToRanks):
@@ -118,6 +121,15 @@ class Halves(torch.autograd.Function):
         return torch.cat(grads, -1)
 
 
+class FirstHalf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.site = nn.Identity()
+
+    def forward(self, x):
+        return self.site(Halves.apply(x)[0])
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("returned", "text"),
@@ -131,19 +143,10 @@ class Halves(torch.autograd.Function):
 )
 def test_placements_of_torch_and_what_is_none(returned, text):
     """A placement of torch was a bare TypeError, and those passed were none of torch's."""
-
-    class Taken(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.site = nn.Identity()
-
-        def forward(self, x):
-            return self.site(Halves.apply(x)[0])
-
     passed = []
     register_function(Halves, forward=lambda one: passed.append(one) or returned, gradient="local")
     x = models.random(4, 6)
-    with FlexModel(Taken(), records := {}, data_parallel_size=2, timeout=20) as flex:
+    with FlexModel(FirstHalf(), records := {}, data_parallel_size=2, timeout=20) as flex:
         flex.register_forward_hook(HookFunction("site"))
         raises = pytest.raises((TypeError, ValueError), match=rf"Halves\): forward.*{text}")
         with raises if text else nullcontext():
@@ -151,6 +154,73 @@ def test_placements_of_torch_and_what_is_none(returned, text):
     assert passed[0] == DTensorShard(0)
     if dist.get_rank() == 0 and not text:
         assert_close(records["site"][0], x[:, :3])
+
+
+class Summed(models.SumOverRanks):
+    """Its contract says that the sum is the same on all ranks."""
+
+
+class OwnCopy(models.CopyToRanks):
+    """Communicates nothing; its contract says of all copies that they are the same on all ranks."""
+
+
+class Experts(nn.Module):
+    """Each rank runs its own of four experts, which are two modules of other names."""
+
+    def __init__(self, own=range(4), join=lambda y, group: y):
+        super().__init__()
+        self.own, self.join, self.site, self.out = own, join, nn.Identity(), nn.Identity()
+        self.experts = nn.ModuleList(models.seeded(nn.Linear, 6, 6, seed=i) for i in range(4))
+        self.double()
+
+    def forward(self, x):
+        x = self.site(x)
+        copied, y = x if len(self.own) == 4 else Copied.apply(x, dist.group.WORLD), 0
+        for i in self.own:
+            y = y + self.experts[i](copied).tanh()
+        return self.out(self.join(y, dist.group.WORLD))
+
+
+@pytest.mark.ranks(2)
+def test_a_contract_joins_what_ranks_made_by_other_modules():
+    """The call was left out with the operations before it, which are not the same on all ranks."""
+    own = range(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    for function in (Summed, OwnCopy):
+        register_function(function, forward=lambda one: Replicate(), gradient="whole")
+    register_function(Copied, gradient="whole")
+    x, found = models.random(4, 6), {}
+    for name, model in (("twin", Experts()), ("ranks", Experts(own, Summed.apply))):
+        size = 2 if name == "ranks" else 1
+        group = dist.group.WORLD if name == "ranks" else pipelines.alone_group()
+        with FlexModel(
+            model, {}, tensor_parallel_size=size, process_group=group, output_ranks="all"
+        ) as flex:
+            flex.annotate_layout("", kind="parameter", tp=Replicate())
+            flex.register_forward_hook(HookFunction("out", None, mixing_features))
+            for site in ("out", "site"):
+                hook = HookFunction(site, None, mixing_features, output_name=f"{site}.grad")
+                flex.register_full_backward_pre_hook(hook)
+            flex(x.clone().requires_grad_()).square().sum().backward()
+        found[name] = flex.output_ptr
+    assert_close(found["ranks"], found["twin"])
+    with FlexModel(Experts(own, OwnCopy.apply), {}, tensor_parallel_size=2, timeout=20) as flex:
+        flex.annotate_layout("", kind="parameter", tp=Replicate())
+        flex.register_forward_hook(HookFunction("out"))
+        with pytest.raises(ValueError, match=r"'out'.*not the same one on all ranks"):
+            flex(x)
+
+
+@pytest.mark.ranks(2)
+def test_a_contract_that_takes_other_arguments_is_named():
+    """It was a TypeError about a lambda alone."""
+    register_function(Halves, forward=lambda one, other: one, gradient="local")
+    with FlexModel(FirstHalf(), {}, tensor_parallel_size=2, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("site"))
+        text = (
+            r"register_function\(.*Halves\): forward= gets .* here 1, and raised TypeError: .*other"
+        )
+        with pytest.raises(TypeError, match=text):
+            flex(models.random(4, 6))
 
 
 def test_what_is_no_contract():

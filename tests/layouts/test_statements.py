@@ -179,6 +179,28 @@ def test_an_index_that_no_tensor_has_is_an_error(kind):
 
 
 @pytest.mark.ranks(2)
+def test_a_dim_that_the_tensor_lacks_is_an_error():
+    """It was a bare IndexError, or one about boxes of ranks that overlap."""
+    sharded, _ = by_hand()
+    with FlexModel(sharded, {}, tensor_parallel_size=2, timeout=20) as flex:
+        handle = flex.register_forward_hook(HookFunction("act", placements={"tp": Shard(2)}))
+        with pytest.raises(ValueError, match=r"'act'.*along dim 2 along tp, but it has 2 dims"):
+            flex(BATCH)
+        handle.remove()
+        flex.annotate_layout("fc1.weight", kind="parameter", tp=Shard(2))
+        with pytest.raises(
+            ValueError, match=r"fc1\.weight.*along dim 2 along tp, but it has 2 dims"
+        ):
+            flex.get_module_parameter("fc1.weight")
+        flex.register_forward_hook(HookFunction("act"))
+        with pytest.raises(ValueError, match=r"'act'.*not known"):
+            flex(BATCH)
+        flex.annotate_layout("act", tp=Shard(2))
+        with pytest.raises(ValueError, match=r"\('act'.*has 2 dims, and is not split along dim 2"):
+            flex(BATCH)
+
+
+@pytest.mark.ranks(2)
 def test_sizes_that_are_stated_are_checked():
     sharded, _ = by_hand()
     with FlexModel(sharded, {}, tensor_parallel_size=2) as flex:

@@ -261,7 +261,7 @@ def test_micro_batches_that_are_alike(kind, refusal):
     name = "layers.6.act.1.inner"
 
     def script(flex):
-        flex.register_forward_hook(HookFunction(name))
+        flex.register_forward_hook(HookFunction(name, output_name="summary"))
         flex.register_full_backward_hook(HookFunction("layers.6.act"))
         flex.register_full_backward_pre_hook(HookFunction(name, output_name="gradient"))
 

@@ -163,7 +163,13 @@ def infer_forward(
     """Return the placements of a Function's results, by the user's contract."""
     _, forward, _ = _own[name]
     assert forward is not None
-    given = forward(*map(as_torch, placements))
+    try:
+        given = forward(*map(as_torch, placements))
+    except Exception as error:
+        raise TypeError(
+            f"register_function({name}): forward= gets the placement of each tensor that apply is "
+            f"passed, here {len(placements)}, and raised {type(error).__name__}: {error}"
+        ) from error
     of_results = list(given) if isinstance(given, (list, tuple)) else [given] * num_outputs
     if len(of_results) != num_outputs:
         raise TypeError(

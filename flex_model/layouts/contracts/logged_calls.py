@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
@@ -94,12 +94,17 @@ def _recording() -> list[Recorder]:
 
 
 @contextmanager
-def _recomputing(recorders: Sequence[Recorder], is_recomputed: bool) -> Iterator[None]:
+def _during(recorders: Sequence[Recorder], **state: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for recorder in recorders:
-            stack.enter_context(recorder.during(is_recomputed=is_recomputed))
-        if is_recomputed:
-            stack.enter_context(_watched())
+            stack.enter_context(recorder.during(**state))
+        yield
+
+
+@contextmanager
+def _recomputing(recorders: Sequence[Recorder], is_recomputed: bool) -> Iterator[None]:
+    watched = _watched() if is_recomputed else nullcontext()
+    with _during(recorders, is_recomputed=is_recomputed), watched:
         yield
 
 
@@ -172,7 +177,7 @@ def _logged(function: Callable[..., Any], text: str) -> Callable[..., Any]:
             return function(*args, **kwargs)
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         values = [[recorder.value(tensor) for tensor in inputs] for recorder in recorders]
-        with all_paused():
+        with all_paused(), _during(recorders, meets=True):
             result = function(*args, **kwargs)
         outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         first = inputs[0] if inputs and text.startswith(_DTENSOR) else None
