@@ -243,7 +243,7 @@ class Communicator(GroupPool):
         self.sequence += 1
         self.where = where
         # One that has registered other hooks may never take part: reported after a few seconds.
-        self._compares_hooks = header.kind == "registered hooks"
+        self._is_of_hooks = header.kind == "registered hooks"
         self.steps.add(where)
         self.meter.header(header.site)
         edited, self.edited = self.edited, ""

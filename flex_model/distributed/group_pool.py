@@ -65,7 +65,7 @@ class GroupPool:
         self._by_device: list[ByDevice] = []  # of the transports
         self._device = device or torch.device("cpu")
         self._number = 0  # of this FlexModel, among those of its ranks
-        self._compares_hooks = False
+        self._is_of_hooks = False
         self._notices: Notices | None = None
         self._pid = os.getpid()
         self._is_closed = False
@@ -152,6 +152,11 @@ class GroupPool:
 
     # Notices of this rank's hooks and runs, which others read during a long wait.
 
+    def agree_hooks(self) -> None:
+        """Note that all ranks have registered the same hooks. Local."""
+        if self._notices is not None:
+            self._notices.agree_hooks()
+
     def publish_hooks(self, digest: str) -> None:
         """Publish a digest of this rank's registered hooks; ``""`` for none. Local."""
         if self._notices is not None and not self.is_child:
@@ -176,7 +181,7 @@ class GroupPool:
         notices = self._notices
         if notices is None:  # the groups are being made
             return
-        difference = notices.difference(waited_s, self.timeout_s, self._compares_hooks)
+        difference = notices.difference(waited_s, self.timeout_s, self._is_of_hooks)
         if difference:
             here = f"rank {self.mesh.group_rank} waited {waited_s:.0f} s at {self.where}"
             raise self.abort(f"{here}, but {difference}", HookMismatchError)

@@ -101,6 +101,7 @@ class Notices:
     def __init__(self, board: Board, number: int) -> None:
         self._board, self._name = board, str(number)
         self._hooks = ""  # a digest of this rank's registered hooks
+        self._agreed: str | None = None  # the one that all ranks had when they last compared them
         self._num_runs = 0  # those with hooks
         self._run = ""  # the last published run
         self._active = -1  # the digest of its hooks
@@ -111,6 +112,10 @@ class Notices:
         """Publish a digest of this rank's registered hooks; ``""`` for none. Local."""
         self._hooks = digest
         self._board.publish(self._name, json.dumps(digest))
+
+    def agree_hooks(self) -> None:
+        """Note that all ranks have registered the same hooks. Local."""
+        self._agreed = self._hooks
 
     def publish_run(
         self, sequence: int, active: int, choice: str, mode: int, has_hooks: bool
@@ -129,14 +134,16 @@ class Notices:
             self._active = active
             self._board.publish("run", notice, is_urgent)
 
-    def difference(self, waited_s: float, timeout_s: float, compares_hooks: bool) -> str:
+    def difference(self, waited_s: float, timeout_s: float, is_of_hooks: bool) -> str:
         """After a wait of ``waited_s`` seconds, return how another rank's hooks differ from this
         one's; empty if they don't, as far as is known. Local.
 
         Args:
             timeout_s: The deadline of the wait.
-            compares_hooks: Whether the registered hooks are compared, too.
+            is_of_hooks: Whether this is the exchange that compares the registered hooks. Elsewhere
+                a rank that is behind may have yet to change them as this one has.
         """
+        compares_hooks = is_of_hooks or self._hooks == self._agreed
         run_grace_s = min(_RUN_GRACE_S, timeout_s / 2)
         if waited_s > run_grace_s / 2:
             self._board.publish_rest()

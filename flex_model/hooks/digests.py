@@ -86,6 +86,7 @@ class HookDigests:
             Header("registered hooks", site=site_hash(digest, active.digest)),
             f"the start of a run of {active.choice} ({settings}) with these hooks: {names}",
         )
+        self._communicator.agree_hooks()
         self._agreed, self._checked = digest, self._statements.digest
 
     def described(self, only_active: bool = False) -> list[Any]:
