@@ -23,13 +23,15 @@ class DivideFactors:
         self._dp_size = mesh.dp_size
         self._fsdp2: dict[str, nn.Module] = {}
         self._fixed: dict[float, str] = {}
+        managed: set[int] = set()  # by modules so far: parents come before what they manage
         for name, module in root.named_modules() if mesh.dp_size > 1 else ():
             if fsdp2.is_fsdp2(module):
                 self._fsdp2[name] = module
+                managed.update(map(id, fsdp2.managed_parameters(module)))
             elif isinstance(module, DistributedDataParallel) or is_fsdp1(module):
                 self._fixed[mesh.dp_size] = name
             for leaf, parameter in module.named_parameters(recurse=False):
-                if not is_whole_along_dp(parameter, mesh) or fsdp2.is_managed(root, parameter):
+                if id(parameter) in managed or not is_whole_along_dp(parameter, mesh):
                     continue
                 # The module may compute with another tensor, made by a property of its class, which
                 # averages in its own backward (torchtitan's SimpleFSDP).

@@ -180,8 +180,14 @@ def half(x):
     return x.chunk(2)[dist.get_rank()]
 
 
+def replicate(model):
+    """DDP by means of FSDP2: weights are replicated DTensors."""
+    module = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    return module.replicate(model, mesh=models.mesh(2, 1)["dp"])
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("shard", [DistributedDataParallel, fully_shard])
+@pytest.mark.parametrize("shard", [DistributedDataParallel, fully_shard, replicate])
 def test_gradients_that_are_averaged(shard):
     """The loss of all, times dp: what DDP and FSDP average."""
     found = gradients_of(shard(Headed().double()), half(BATCH), lambda output: 2 * of_all(output))
