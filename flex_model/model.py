@@ -561,6 +561,8 @@ class FlexModel(nn.Module):
         With data parallelism the loss is the mean over ranks, which DDP and FSDP average to: the
         values are gradients of that loss. If ranks have different numbers of rows, weight each
         rank's loss by ``dp_size * rows / all_rows``, and everything equals the unsharded run.
+        Where weights are DTensors, replicated along dp, it is the sum over ranks, or the global
+        loss of a DTensor.
         """
         return self._register(hook_function, "full_backward", settings=settings)
 

@@ -84,7 +84,7 @@ class Communicator(GroupPool):
         # Where those of ``gather_at_once`` differ: its header, as packed, all of them, ``edited``.
         self._received: tuple[Header, bytes, list[bytes], str] | None = None
         self._skipped: Counter[int] = Counter()  # forwards without hooks since then, by mode
-        self.divisor: float = mesh.dp_size  # of the ranks' summed losses, which makes one of them
+        self.divisor: float | None = None  # of the ranks' summed losses, where one is known
         super().__init__(mesh, timeout_s, device)
 
     @contextlib.contextmanager
@@ -120,6 +120,27 @@ class Communicator(GroupPool):
     def divide_by(self, divisor: float) -> None:
         """Take the sum of the ranks' losses by this number for the loss of all. Local."""
         self.divisor = divisor
+
+    def divisor_at(self, hook: str, is_dtensor: bool) -> float:
+        """Return the number by which the sum of the ranks' losses is the loss of all: by default
+        that of the ranks, as users average gradients themselves. Local.
+
+        Raises:
+            HookError: none is known, and the tensor of the ``hook`` is a DTensor along dp, through
+                which autograd sums gradients over the ranks. On every rank.
+        """
+        if self.divisor is not None:
+            return self.divisor
+        if is_dtensor and self.mesh.dp_size > 1:
+            raise agreed(
+                HookError(
+                    f"{hook}: its tensor is a DTensor along dp, and the model computes with no "
+                    "parameter that is one, so whether gradients of parameters become the sum over "
+                    "data-parallel ranks or the mean is not known; make parameters DTensors, too "
+                    "(distribute_module), or apply DDP or fully_shard to the model"
+                )
+            )
+        return self.mesh.dp_size
 
     def fail(self, text: str, cause: BaseException, state: RankState = ERROR) -> None:
         """Raise an error of this rank: now if it is alone, else on all ranks at the next exchange.

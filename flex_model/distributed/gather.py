@@ -3,8 +3,8 @@
 The edit of a gathered tensor runs on every rank, on the same values, so its gradient is the same on
 every rank: gather's backward is a slice, scatter's backward an all-gather. Along dp the loss is the
 mean over ranks, which DDP and FSDP average to afterwards: there scatter's backward divides by dp
-and gather's multiplies by it. With an edit on rank 0 only, gather's backward is a scatter from rank
-0, and scatter's a gather to it.
+and gather's multiplies by it, or by another number (``GatherContext.grad_scale``). With an edit on
+rank 0 only, gather's backward is a scatter from rank 0, and scatter's a gather to it.
 
 All of them are linear, so their backward is differentiable itself (``create_graph=True``): it is
 made of the same functions, except for an edit on rank 0.
@@ -174,14 +174,6 @@ class TensorSpec:
         return shard if full.is_cpu else shard.to(full.device)
 
     @property
-    def grad_scale(self) -> float:
-        """The gradient on a rank, by that of the loss of all ranks: dp where it splits the batch,
-        else 1, unless FSDP2 divides the ranks' sum by another number.
-        """
-        communicator = self.communicator
-        return self.num_batches * communicator.divisor / communicator.mesh.dp_size
-
-    @property
     def is_whole(self) -> bool:
         """Whether every rank holds the full tensor."""
         return not self.axes and not self.layout.partial_axes
@@ -261,6 +253,7 @@ class GatherContext:
         hook: The hook, for messages.
         reached_in: Of an edit on rank 0: the backward pass that reached what the function returned.
         why_once: Returns why a gradient of the gradient would be wrong; empty where it is right.
+        is_dtensor: Whether the tensor is a DTensor along dp.
     """
 
     spec: TensorSpec
@@ -272,6 +265,7 @@ class GatherContext:
     hook: str = ""
     reached_in: int = -1
     why_once: Callable[[], str] = str
+    is_dtensor: bool = False
     _gradient: TensorSpec | None = None
 
     @property
@@ -283,6 +277,17 @@ class GatherContext:
         """Keep the record of several full tensors, if there is one; return the first."""
         self.record = fulls[1] if self.num_records else None
         return fulls[0]
+
+    @property
+    def grad_scale(self) -> float:
+        """The gradient on a rank (their mean, where dp does not split the batch), by that of the
+        loss of all ranks. Autograd sums a DTensor's over the ranks that share it.
+        """
+        communicator = self.spec.communicator
+        divisor = communicator.divisor_at(self.hook, self.is_dtensor)
+        if self.is_dtensor:
+            return divisor
+        return self.spec.num_batches * divisor / communicator.mesh.dp_size
 
     def reach(self) -> None:
         """Note that the running backward pass has reached what the editing function returned."""
@@ -335,7 +340,13 @@ class GatherContext:
         """Return the context of the gather or scatter of the gradient, which has this ``spec``. The
         gradient of a gradient is placed as the tensor is.
         """
-        return GatherContext(spec, self.check_consistency, hook=self.hook, _gradient=self.spec)
+        return GatherContext(
+            spec,
+            self.check_consistency,
+            hook=self.hook,
+            is_dtensor=self.is_dtensor,
+            _gradient=self.spec,
+        )
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -385,7 +396,7 @@ class _Gather(Function):
     def backward(ctx, grad):
         context, grad = ctx.context, plain(grad)
         in_graph = context.has_graph_of_gradient()
-        scale, spec = context.spec.grad_scale, context.gradient()
+        scale, spec = context.grad_scale, context.gradient()
         shard = scatter(grad, context.of_gradient(spec)) if in_graph else spec.slice(grad)
         return (shard * scale if scale != 1 else shard), None
 
@@ -407,7 +418,8 @@ class _Scatter(Function):
             full = gather(full, context.of_gradient(spec)) if in_graph else spec.all_gather(full)
         if context.spec.is_shared_over_dp:  # the edit's gradient depends on every rank's loss
             full = mean_over_dp(full, spec.communicator, context.check_consistency)
-        return (full / spec.grad_scale if spec.grad_scale != 1 else full), None
+        scale = context.grad_scale
+        return (full / scale if scale != 1 else full), None
 
 
 class _GatherToFirst(Function):
@@ -428,7 +440,8 @@ class _GatherToFirst(Function):
         spec = context.gradient()
         first = spec.communicator.mesh.group_rank == 0
         shard = spec.scatter_from_first(grad if first else None, ctx.like)
-        return (shard * spec.grad_scale if spec.grad_scale != 1 else shard), None
+        scale = context.grad_scale
+        return (shard * scale if scale != 1 else shard), None
 
 
 class _ScatterFromFirst(Function):
@@ -456,8 +469,8 @@ class _ScatterFromFirst(Function):
         full = spec.gather_to_first(grad.contiguous())
         if full is None:
             full = grad.new_zeros(ctx.size)
-        elif spec.grad_scale != 1:
-            full = full / spec.grad_scale
+        elif context.grad_scale != 1:
+            full = full / context.grad_scale
         return full, *[None] * (len(ctx.needs_input_grad) - 1)
 
 

@@ -173,6 +173,7 @@ class _ShardedPath(ABC):
             is_read,
             hook=call.describe(),
             why_once=self._why_once,
+            is_dtensor=call.stated[0] is not None,
         )
         part = leaf if spec.pick is None else spec.pick.take(leaf)
         if records.keeps_parts and call.records:

@@ -122,19 +122,25 @@ class HookExecutor:
 
     def gradient(self, call: HookCall, grad: Tensor) -> Tensor:
         """Run a hook on one ``summed`` gradient. An activation's gradient is passed as that of the
-        mean loss over data-parallel ranks and micro-batches; a parameter's is averaged over dp, and
-        the backward continues with the average.
+        mean loss over data-parallel ranks (see ``Communicator.divisor_at``) and micro-batches. A
+        parameter's is summed over dp and divided alike; the backward continues with the average.
         """
         ends = profiler.begun(self.observers, profiler.begin_span, "hook", call)
         try:
             call.registration.check_movable(grad, call.records)
             communicator = self._communicator
-            scale = communicator.divisor * self._num_microbatches
             is_of_parameter = call.registration.kind == "tensor"
             moves = is_of_parameter and communicator.mesh.dp_size > 1
             cuda_graphs.check(call, grad, communicator.is_local, moves)
-            if is_of_parameter:
-                grad, scale = self._mean_over_dp(call, grad), 1
+            is_dtensor = self._is_dtensor_along_dp(call, grad)
+            if not is_of_parameter:
+                divisor = communicator.divisor_at(call.describe(), is_dtensor)
+                scale = divisor * self._num_microbatches
+            elif is_dtensor:  # FSDP2 has averaged it, or autograd has summed it, as for activations
+                scale = 1.0
+            else:
+                grad = self._mean_over_dp(call, grad)
+                scale = communicator.divisor_at(call.describe(), False) / communicator.mesh.dp_size
             unscaled = grad / scale if scale != 1 else grad
             if not call.registration.edits:
                 self._collect(call, unscaled)
@@ -153,17 +159,18 @@ class HookExecutor:
                 end()
 
     def _mean_over_dp(self, call: HookCall, grad: Tensor) -> Tensor:
-        mesh = self._communicator.mesh
-        if mesh.dp_size == 1:
+        if self._communicator.mesh.dp_size == 1:
             return grad
-        if dtensor.is_dtensor(grad) and "dp" in dtensor.axis_names(grad, mesh, call.describe()):
-            return grad  # FSDP2: already averaged
 
         def check(tensor: Tensor) -> None:
             check_call(self._communicator, call, tensor, "tensor")
 
         mean = mean_over_dp(dtensor.to_local(grad), self._communicator, check)
         return dtensor.like(mean, grad)
+
+    def _is_dtensor_along_dp(self, call: HookCall, grad: Tensor) -> bool:
+        mesh = self._communicator.mesh
+        return mesh.dp_size > 1 and "dp" in dtensor.axis_names(grad, mesh, call.describe())
 
     def _collect(self, call: HookCall, leaf: Tensor) -> None:
         """Record a tensor that is not edited, or let a hook read it where it is."""

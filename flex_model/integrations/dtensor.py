@@ -249,6 +249,17 @@ def axis_names(tensor: Any, mesh: Mesh, site: str) -> set[str]:
     return {name for axis in axes for name in _names(axis)}
 
 
+def is_whole_along_dp(tensor: Any, mesh: Mesh) -> bool:
+    """Whether a DTensor's mesh covers dp, along all of which it is replicated. Local."""
+    if not is_dtensor(tensor):
+        return False
+    placed = zip(_axes_of(tensor.device_mesh, mesh)[0], tensor.placements)
+    along = {axis: placement.is_replicate() for axis, placement in placed if "dp" in _names(axis)}
+    parts = math.prod(axis[1] for axis in along if isinstance(axis, tuple))
+    is_covered = "dp" in along or BOTH in along or parts == mesh.dp_size
+    return mesh.dp_size > 1 and is_covered and all(along.values())
+
+
 def plain_and_stated(
     tensor: Any, mesh: Mesh, site: str
 ) -> tuple[Tensor, tuple[Placement | None, Placement | None], ShardLayout | None]:

@@ -80,6 +80,11 @@ def divide_factors(modules: Mapping[str, nn.Module]) -> dict[float | None, str]:
     }
 
 
+def managed_parameters(module: nn.Module) -> list[Any]:
+    """Return the sharded parameters of the groups that a module manages."""
+    return [kept.sharded_param for group in _groups(module) for kept in group.fsdp_params]
+
+
 def is_managed(root: nn.Module, parameter: Any) -> bool:
     """Whether FSDP2 sharded a parameter: it may be one of ``ignored_params``."""
     return _managed(root, parameter)[0] is not None

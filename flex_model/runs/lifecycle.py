@@ -34,7 +34,7 @@ from flex_model.hooks.registration import Registration
 from flex_model.hooks.replaced_targets import Targets, refusal
 from flex_model.hooks.table import EVERYTHING, Choice, HookTable
 from flex_model.hooks.tracking import Tracking
-from flex_model.integrations import fsdp2, refused, transformers_private
+from flex_model.integrations import refused, transformers_private
 from flex_model.integrations.compiled import (
     HOOKS_BREAK_GRAPHS,
     HookGuards,
@@ -42,6 +42,7 @@ from flex_model.integrations.compiled import (
     outside_graphs,
     stopped_at_fullgraph,
 )
+from flex_model.integrations.divide_factors import DivideFactors
 from flex_model.integrations.torch_private import is_profiling, uncounted
 from flex_model.parameters.trainable import Replicas
 from flex_model.records.records import Records
@@ -190,6 +191,7 @@ class Runs:
         if self.session is not None:
             self.session.begin_run()
         self.current = self.lone_run()
+        self._read_divide_factor()
         self.thread = threading.get_ident()
         self._records.clear(registration.hook_function.record_name)
         return self.current
@@ -233,8 +235,7 @@ class Runs:
         if not communicator.is_local:
             hooks = self._table.active_hooks
             communicator.publish_run(hooks.digest, hooks.choice, self._mode)
-            if self._fsdp2:
-                self._read_divide_factor()
+            self._read_divide_factor()
             self._digests.check()
             edited = any(r.edits for r in hooks.registrations)
             if self._replicas and self._step is None and edited:
@@ -243,20 +244,17 @@ class Runs:
             self.session.check_hooks(self._digests.described())
 
     @cached_property
-    def _fsdp2(self) -> dict[str, nn.Module]:
-        if self._communicator.mesh.dp_size == 1:
-            return {}
-        modules = self._module.named_modules()
-        return {name: module for name, module in modules if fsdp2.is_fsdp2(module)}
+    def _divide_factors(self) -> DivideFactors:
+        return DivideFactors(self._module, self._communicator.mesh)
 
     def _read_divide_factor(self) -> None:
-        """Take the number by which FSDP2 divides gradients now (``set_gradient_divide_factor``)."""
-        communicator, found = self._communicator, fsdp2.divide_factors(self._fsdp2)
-        factors = {factor or communicator.mesh.dp_size: name for factor, name in found.items()}
+        """Take the number by which the ranks' summed gradients of parameters are divided now."""
+        communicator, factors = self._communicator, self._divide_factors.read()
         if len(factors) > 1:
             each = ", ".join(f"of {name!r} by {factor:g}" for factor, name in factors.items())
             text = (
-                f"FSDP2 divides the summed gradients {each}; hooks need one number for all; call "
+                f"the gradients, summed over data-parallel ranks, are divided: {each} (DTensors "
+                "that are replicated along dp: by 1); hooks need one number for all; call "
                 "set_gradient_divide_factor with it on every module with fully_shard"
             )
             communicator.fail(text, HookError(text))

@@ -1,0 +1,44 @@
+"""The number by which a model divides gradients of parameters that it has summed over dp."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from flex_model.distributed.mesh import Mesh
+from flex_model.integrations import fsdp2
+from flex_model.integrations.dtensor import is_whole_along_dp
+from flex_model.integrations.fsdp1 import is_fsdp1
+
+
+class DivideFactors:
+    """Reads by which numbers a model divides gradients, summed over dp. Local.
+
+    DDP and FSDP divide by that of the ranks, or by another that FSDP2 has. Autograd sums those of a
+    DTensor that is replicated along dp, and divides by nothing: it differentiates one program over
+    all ranks, whose loss is the sum of the ranks' own losses, or a global one.
+    """
+
+    def __init__(self, root: nn.Module, mesh: Mesh) -> None:
+        self._dp_size = mesh.dp_size
+        self._fsdp2: dict[str, nn.Module] = {}
+        self._fixed: dict[float, str] = {}
+        managed: set[int] = set()  # by modules so far: parents come before what they manage
+        for name, module in root.named_modules() if mesh.dp_size > 1 else ():
+            if fsdp2.is_fsdp2(module):
+                self._fsdp2[name] = module
+                managed.update(map(id, fsdp2.managed_parameters(module)))
+            elif isinstance(module, DistributedDataParallel) or is_fsdp1(module):
+                self._fixed[mesh.dp_size] = name
+            for leaf, parameter in module.named_parameters(recurse=False):
+                if id(parameter) in managed or not is_whole_along_dp(parameter, mesh):
+                    continue
+                # The module may compute with another tensor, made by a property of its class, which
+                # averages in its own backward (torchtitan's SimpleFSDP).
+                if not hasattr(type(module), leaf):
+                    self._fixed[1] = f"{name}.{leaf}".lstrip(".")
+
+    def read(self) -> dict[float, str]:
+        """Return the numbers, each with the name of a module or parameter; none where users sum."""
+        found = fsdp2.divide_factors(self._fsdp2)
+        return self._fixed | {factor or self._dp_size: name for factor, name in found.items()}
