@@ -45,10 +45,13 @@ class KeptTensors:
             written: Weights that the forward wrote to, with their joint values.
         """
         self._begin()
+        # A name is compared along tp, where proofs along dp may differ: they are of one rank's log.
+        axis = max(follower.proofs.along, default="")
         for tensor, value in (*follower.recorder.live_tensors(), *written):
             pair = follower.placements(value)
             if pair != (None, None):
-                self._add(tensor, f"value {value}", pair)
+                lost = follower.obstacles(value).get(axis)
+                self._add(tensor, f"{lost}, value {value}" if lost else f"value {value}", pair)
 
     def note_state(self, tensors: Iterable[tuple[Tensor, Pair]]) -> None:
         """Keep the tensors of a forward that was not followed, but ran as the one that the pairs

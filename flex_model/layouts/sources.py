@@ -327,9 +327,9 @@ def _passed(value: Any) -> Iterator[Tensor]:
             yield from _passed(item)
 
 
-def leaves(value: Any, depth: int = 6) -> Iterator[Any]:
+def leaves(value: Any, depth: int = 8) -> Iterator[Any]:
     """Yield the tensors and plain values in any object, such as a cache, from its attributes and
-    their items, to a limited depth.
+    their items, to a limited depth: that of a cache of an encoder and a decoder, which has two.
     """
     if isinstance(value, _LEAVES):
         yield value

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import frameworks
+import models
 import tiny_models
 from flex_model import FlexModel, HookFunction
 from flex_model.layouts.contracts import experts
@@ -52,6 +53,39 @@ def test_layers_of_experts_on_halves_of_a_batch(implementation):
         assert_close(wrapped.module.get_parameter(name).grad, parameter.grad)
     if dist.get_rank() == 0:
         assert torch.equal(chosen[0], kept[0])
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_loop_over_the_experts_that_are_hit():
+    """A capacity per row of the batch drops tokens of Switch Transformers; NLLB-MoE's is of all."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=48, d_model=16, d_kv=8, d_ff=16, num_heads=2, num_layers=2, num_decoder_layers=2,
+        num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, num_experts=3, expert_capacity=3
+    )  # fmt: skip
+    whole = models.seeded(transformers.SwitchTransformersForConditionalGeneration, config).eval()
+    for name, weight in whole.named_parameters():
+        if "router" in name:
+            nn.init.normal_(weight)  # else all tokens are of the first expert
+    tokens = frameworks.tokens(4, length=6)
+    wrapped = DistributedDataParallel(copy.deepcopy(whole), find_unused_parameters=True)
+    site = whole.get_submodule("encoder.block.1.layer.1.mlp")
+    site.register_forward_hook(lambda module, args, out: mixing_rows(module, out, None, None))
+    seen = []
+    whole.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    whole(tokens, decoder_input_ids=tokens).logits.square().mean().backward()
+    with FlexModel(wrapped, records := {}, data_parallel_size=2, timeout=30) as flex:
+        flex.register_forward_hook(
+            HookFunction("encoder.block.1.layer.1.mlp", None, mixing_rows, record=False)
+        )
+        flex.register_forward_pre_hook(HookFunction("lm_head"))
+        half = tokens.chunk(2)[dist.get_rank()]
+        flex(half, decoder_input_ids=half).logits.square().mean().backward()
+    for name, parameter in whole.named_parameters():
+        own = wrapped.module.get_parameter(name).grad
+        assert_close(own if own is not None else torch.zeros_like(parameter), parameter.grad)
+    if dist.get_rank() == 0:
+        assert_close(records["lm_head"], seen)
 
 
 @pytest.mark.ranks(2, timeout=120)

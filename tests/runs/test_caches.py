@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import models
@@ -72,10 +73,10 @@ CALLS = {"beams": beams, "unhooked": unhooked} | {
 }
 
 
-def run(model, call, tokens, **group):
+def run(model, call, tokens, sites=SITES, **group):
     records = {}
     with FlexModel(model, records, **group) as flex, torch.no_grad():
-        for i, site in enumerate(SITES):
+        for i, site in enumerate(sites):
             flex.register_forward_hook(HookFunction(site, editing_function=None if i else mix))
         found = call(flex, tokens)
     return found, records
@@ -127,3 +128,41 @@ def test_a_cache_that_no_hooked_forward_filled_is_named_and_can_be_stated(tmp_pa
                     flex.annotate_layout(pattern, kind="forward_pre", index=index, tp=Shard(1))
             found.append(unhooked(flex, TOKENS))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.ranks(2)
+def test_beams_of_an_encoder_and_a_decoder_with_whole_heads():
+    """The caches in an EncoderDecoderCache were not seen, and a reordered one was not known."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    whole = models.seeded(transformers.T5ForConditionalGeneration, config).eval()
+    sites = ["decoder.block.0.layer.2.DenseReluDense.wi", "decoder.block.1", "lm_head"]
+    plan = {
+        name: ColwiseParallel() if name.endswith("wi") else RowwiseParallel()
+        for name, _ in whole.named_modules()
+        if name.endswith((".wi", ".wo"))
+    }
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = parallelize_module(copy.deepcopy(whole), mesh, plan)
+    found, records = run(model, beams, TOKENS, sites)
+    expected, of_twin = run(whole, beams, TOKENS, sites, process_group=pipelines.alone_group())
+    assert torch.equal(found, expected)
+    if dist.get_rank() == 0:
+        torch.testing.assert_close(records, of_twin, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.ranks(2)
+def test_a_cache_with_a_scale_of_each_rank_is_named(tmp_path):
+    """The error named the number of a value. No scale is that of all heads."""
+    if not hasattr(pytest.importorskip("transformers").cache_utils, "Fp8QuantizedLayer"):
+        pytest.skip("this transformers has no such cache")
+    model = models.loaded_by_transformers(models.llama().float(), tmp_path)
+    how = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
+    match = r"lost at amax in 'model.layers.0.self_attn', value \d+ of forward 1\)"
+    with FlexModel(model, {}) as flex:
+        flex.register_forward_pre_hook(HookFunction("model.layers.0.self_attn.o_proj"))
+        with pytest.raises(ValueError, match=match):
+            flex.generate(TOKENS, max_new_tokens=2, do_sample=False, pad_token_id=0, **how)

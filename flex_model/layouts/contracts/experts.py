@@ -20,6 +20,11 @@ from flex_model.layouts.propagation.operation import REPLICATED
 if TYPE_CHECKING:
     from flex_model.layouts.proofs import AxisProofs
 
+# A loop of its own over the experts that any row hits. NLLB-MoE's, too, but which rows its router
+# drops depends on the others.
+_SWITCHES = (
+    "transformers.models.switch_transformers.modeling_switch_transformers.SwitchTransformersExperts"
+)
 _MEGATRONS = "megatron.core.transformer.moe.moe_layer.MoELayer"
 _BLOCKS = (_MEGATRONS, "torchtitan.models.common.moe.MoE", "torchtitan.models.moe.moe.MoE")
 # What `flex.experts` makes of experts, or selects: all that it passes on has rows of tokens.
@@ -31,7 +36,7 @@ _CAPACITIES = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity")
 def num_inputs(module: nn.Module) -> int:
     """Return how many inputs of a module have the rows of its result; 0: it has no contract."""
     names = _names(module)
-    if transformers_private.is_experts(module) or _PARTS in names:
+    if transformers_private.is_experts(module) or names & {_PARTS, _SWITCHES}:
         return 3
     return 0 if names.isdisjoint(_BLOCKS) else 1
 
