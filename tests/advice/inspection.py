@@ -181,7 +181,7 @@ ROWS = {
         lambda: recorded(inside=True),
         lambda: recorded(),
     ),
-    "no site of A is in B; give names=": (
+    "no site of A but the input is in B; give names=": (
         lambda: renamed({"": "other"}),
         lambda: renamed({"": "0"}),
     ),

@@ -353,6 +353,11 @@ def test_parts_of_a_fused_projection_are_compared_by_names(tmp_path):
         renamed("layers.3", {"layers.*": "decoder"})
 
 
+class Silent(nn.Module):
+    def forward(self, x):
+        pass
+
+
 def test_other_inputs_shapes_and_dtypes_are_told(tmp_path):
     a = fingerprint(tmp_path / "a", models.mlp(), X)
     for name, x, kind in (("b", X + 1, "forward_pre"), ("c", X[:2], "shape")):
@@ -365,8 +370,10 @@ def test_other_inputs_shapes_and_dtypes_are_told(tmp_path):
         first = flex_model.compare(*runs).first
         assert (first.name, first.ulps) == ("fc1", torch.inf)
     assert flex_model.compare(b, b).first is None
-    with pytest.raises(ValueError, match="no site of A is in B; give names="):
-        flex_model.compare(a, fingerprint(tmp_path / "g", nn.Tanh(), X), {"": "other"})
+    for model, names in ((nn.Tanh(), {"": "other"}), (Silent(), None)):
+        b = fingerprint(tmp_path / "g", model, X)
+        with pytest.raises(ValueError, match="no site of A but the input is in B; give names="):
+            flex_model.compare(a, b, names)
     # Of a run in another dtype, values are compared, in units of the coarser one.
     single = fingerprint(tmp_path / "d", models.mlp().float(), X.float())
     assert flex_model.compare(a, single).first is None

@@ -267,7 +267,7 @@ def test_verify_places_tensors_as_the_user_states_them():
 
 @pytest.mark.ranks(2)
 def test_a_reference_that_fails_is_an_error_on_every_rank():
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    flex = FlexModel(models.TWO_RANKS["tp"].shard(models.mlp()), tensor_parallel_size=2)
     with pytest.raises(HookError, match="rank 0: verify: the reference failed"):
         flex.verify(nn.Linear(3, 3, dtype=torch.float64), models.random(4, 6))
     with pytest.raises(HookError, match="rank 0 needs the unsharded model"):
@@ -277,7 +277,8 @@ def test_a_reference_that_fails_is_an_error_on_every_rank():
 
 @pytest.mark.ranks(2)
 def test_wrong_arguments_of_verify_are_errors_on_every_rank_at_once():
-    flex, x = FlexModel(models.mlp(), tensor_parallel_size=2), models.random(4, 6)
+    flex = FlexModel(models.TWO_RANKS["tp"].shard(models.mlp()), tensor_parallel_size=2)
+    x = models.random(4, 6)
     for settings, error, match in (
         ({"rtol": "1e-3"}, ValueError, "rtol must be a number of at least 0, got '1e-3'"),
         ({"atol": None}, ValueError, "atol must be a number of at least 0, got None"),
@@ -288,6 +289,31 @@ def test_wrong_arguments_of_verify_are_errors_on_every_rank_at_once():
         with pytest.raises(error, match=match):
             flex.verify(models.mlp(), x, **settings)
     assert flex.verify(models.mlp(), x, rtol=1).is_equal
+
+
+def without_out(model):
+    model.forward = lambda x: model.fc2(model.act(model.fc1(model.inp(x))))
+    return model
+
+
+@pytest.mark.ranks(2)
+def test_verify_finds_nothing_equal_that_was_not_compared():
+    """Sites that the reference lacks, or does not call, and models in which no layout is known."""
+    way, x = models.TWO_RANKS["tp"], models.random(4, 6)
+    flex = FlexModel(way.shard(models.mlp()), {}, tensor_parallel_size=2)
+    for name in ("fc2", "out"):
+        flex.register_forward_hook(HookFunction(name))
+    skips, lacks = (without_out(models.mlp()) for _ in range(2))
+    del lacks.out
+    for reference, result in ((skips, verify.CALLS), (lacks, verify.NOT_IN_REFERENCE)):
+        report = flex.verify(reference, x)
+        assert [row.result for row in report.rows] == [verify.EQUAL, result], report
+        with pytest.raises(AssertionError, match=f"forward of out {result}"):
+            flex.verify(reference, x, raise_on_difference=True)
+    flex.restore()
+    with FlexModel(models.mlp(), {}, tensor_parallel_size=2) as unknown:
+        report = unknown.verify(models.mlp(), x)
+    assert {row.result for row in report.rows} == {verify.NOT_RESOLVED} and not report.is_equal
 
 
 # ---- What can't be run on shapes -----------------------------------------------------------------
