@@ -513,6 +513,41 @@ def test_inspect_of_a_hugging_face_config_needs_no_weights(is_tied, tmp_path, ca
     assert "3 tensor-parallel ranks do not divide num_attention_heads 4" in capsys.readouterr().err
 
 
+def test_inspect_shows_the_class_that_the_config_names(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    whisper = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
+    whisper |= {"num_mel_bins": 8, "max_source_positions": 10, "pad_token_id": 0}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    cli = importlib.import_module("flex_model.cli")
+    for kind, config, given, shown in (
+        ("BertModel", transformers.BertConfig(**sizes, num_attention_heads=4), [], "pooler  Bert"),
+        ("LlamaForSequenceClassification", models.llama().config, ["1,8:int64"], "score  Linear"),
+        (
+            "ViTModel",
+            transformers.ViTConfig(**sizes, num_attention_heads=4, image_size=8, patch_size=4),
+            ["2,3,8,8"],
+            "embeddings  ViTEmbeddings  float32 2 x 3 x 8 x 8 -> float32 2 x 5 x 32",
+        ),
+        (
+            "WhisperForConditionalGeneration",
+            transformers.WhisperConfig(**whisper, **heads),
+            ["2,8,20"],
+            "encoder  WhisperEncoder  float32 2 x 8 x 20 -> float32 2 x 10 x 32",
+        ),
+    ):
+        config.architectures = [kind]
+        config.save_pretrained(tmp_path / kind)
+        arguments = ["inspect", str(tmp_path / kind)]
+        for shape in given:
+            arguments += ["--input", shape]
+        assert cli.main(arguments) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(kind) and shown in out, out
+    assert cli.main(["inspect", str(tmp_path / "ViTModel")]) == 1
+    assert "reads pixel_values, whose shape is not known; give --input" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
