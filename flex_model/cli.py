@@ -98,7 +98,7 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_shape_and_dtype,
         metavar="SHAPE",
         help="full shape of each positional input, such as 4,128:int64 (default, for Hugging Face "
-        "models: 2 x dp rows of 8 tokens)",
+        "models: 2 x dp rows of 8 tokens); one alone is its main input, such as 2,3,224,224",
     )
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument(

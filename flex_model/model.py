@@ -1136,7 +1136,8 @@ class FlexModel(nn.Module):
         Collective over the ranks of the model.
 
         Raises:
-            AssertionError: with ``raise_on_difference``, where a site differs; on every rank.
+            AssertionError: with ``raise_on_difference``, where a site differs, no site could be
+                compared or a hooked one could not; on every rank.
             HookError: the reference failed on rank 0, or an editing function did.
             ValueError: inputs that are neither the same on all ranks nor rows of one batch; an edit
                 at a module that the reference has not; with ``loss`` as `fingerprint`.
@@ -1159,7 +1160,7 @@ class FlexModel(nn.Module):
                 self._core, reference, args, kwargs, loss, rtol, atol, reference_timeout, edits
             )
         if raise_on_difference and not report.is_equal:
-            raise AssertionError(f"verify: the sharded model differs\n{report}")
+            raise AssertionError(f"verify: the sharded model differs or was not compared\n{report}")
         return report
 
     # Parameters and trainable modules.

@@ -34,8 +34,9 @@ class Difference:
             parameter's. ``"routing"``: tokens go to other experts. ``"shape"`` and ``"dtype"``: of
             the tensor, whose values are not compared.
         ulps: The root of the mean square of the difference, in units of the rounding of the coarser
-            dtype (its ``eps``) at the root of the mean square of A. Of a routing: the largest
-            margin, in such units of float32 scores, by which a token's experts changed.
+            dtype (its ``eps``) at the root of the mean square of A; of a bias's gradient, at least
+            at that of sums of as many gradients of the output, of random sign. Of a routing: the
+            largest margin, in such units of float32 scores, by which a token's experts changed.
         inherited: The largest difference of the tensors that it was computed from, in the units of
             ``ulps``, also where these have another dtype.
         bound: The ``ulps`` that another order of sums may cause, rounded to the coarsest dtype up
@@ -92,6 +93,7 @@ def judged(
     begun = {(a.name, a.call) for a, _ in pairs if a.kind == "forward_pre"}
     forward: dict[str, _Source] = {}
     backward: dict[str, _Source] = {}
+    squares: dict[str, float] = {}  # by module, the sum over the gradients of its outputs
     for a, b in pairs:
         is_backward = a.kind in ("full_backward_pre", "full_backward", "tensor")
         begins = a.kind in ("forward_pre", "full_backward_pre")
@@ -109,7 +111,16 @@ def judged(
         own = _Source(0.0, width, _eps(a.dtype, b.dtype))
         module = place if is_begun else caller
         source = source.joined(_Source(eps=own.eps))
-        difference = _difference(a, b, source, module, is_of_one_dtype)
+        if a.kind == "full_backward_pre":
+            of_call = a.moments[1].item() ** 2 * math.prod(a.shape)
+            squares[a.name] = squares.get(a.name, 0.0) + of_call
+        # A bias's gradient is the sum of its output's, whose roundings stay where they cancel: a
+        # key's is zero, since softmax is blind to it.
+        owner, _, leaf = a.name.rpartition(".")
+        is_of_bias = a.kind == "tensor" and leaf == "bias"
+        total = squares.get(owner, 0.0) if is_of_bias else 0.0
+        floor = math.sqrt(total / max(1, math.prod(a.shape)))
+        difference = _difference(a, b, source, module, is_of_one_dtype, floor)
         yield difference
         # Experts that get other tokens have other results, however small the cause was.
         ulps = math.inf if difference.text and a.kind == ROUTING else difference.ulps
@@ -157,8 +168,9 @@ def _main_dtype(sites: Iterable[Summary]) -> torch.dtype | None:
 
 
 def _difference(
-    a: Summary, b: Summary, source: _Source, module: str, is_of_one_dtype: bool
+    a: Summary, b: Summary, source: _Source, module: str, is_of_one_dtype: bool, floor: float
 ) -> Difference:
+    """Compare two sites, at the scale of A or ``floor``, the larger one."""
     eps = _unit(a.dtype, b.dtype)
     found = Difference(a.name, a.call, a.kind, 0.0, source.difference / eps, 0.0, module)
     found = replace(found, layouts=(a.layout, b.layout))
@@ -182,7 +194,7 @@ def _difference(
     sizes = (b.moments - a.moments)[:2].abs().nan_to_num(nan=0.0).tolist()
     sizes += [apart.square().mean().sqrt().item() if apart.numel() else 0.0]
     size = max(sizes) if a.moments[3] == b.moments[3] else math.inf
-    unit = a.moments[1].item() * eps
+    unit = max(a.moments[1].item(), floor) * eps
     ulps = size / unit if unit and math.isfinite(size + unit) else size and math.inf
     found = replace(found, ulps=ulps, bound=_bound(source) / eps)
     if not found.differs:

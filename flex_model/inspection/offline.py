@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import importlib
+import inspect
 import itertools
 import runpy
 from argparse import Namespace
@@ -29,6 +30,7 @@ from flex_model.inspection.call_costs import CallCosts, HookedTensor
 from flex_model.inspection.dry_run import DryRun, DryRunRow, merged_rows, row_of, with_costs
 from flex_model.inspection.shapes_only import Seen, run_watched, shapes_only
 from flex_model.inspection.tree import ModelTree, Node, is_called, looks, named, set_tensors
+from flex_model.integrations.checkpoints import model_on_meta
 from flex_model.integrations.torch_private import forget_meshes
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.mesh_proofs import MeshProofs
@@ -87,7 +89,8 @@ def run_on_shapes(
         model: A Hugging Face folder or ``config.json``; or ``package.module:function`` or
             ``file.py:function``, naming a function without arguments that returns a module, which
             it may have sharded over the ranks of ``torch.distributed``.
-        inputs: Full sizes and dtype of each positional input; dim 0 is the batch.
+        inputs: Full sizes and dtype of each positional input; dim 0 is the batch. One alone is a
+            Hugging Face model's ``main_input_name``.
         show_progress: Whether to show a progress bar of ranks on stderr.
 
     Raises:
@@ -100,17 +103,15 @@ def run_on_shapes(
         raise ValueError("inspect makes its own process groups; call it in a single process")
     is_config = Path(model).is_dir() or Path(model).suffix == ".json"
     make = _huggingface(model) if is_config else _function(model)
-    if is_config:
-        inputs = inputs or [((2 * dp, _TOKENS), "int64")]
-    if not inputs:
+    if not inputs and not is_config:
         raise ValueError("the inputs of a function's module are not known; give --input, as 4,128")
-    if any(not shape or shape[0] % dp for shape, _ in inputs):
+    if any(not shape or shape[0] % dp for shape, _ in inputs or ()):
         raise ValueError(
             f"dim 0 of every input is the batch, which is split over {dp} data-parallel ranks; "
             f"give multiples of {dp}"
         )
     # A function may shard over all ranks. Data-parallel ranks of a configuration's are equal.
-    return _run(make, tp, dp, inputs, tp if is_config else dp * tp, show_progress)
+    return _run(make, tp, dp, inputs or [], tp if is_config else dp * tp, show_progress)
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -122,20 +123,18 @@ def _huggingface(model: str) -> Make:
     config_file = path / "config.json" if path.is_dir() else path
     if not config_file.is_file():
         raise ValueError(f"there is no {config_file}")
-    config = transformers.AutoConfig.from_pretrained(config_file)
 
     def make(tp: int) -> nn.Module:
         if tp == 1:
-            with torch.device("meta"):
-                return transformers.AutoModelForCausalLM.from_config(config).eval()
+            return model_on_meta(config_file, "AutoModelForCausalLM")
         if not hasattr(transformers.PreTrainedModel, "maybe_distribute_model"):
             raise CannotInspectError(
                 f"transformers {transformers.__version__} shards models only while it loads "
                 "weights; inspect with --tp needs 5.23 or later, or a file.py:function that shards"
             )
         untied = importlib.import_module("transformers.initialization").no_tie_weights
-        with torch.device("meta"), untied():  # tied weights are two in a plan
-            made = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with untied():  # tied weights are two in a plan
+            made = model_on_meta(config_file, "AutoModelForCausalLM")
         settings = importlib.import_module("transformers.distributed").DistributedConfig(tp_size=tp)
         settings, _, meshes = made.prepare_distribute_model(settings)
         made = made.maybe_distribute_model(made, settings, meshes)
@@ -211,8 +210,8 @@ def _run(
             except Exception as error:
                 raise CannotInspectError(
                     f"the model can't be built or run without values ({type(error).__name__}: "
-                    f"{str(error)[:600]}){_not_divided(module, tp)}; run it with values, and call "
-                    "flex.layouts()"
+                    f"{str(error)[:600]}){_not_divided(module, tp)}; give --input for each "
+                    "tensor that it needs, or run it with values, and call flex.layouts()"
                 ) from error
             if rank == 0:
                 nodes = {
@@ -243,12 +242,35 @@ def _observe(root: nn.Module, mesh: Mesh, inputs: Sequence[Input]) -> tuple[list
     follower = Follower(root, mesh, statements, Weights(root, mesh, statements))
     weight = next(root.parameters(), None)
     device = torch.device("cpu") if weight is None else weight.device
-    given = [_input(shape, dtype, mesh, device) for shape, dtype in inputs]
+    positional, named = _arguments(root, mesh, inputs)
+    args = [_input(*one, mesh, device) for one in positional]
+    kwargs = {name: _input(*one, mesh, device) for name, one in named.items()}
     rows = Shard(0) if mesh.dp_size > 1 else Replicate()
-    for i, tensor in enumerate(given):
-        follower.note_input(tensor, str(i), (rows, Replicate()))
-    with torch.no_grad(), shapes_only(root, mesh, follower, tuple(given)) as args:
-        return run_watched(root, follower, looks(root, mesh, follower), args, {}), follower
+    for name, tensor in [*enumerate(args), *kwargs.items()]:
+        follower.note_input(tensor, str(name), (rows, Replicate()))
+    with torch.no_grad(), shapes_only(root, mesh, follower, (tuple(args), kwargs)) as given:
+        return run_watched(root, follower, looks(root, mesh, follower), *given), follower
+
+
+def _arguments(
+    root: Any, mesh: Mesh, inputs: Sequence[Input]
+) -> tuple[Sequence[Input], dict[str, Input]]:
+    """Return what the model is called with, by position and by name: a Hugging Face model with its
+    main input and, where it has a decoder of its own, with that one's tokens.
+    """
+    main = getattr(root, "main_input_name", None)
+    if main is None or len(inputs) > 1:
+        return inputs, {}
+    if not inputs and main != "input_ids":
+        raise ValueError(
+            f"{type(root).__name__} reads {main}, whose shape is not known; give --input, as "
+            "2,3,224,224 of images"
+        )
+    tokens = ((2 * mesh.dp_size, _TOKENS), "int64")
+    named = {main: inputs[0] if inputs else tokens}
+    if "decoder_input_ids" in inspect.signature(root.forward).parameters:
+        named["decoder_input_ids"] = ((named[main][0][0], _TOKENS), "int64")
+    return [], named
 
 
 def _input(shape: Shape, dtype: str, mesh: Mesh, device: torch.device) -> Tensor:

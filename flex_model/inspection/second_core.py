@@ -287,14 +287,14 @@ class TwoRuns:
             has_site = self._run(second, range(len(self.sites)), detached(inputs, parameter))
         return second.found, has_site
 
-    def of_shards(self, reached: Sequence[int], inputs: Any) -> tuple[Found, dict[int, Exception]]:
+    def of_shards(self, watched: Sequence[int], inputs: Any) -> tuple[Found, dict[int, Exception]]:
         """Run the wrapped model without the user's hooks; return rank 0's full tensors, and by
         index the errors of sites whose layouts were not resolved. Collective.
         """
         with self.core.table.nothing_chosen(), self._restored_state():
             second = SecondCore(self.core, self.edits)
-            self._run(second, reached, detached(inputs, None))
-        return second.found, {reached[i]: error for i, error in second.unresolved.items()}
+            self._run(second, watched, detached(inputs, None))
+        return second.found, {watched[i]: error for i, error in second.unresolved.items()}
 
     def _run(self, second: SecondCore, watched: Sequence[int], inputs: Any) -> list[bool]:
         """Run a core once on some of the sites, and close it; return whether it has each."""

@@ -75,19 +75,33 @@ class SiteDifference(text.SiteRow):
 
 @dataclass(frozen=True)
 class VerifyReport(text.Printed):
-    """The compared sites, in the reference's order of execution. The same on every rank."""
+    """The compared sites, in the reference's order of execution. The same on every rank.
+
+    Attributes:
+        is_of_hooks: Whether the sites are those of hooks, rather than all modules.
+    """
 
     rows: tuple[SiteDifference, ...]
+    is_of_hooks: bool
 
     @property
     def is_equal(self) -> bool:
-        """Whether no site differs."""
-        return self.first_difference is None
+        """Whether a site was compared, none differs, and every hooked one is in the reference and
+        has a known layout.
+        """
+        is_any_equal = any(row.result == EQUAL for row in self.rows)
+        return is_any_equal and self.first_difference is None and not self._not_compared
 
     @property
     def first_difference(self) -> SiteDifference | None:
         """The first site, in the order of execution, that differs."""
         return next((row for row in self.rows if row.differs), None)
+
+    @property
+    def _not_compared(self) -> tuple[SiteDifference, ...]:
+        """The hooked sites that should have been compared."""
+        rows = self.rows if self.is_of_hooks else ()
+        return tuple(row for row in rows if row.result in (NOT_IN_REFERENCE, NOT_RESOLVED))
 
     def _blocks(self) -> Iterator[text.Table | str]:
         first = self.first_difference
@@ -95,6 +109,9 @@ class VerifyReport(text.Printed):
         summary = f"{count} of {len(self.rows)} sites are equal"
         if first is not None:
             summary += f"; the first that differs: {first}"
+        elif not self.is_equal:
+            some = ", ".join(map(str, (self._not_compared or self.rows)[:3]))
+            summary += f"; not compared: {some}; hook modules that both models have and call"
         cells = [
             [
                 row.site,
@@ -129,6 +146,7 @@ def verify(
     communicator, mesh = core.communicator, core.mesh
     choose = sites_to_edit if edits else sites_to_compare
     sites = choose(core, with_loss=loss is not None)
+    is_of_hooks = edits or any(r.kind != "tensor" for r in core.table.registrations)
     runs = TwoRuns(core, sites, loss, edits)
     inputs = full_inputs(core, args, kwargs)
 
@@ -143,34 +161,36 @@ def verify(
                     raise
                 communicator.fail(f"verify: the reference failed: {text_of(error)}", error)
         moment = "verify, after the reference has run on rank 0"
-        of_reference: list[int] = exchange_json(communicator, list(map(int, expected)), moment)[0]
+        ran = [list(map(int, expected)), has_site]
+        of_reference, has_site = exchange_json(communicator, ran, moment)[0]
 
-    reached = sorted(of_reference)
-    found, unresolved = runs.of_shards(reached, (args, kwargs))
+    found, unresolved = runs.of_shards([i for i, has in enumerate(has_site) if has], (args, kwargs))
 
     # The scores of a float32 router are as far apart as the bfloat16 activations before it.
     before = itertools.accumulate((values.tolerance(*one) for one in expected.values()), max)
     coarsest = dict(zip(expected, before))
 
     def result_of(i: int) -> list[Any]:
+        if not has_site[i]:
+            return [NOT_IN_REFERENCE]
+        ours, given = found.get(str(i), []), expected.get(str(i), [])
+        if not given:
+            return [CALLS if ours else NOT_REACHED]
         if i in unresolved:
             is_refuted = isinstance(unresolved[i], ReplicasDifferError)
             return [REFUTED if is_refuted else NOT_RESOLVED]
-        if i in reached:
-            given = expected[str(i)]
-            return _compare(found.get(str(i), []), given, rtol, atol, coarsest[str(i)])
-        return [NOT_REACHED if has_site[i] else NOT_IN_REFERENCE]
+        return _compare(ours, given, rtol, atol, coarsest[str(i)])
 
     results = [result_of(i) for i in range(len(sites))] if mesh.group_rank == 0 else []
     results = exchange_json(communicator, results, "the end of verify")[0]
-    order = [*of_reference, *(i for i in range(len(sites)) if i not in reached)]
+    order = [*of_reference, *(i for i in range(len(sites)) if i not in of_reference)]
     rows = [
         SiteDifference(sites[i].name, sites[i].kind, sites[i].unpack_idx, *results[i])
         for i in order
     ]
-    if not core.table.registrations:  # containers are not called
+    if not is_of_hooks:  # containers are not called
         rows = [row for row in rows if row.result != NOT_REACHED]
-    return VerifyReport(tuple(rows))
+    return VerifyReport(tuple(rows), is_of_hooks)
 
 
 def _check_arguments(loss: object, **numbers: object) -> None:

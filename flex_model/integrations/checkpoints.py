@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from flex_model.integrations import quantized
+from flex_model.integrations import quantized, transformers_private
 
 # Methods whose dequantised weights compute bit for bit what `from_pretrained` computes on a CPU.
 _METHODS = ("fp8", "mxfp4", "compressed-tensors")
@@ -24,6 +24,30 @@ _FORMATS = ("pack-quantized", "naive-quantized", "float-quantized", "int-quantiz
 # Stored beside a packed weight and its scales, and read with them, or not needed for values.
 _OTHERS = ("activation", "shape", "zero_point")
 _ENDS = ("_scale_inv", "_scale", "_scales", "_blocks", "_packed")
+
+
+def model_on_meta(folder: Path, otherwise: str, dtype: torch.dtype | None = None) -> Any:
+    """Return the model of a folder or a ``config.json``, without weights.
+
+    Args:
+        otherwise: The class of transformers that makes it where the file names none of its own.
+        dtype: Default: the file's, or float32.
+    """
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            made: Any = kind or getattr(transformers, otherwise).from_config
+            model = made(config)
+    finally:
+        torch.set_default_dtype(before)
+    transformers_private.set_dtypes(model, dtype)
+    return model.eval()
 
 
 class QuantizedCheckpoint:

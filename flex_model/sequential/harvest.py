@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from flex_model.distributed import values
 from flex_model.hooks.function import HookFunction
-from flex_model.integrations import transformers_private
+from flex_model.integrations.checkpoints import model_on_meta
 from flex_model.model import FlexModel
 from flex_model.records.store import ActivationStore
 from flex_model.sequential.runner import RunResult, run
@@ -74,7 +74,12 @@ def harvest(
         raise FileNotFoundError(
             f"harvest: {folder} has no config.json; give a folder as save_pretrained writes it"
         )
-    empty = _on_meta(folder, dtype)
+    empty = model_on_meta(folder, "AutoModel", dtype)
+    if "input_ids" not in inspect.signature(empty.forward).parameters:
+        raise ValueError(
+            f"harvest: {type(empty).__name__} reads {empty.main_input_name}, and not the tokens of "
+            "a text; call flex_model.sequential.run with batches of your own"
+        )
     max_length = min(max_length, _num_positions(empty) or max_length)
     lines = _Lines(data)
     batches = _batches(lines, _tokenizer(folder), empty, batch_size, max_length)
@@ -117,23 +122,6 @@ def harvest(
 def _num_positions(model: Any) -> int:
     """Return how many tokens the model has positions for; 0 where its configuration has none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
-
-
-def _on_meta(folder: Path, dtype: torch.dtype | None) -> nn.Module:
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(folder)
-    kind = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-    dtype = dtype or getattr(config, "dtype", None) or torch.float32
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            model = transformers.AutoModel.from_config(config) if kind is None else kind(config)
-    finally:
-        torch.set_default_dtype(before)
-    transformers_private.set_dtypes(model, dtype)
-    return model.eval()
 
 
 def _tokenizer(folder: Path) -> Any:

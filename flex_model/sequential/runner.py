@@ -142,7 +142,8 @@ def run(
     Raises:
         ValueError: a target that matches nothing; a weight that is in no source, named, before the
             first batch: one on meta, or any parameter that ``weights`` lack; a weight with two
-            names and two values there; activations to be offloaded with gradients on.
+            names and two values there; activations to be offloaded with gradients on; hooks on
+            gradients while weights are loaded.
         TypeError: an argument of a wrong type, before the first batch.
         Exception: what a batch raised, with its own type (``HookError`` for editing functions);
             ``error.batch_index`` is the batch. No thread, hook or loaded weight is left.
@@ -168,6 +169,8 @@ def run(
     with Cleanup() as stack:
         place = device_of(module, device)
         is_loaded = weights is not None or needs_loading(module, device, place)
+        if is_loaded and core is not None:
+            check_no_backward_hooks(core, groups, complement)
         hooks = loader = offloader = records = None
         with deferred():  # so that nothing begins that the stack does not have
             if is_loaded:
@@ -203,7 +206,15 @@ def run(
         def forward(batch: Any) -> Any:
             if loader is not None:
                 batch = moved(batch, place)
-            return _call(module, batch) if call is None else call(model, batch)
+            try:
+                return _call(module, batch) if call is None else call(model, batch)
+            except RuntimeError as error:  # torch's, of a backward
+                is_torchs = type(error) is RuntimeError and "does not require grad" in str(error)
+                if not (is_loaded and is_torchs):
+                    raise
+                raise RuntimeError(
+                    f"sequential.run: the batch runs a backward, {_NO_GRADIENTS}"
+                ) from error
 
         engine = Engine(
             module,
@@ -233,6 +244,22 @@ def run(
     if engine.has_drawn:
         advance_generator()
     return result
+
+
+_NO_GRADIENTS = (
+    "but gradients are off while weights are loaded; run a model that is in memory, without "
+    "weights= and device="
+)
+
+
+def check_no_backward_hooks(core: HookCore, groups: str | Iterable[str], complement: bool) -> None:
+    """ValueError for hooks that would never be called, since no backward runs."""
+    for one in core.table.chosen(core.table.choice(groups, complement)):
+        if one.is_backward or one.kind == "tensor":
+            raise ValueError(
+                f"sequential.run: {one.describe()} needs a backward, {_NO_GRADIENTS}, or leave the "
+                "hook out by groups="
+            )
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -293,7 +320,10 @@ def check_types(model: object, batches: object, device: object, **functions: obj
     """TypeError for a model, batches, a device or functions of a wrong type."""
     check_type("sequential.run: expected an nn.Module or a FlexModel", model, nn.Module)
     hint = "; of one batch: [batch]"
-    check_type("sequential.run: batches must be an iterable", batches, Iterable, hint)
+    expected = "sequential.run: batches must be an iterable"
+    check_type(expected, batches, Iterable, hint)
+    if isinstance(batches, Mapping):  # its keys would be the batches
+        raise TypeError(f"{expected} of batches, got one {type(batches).__name__}{hint}")
     expected = "sequential.run: device must be a str, a torch.device or None"
     check_type(expected, device, str | torch.device | None)
     for name, function in functions.items():

@@ -181,7 +181,7 @@ ROWS = {
         lambda: recorded(inside=True),
         lambda: recorded(),
     ),
-    "no site of A is in B; give names=": (
+    "no site of A but the input is in B; give names=": (
         lambda: renamed({"": "other"}),
         lambda: renamed({"": "0"}),
     ),
@@ -204,7 +204,7 @@ ROWS = {
     "call it in a single process": (of_one_rank, inspected),
     "give --input, as 4,128": (lambda: inspected(shape=None), inspected),
     "give multiples of": (lambda: inspected(dp=3), lambda: inspected(dp=3, shape=(6, 6))),
-    "run without values ({}: {}){}; run it with values, and call": (
+    "run without values ({}: {}){}; give --input for each tensor that it needs": (
         lambda: inspected("advice.inspection:asks_for_values"),
         run_for_real,
     ),

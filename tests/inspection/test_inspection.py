@@ -267,7 +267,7 @@ def test_verify_places_tensors_as_the_user_states_them():
 
 @pytest.mark.ranks(2)
 def test_a_reference_that_fails_is_an_error_on_every_rank():
-    flex = FlexModel(models.mlp(), tensor_parallel_size=2)
+    flex = FlexModel(models.TWO_RANKS["tp"].shard(models.mlp()), tensor_parallel_size=2)
     with pytest.raises(HookError, match="rank 0: verify: the reference failed"):
         flex.verify(nn.Linear(3, 3, dtype=torch.float64), models.random(4, 6))
     with pytest.raises(HookError, match="rank 0 needs the unsharded model"):
@@ -277,7 +277,8 @@ def test_a_reference_that_fails_is_an_error_on_every_rank():
 
 @pytest.mark.ranks(2)
 def test_wrong_arguments_of_verify_are_errors_on_every_rank_at_once():
-    flex, x = FlexModel(models.mlp(), tensor_parallel_size=2), models.random(4, 6)
+    flex = FlexModel(models.TWO_RANKS["tp"].shard(models.mlp()), tensor_parallel_size=2)
+    x = models.random(4, 6)
     for settings, error, match in (
         ({"rtol": "1e-3"}, ValueError, "rtol must be a number of at least 0, got '1e-3'"),
         ({"atol": None}, ValueError, "atol must be a number of at least 0, got None"),
@@ -288,6 +289,31 @@ def test_wrong_arguments_of_verify_are_errors_on_every_rank_at_once():
         with pytest.raises(error, match=match):
             flex.verify(models.mlp(), x, **settings)
     assert flex.verify(models.mlp(), x, rtol=1).is_equal
+
+
+def without_out(model):
+    model.forward = lambda x: model.fc2(model.act(model.fc1(model.inp(x))))
+    return model
+
+
+@pytest.mark.ranks(2)
+def test_verify_finds_nothing_equal_that_was_not_compared():
+    """Sites that the reference lacks, or does not call, and models in which no layout is known."""
+    way, x = models.TWO_RANKS["tp"], models.random(4, 6)
+    flex = FlexModel(way.shard(models.mlp()), {}, tensor_parallel_size=2)
+    for name in ("fc2", "out"):
+        flex.register_forward_hook(HookFunction(name))
+    skips, lacks = (without_out(models.mlp()) for _ in range(2))
+    del lacks.out
+    for reference, result in ((skips, verify.CALLS), (lacks, verify.NOT_IN_REFERENCE)):
+        report = flex.verify(reference, x)
+        assert [row.result for row in report.rows] == [verify.EQUAL, result], report
+        with pytest.raises(AssertionError, match=f"forward of out {result}"):
+            flex.verify(reference, x, raise_on_difference=True)
+    flex.restore()
+    with FlexModel(models.mlp(), {}, tensor_parallel_size=2) as unknown:
+        report = unknown.verify(models.mlp(), x)
+    assert {row.result for row in report.rows} == {verify.NOT_RESOLVED} and not report.is_equal
 
 
 # ---- What can't be run on shapes -----------------------------------------------------------------
@@ -485,6 +511,41 @@ def test_inspect_of_a_hugging_face_config_needs_no_weights(is_tied, tmp_path, ca
     assert "known after a run" not in out
     assert cli.main(["inspect", str(tmp_path), "--tp", "3"]) == 1
     assert "3 tensor-parallel ranks do not divide num_attention_heads 4" in capsys.readouterr().err
+
+
+def test_inspect_shows_the_class_that_the_config_names(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+    whisper = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 64}
+    whisper |= {"num_mel_bins": 8, "max_source_positions": 10, "pad_token_id": 0}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    cli = importlib.import_module("flex_model.cli")
+    for kind, config, given, shown in (
+        ("BertModel", transformers.BertConfig(**sizes, num_attention_heads=4), [], "pooler  Bert"),
+        ("LlamaForSequenceClassification", models.llama().config, ["1,8:int64"], "score  Linear"),
+        (
+            "ViTModel",
+            transformers.ViTConfig(**sizes, num_attention_heads=4, image_size=8, patch_size=4),
+            ["2,3,8,8"],
+            "embeddings  ViTEmbeddings  float32 2 x 3 x 8 x 8 -> float32 2 x 5 x 32",
+        ),
+        (
+            "WhisperForConditionalGeneration",
+            transformers.WhisperConfig(**whisper, **heads),
+            ["2,8,20"],
+            "encoder  WhisperEncoder  float32 2 x 8 x 20 -> float32 2 x 10 x 32",
+        ),
+    ):
+        config.architectures = [kind]
+        config.save_pretrained(tmp_path / kind)
+        arguments = ["inspect", str(tmp_path / kind)]
+        for shape in given:
+            arguments += ["--input", shape]
+        assert cli.main(arguments) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(kind) and shown in out, out
+    assert cli.main(["inspect", str(tmp_path / "ViTModel")]) == 1
+    assert "reads pixel_values, whose shape is not known; give --input" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -671,6 +671,7 @@ def test_wrong_arguments():
         ("on_output must be a function", {"on_output": []}),
         ("on_target_end must be a function", {"on_target_end": 3}),
         ("batches must be an iterable, got int", {"batches": 3}),
+        (r"iterable of batches, got one dict; of one batch: \[batch\]", {"batches": {"x": 3}}),
         ("expected an nn.Module or a FlexModel, got str", {"model": "Stack"}),
         ("device must be a str, a torch.device or None, got list", {"device": ["cpu"]}),
     ):

@@ -157,6 +157,11 @@ def test_what_is_wrong_is_said(folder, capsys):
     with mock.patch.object(harvest, "run", side_effect=HookError("No space left")):
         assert cli.main(arguments(folder, "--modules", "lm_head")) == 1
     assert "No space left" in capsys.readouterr().err
+    config = transformers.ViTConfig(architectures=["ViTModel"])
+    config.save_pretrained(folder / "images")
+    of_images = [one.replace("/model", "/images") for one in arguments(folder, "--modules", "x")]
+    assert cli.main(of_images) == 1
+    assert "ViTModel reads pixel_values, and not the tokens of" in capsys.readouterr().err
     (folder / "lines.txt").write_text("\n \n")
     assert cli.main(arguments(folder, "--modules", "model.norm")) == 1
     assert "no line with text" in capsys.readouterr().err

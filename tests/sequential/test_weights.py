@@ -401,3 +401,21 @@ def test_weights_that_a_target_keeps_stay_what_they_are(window, prefetch):
     settings = {"weights": model.state_dict(), "window": window, "prefetch": prefetch}
     found = sequential.run(on_meta(model), BATCHES, device="cpu", **settings)
     assert_equal(found, expected)
+
+
+def test_what_needs_a_backward_is_an_error_while_weights_are_loaded():
+    model = Stack()
+    settings = {"weights": model.state_dict(), "device": "cpu"}
+    with FlexModel(on_meta(model), {}) as flex:
+        flex.register_forward_hook(HookFunction("blocks.0", None, halve))
+        with pytest.raises(RuntimeError, match="the batch runs a backward, but gradients are off"):
+            sequential.run(flex, BATCHES, call=lambda m, x: m(x).sum().backward(), **settings)
+        flex.create_hook_group("gradients", "blocks.1", hook_type="full_backward")
+        with pytest.raises(
+            ValueError, match=r"blocks\.1.* needs a backward, but gradients are off"
+        ):
+            sequential.run(flex, BATCHES, **settings)
+        outputs = sequential.run(flex, BATCHES, groups="gradients", complement=True, **settings)
+    with torch.no_grad(), FlexModel(model, {}) as whole:
+        whole.register_forward_hook(HookFunction("blocks.0", None, halve))
+        assert_equal(outputs, [whole(batch) for batch in BATCHES])
