@@ -122,7 +122,7 @@ class Engine:
         """A copy of the model that is made meanwhile has its hooks, and these this engine."""
         return self
 
-    def run(self, batches: Iterable[Any], window: int | None, first: int) -> None:
+    def run(self, batches: Iterable[Any], window: int, first: int) -> None:
         """Run all batches, numbered from ``first``. An exception of one has its ``batch_index``."""
         self._caller = ThreadState.now()
         source = self._drawn(iter(batches))
@@ -152,8 +152,7 @@ class Engine:
                     self._on_window_end()
                 if failure is not None:
                     raise failure
-                if window is not None:
-                    following += itertools.islice(source, window - len(following))
+                following += itertools.islice(source, window - len(following))
 
     def _drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
         end = object()

@@ -37,6 +37,8 @@ from flex_model.sequential.weights.loader import (
 )
 from flex_model.sequential.weights.source import WeightSource
 
+_MOST_BATCHES = 256  # of a window, where none is given
+
 
 class RunResult(list[Any]):
     """The outputs of a run in the order of its batches.
@@ -101,7 +103,8 @@ def run(
         weights: None: the model's own. Else a safetensors file, a Hugging Face folder or a
             ``WeightSource``: the model may be on meta, gradients are off, and weights outside
             targets (embedding, norm, head) are loaded once. The model's parameters are put back.
-        window: The number of batches in progress at once (default: all). Memory grows with it.
+        window: The number of batches in progress at once (default: all, at most 256). Memory grows
+            with it.
         targets_per_step: The number of neighbouring targets that are loaded together.
         prefetch: The number of steps that are read ahead in a thread; 0: none.
         offload_activations: Where a waiting batch's activations are: ``"none"`` (where they were
@@ -154,6 +157,7 @@ def run(
     module: nn.Module = model.module if isinstance(model, FlexModel) else model
     check_device(device)
     check_counts(window, targets_per_step, prefetch)
+    window = _MOST_BATCHES if window is None else window
     check_offload(offload_activations, weights is not None)
     store = store_of(store, core)
     if core is None and set(as_names(groups)) - {"all"}:
@@ -273,7 +277,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 @contextmanager
 def progress_bar(
     batches: Iterable[Any] | None,
-    window: int | None,
+    window: int,
     targets: list[Target],
     loader: WeightLoader | None,
     result: RunResult,
@@ -301,7 +305,7 @@ def progress_bar(
     num_steps, total = None, ""
     if isinstance(batches, Sized):
         total = f"/{len(batches)}"
-        num_windows = -(-len(batches) // (window or max(1, len(batches))))
+        num_windows = -(-len(batches) // window)
         num_steps = (targets[-1].step + 1) * num_windows
 
     def count_steps(number: int = 1) -> None:

@@ -111,6 +111,26 @@ def test_targets_inside_targets_and_a_shared_one():
     ]
 
 
+def test_at_most_256_batches_are_in_a_window():
+    """All of them were, so a generator was read to its end before the first output."""
+    model, read = nn.Sequential(*blocks(2)), itertools.count()
+    weights = sequential.DictWeights(model.state_dict())
+    batches = (torch.full((1, 6), float(next(read))) for _ in range(300))
+    expected = [model(torch.full((1, 6), float(i))) for i in range(300)]
+    reads = []
+
+    def on_output(index, output):
+        reads.append(next(copy.copy(read)))
+        return output
+
+    result = sequential.run(
+        model, batches, targets=["0", "1"], weights=weights, prefetch=0, on_output=on_output
+    )
+    assert_equal(result, expected)
+    assert result.loads == {"0": 2, "1": 2}
+    assert reads[0] == 256
+
+
 @pytest.mark.parametrize("prefetch", [None, 0, 1])
 def test_layer_by_layer_with_a_bounded_window(prefetch):
     """``prefetch`` is None without weights to load."""
