@@ -68,6 +68,7 @@ def hooks_of_all_kinds(flex):
     flex.register_hook(
         HookFunction("layers.5.fc1.weight", editing_function=mix, output_name="weight.grad")
     )
+    flex.register_hook(HookFunction("head.weight", editing_function=mix))  # FSDP's root has it
     flex.register_forward_hook(HookFunction("head"))
     flex.register_forward_pre_hook(HookFunction("", editing_function=mix, output_name="inputs"))
     flex.register_forward_hook(HookFunction("", editing_function=mix, output_name="outputs"))
