@@ -129,8 +129,8 @@ def check_edit(communicator: Communicator, hook: str, full: Tensor, edited: Tens
                 f"the editing function makes of it on the ranks {ranks} differs from that on rank "
                 f"{communicator.mesh.rank_at(0)}, by up to {max(row[0] for row in table):.3g}. "
                 "Make the values that it uses the same on all ranks: seed them, broadcast them "
-                "from one rank, or let rank 0 alone run the function, with "
-                f"FlexModel(edit_on='rank0') ({see('replicas-differ')})"
+                "from one rank, take a weight by HookFunction(parameters=...), or let rank 0 alone "
+                f"run the function, with FlexModel(edit_on='rank0') ({see('replicas-differ')})"
             )
         )
 
