@@ -59,8 +59,11 @@ class Failure:
         self.state, self.text, self.cause = OK, "", None
 
     def agree(self) -> None:
-        """Count an error that all ranks raise now; it replaces the pending ones."""
+        """Count an error that all ranks raise now; it replaces the pending ones, and in a backward,
+        which it ends, the one held.
+        """
         self.clear()
+        self.held = None
         self.num_agreed += 1
 
     def hold(self, error: Exception) -> bool:

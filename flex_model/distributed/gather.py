@@ -42,7 +42,7 @@ from flex_model.distributed.placement import (
 )
 from flex_model.distributed.plain import plain
 from flex_model.distributed.transports.transport import Gathered, on_cpu
-from flex_model.errors import HookError, agreed
+from flex_model.errors import HookError, agreed, is_agreed
 from flex_model.integrations.profiler import ranged
 from flex_model.integrations.torch_private import FakeTensor, current_graph_task
 
@@ -358,7 +358,8 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _transferring(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wait for GPUs when the pass ends. Abort at Ctrl-C: the other ranks wait in this transfer, so
-    the report at the end of the backward would not match it.
+    the report at the end of the backward would not match it. An error that all ranks raise, at one
+    node of equal graphs, leaves them in step: it is not reported.
     """
 
     @functools.wraps(backward)
@@ -369,6 +370,10 @@ def _transferring(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, grad)
         except (KeyboardInterrupt, SystemExit) as error:
             communicator.abort_on(error)
+            raise
+        except Exception as error:
+            if is_agreed(error):
+                communicator.failure.agree()
             raise
         finally:
             communicator.defer(False)

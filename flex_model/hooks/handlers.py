@@ -372,6 +372,7 @@ class HookHandlers:
             return
         if is_agreed(error):
             if isinstance(error, HookError) or not self.communicator.failure.hold(error):
+                self.communicator.failure.agree()
                 try:
                     raise error
                 finally:

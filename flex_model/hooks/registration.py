@@ -100,6 +100,7 @@ class Registration:
     seed: int = field(init=False)
     name: str = field(init=False)
     _first_call: tuple[Any, bool] | None = None  # a function, and whether it drew in its first call
+    _compared: Any = None  # the function whose results ranks have compared
     description: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -303,6 +304,15 @@ class Registration:
     def note_first_call(self, has_drawn: bool) -> None:
         """Record whether the first call of the editing function drew random numbers."""
         self._first_call = self.given.editing_function, has_drawn
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether ranks have compared a result of the editing function."""
+        return self._compared is self.given.editing_function
+
+    def note_compared(self) -> None:
+        """Record that the ranks' results of a call of the editing function are the same."""
+        self._compared = self.given.editing_function
 
     def note_writes(self, has_written: bool) -> None:
         """Record whether a call of the editing function wrote to its tensor."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from flex_model.errors import see
 from flex_model.hooks.registration import Registration
+from flex_model.integrations import fsdp2
 
 _Place = tuple[dict[str, Any], str, Any]
 
@@ -49,9 +50,11 @@ class Targets:
         self._gone = []
         for registration in registrations:
             # Some are on other ranks; FSDP exchanges the parameters in every forward.
-            if not registration.targets or registration.moment in ("accumulated", "gathered"):
+            targets = registration.living_targets
+            is_exchanged = any(fsdp2.is_managed(self._root, target) for target in targets)
+            if not registration.targets or registration.moment == "gathered" or is_exchanged:
                 continue
-            found = [paths[id(t)] for t in registration.living_targets if id(t) in paths]
+            found = [paths[id(t)] for t in targets if id(t) in paths]
             if not found:
                 self._gone.append(registration)
             for place in itertools.chain(*found):

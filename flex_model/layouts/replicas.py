@@ -14,7 +14,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import MAX_HASHED_DIMS
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
 from flex_model.distributed.transports.host_copies import Ready, ready_now
-from flex_model.errors import ReplicasDifferError, agreed
+from flex_model.errors import ReplicasDifferError, agreed, see
 from flex_model.layouts.refusal import AXIS_NAMES
 from flex_model.layouts.statements import Site
 
@@ -106,6 +106,33 @@ def compared(
         is_close &= all(_are_close(stacked[0], other) for other in stacked[1:])
         tensor = stacked[0]
     return tensor, bool(communicator.exchange(torch.tensor([is_close])).all())
+
+
+def check_edit(communicator: Communicator, hook: str, full: Tensor, edited: Tensor) -> None:
+    """Check that all ranks have made the same of a full tensor, but for rounding, which is relative
+    to what the function got, too: it may leave nothing else of it. Collective over the grid.
+
+    Raises:
+        ReplicasDifferError: they have not. On every rank.
+    """
+    edited = edited.detach()
+    first = communicator.broadcast(edited, edited)
+    largest, scale = values.difference(edited, first)
+    scale = max(scale, values.difference(first, full.detach())[1])
+    own = torch.tensor([largest, values.tolerance(edited) * scale], dtype=torch.float64)
+    table = communicator.exchange(own).tolist()
+    ranks = [communicator.mesh.rank_at(i) for i, row in enumerate(table) if row[0] > row[1]]
+    if ranks:
+        raise agreed(
+            ReplicasDifferError(
+                f"{hook}: all ranks edit one full tensor, of shape {tuple(full.shape)}, and what "
+                f"the editing function makes of it on the ranks {ranks} differs from that on rank "
+                f"{communicator.mesh.rank_at(0)}, by up to {max(row[0] for row in table):.3g}. "
+                "Make the values that it uses the same on all ranks: seed them, broadcast them "
+                "from one rank, take a weight by HookFunction(parameters=...), or let rank 0 alone "
+                f"run the function, with FlexModel(edit_on='rank0') ({see('replicas-differ')})"
+            )
+        )
 
 
 def _are_close(ours: Tensor, theirs: Tensor) -> bool:

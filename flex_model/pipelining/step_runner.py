@@ -103,11 +103,7 @@ class StepRunner:
                 shape = microbatches.part_of_shape(shape, dim, plan.rows)
                 registration.expect_microbatches(dim if plan.number > 1 else None, shape)
         divisor = plan.number if self._schedule.scale_grads else 1
-        run = core.runs.begin(call.choice)
-        run.use_seed(plan.seed)
-        if call.appends and self._last is not None:
-            run.continue_draws(self._last)
-        self._last = run
+        run = self._begin_run(call, plan)
         core.executor.average_over(divisor)
         inputs = pytree.tree_leaves((call.args, call.kwargs))
         gradients = Gradients(core, divisor, [one for one in inputs if isinstance(one, Tensor)])
@@ -142,6 +138,22 @@ class StepRunner:
             call.losses[:] = losses  # none, where there is no target
         return output
 
+    def _begin_run(self, call: StepCall, plan: StepPlan) -> Run | None:
+        """Begin the run of this rank's stages. Where that fails, return None: they are computed
+        without hooks, as the other stages wait for what they send, and the step's end reports it.
+        """
+        try:
+            run = self._core.runs.begin(call.choice)
+        except BaseException as error:
+            self._state.silence()
+            self._state.failure.set_error(str(error), error)
+            return None
+        run.use_seed(plan.seed)
+        if call.appends and self._last is not None:
+            run.continue_draws(self._last)
+        self._last = run
+        return run
+
     def _begin_stages(self, call: StepCall) -> None:
         """Begin the step on all stages; with ``until``, for what the last of these sites needs."""
         last = self._index.num_stages
@@ -171,13 +183,15 @@ class StepRunner:
                 dims.setdefault(name, stated[registration.name])
         return dims
 
-    def _end_run(self, run: Run) -> bool:
+    def _end_run(self, run: Run | None) -> bool:
         """Deliver the records of the stage's ranks to its first; return whether an edit drew random
         numbers on this rank.
         """
-        consumed = run.take_draws()  # all ranks of the pipeline renew the seed together
+        # All ranks of the pipeline renew the seed together.
+        consumed = run is not None and run.take_draws()
         try:
-            self._core.runs.end(run, None)
+            if run is not None:
+                self._core.runs.end(run, None)
         except Exception as error:  # of this stage's layouts, too: the others wait for this one
             self._state.fail(str(error), error)
         STOP_REQUEST.follow(self._state.fail)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from flex_model import _C
 from flex_model.distributed.communicator import Communicator
 from flex_model.errors import HookError, agreed, is_agreed
 from flex_model.hooks.registration import Registration
@@ -85,10 +86,17 @@ class BackwardPasses:
         self.order.begin(task)
         self._runs.watch.watch()
 
+        def forget() -> None:
+            if self._runs.current is not run:  # else the forward goes on, or forgets them as well
+                self._records.forget(run)
+
+        aborted = _C.Finalizer(forget)  # of a pass that fails autograd drops `end`, which holds it
+
         def end() -> None:
             nonlocal has_begun
             try:
                 has_begun = True
+                aborted.cancel()
                 run.end_backward()
                 held = communicator.failure.end_backward(task)
                 if held is not None:  # on all ranks

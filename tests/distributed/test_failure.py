@@ -38,11 +38,17 @@ def test_the_first_error_is_pending_unless_the_model_fails_after_it(second):
     assert (failure.state, failure.text, failure.cause) == (OK, "", None)
 
 
-def test_an_agreed_error_replaces_the_pending_one_and_counts():
+def test_an_agreed_error_replaces_the_pending_one_and_the_one_held_and_counts():
     failure = Failure()
-    failure.set_error("pending", None, FAILED)
-    failure.agree()
-    assert not failure.has_error and failure.num_agreed == 1
+
+    def act(task):
+        failure.begin_backward(task)
+        failure.hold(ValueError())
+        failure.set_error("pending", None, FAILED)
+        failure.agree()
+
+    in_backward(act)
+    assert not failure.has_error and failure.held is None and failure.num_agreed == 1
 
 
 def test_an_error_is_held_only_inside_a_backward_that_raises_it():

@@ -1,5 +1,6 @@
 """Errors that the user catches, so that the loop goes on: no later record is another batch's."""
 
+import copy
 import random
 import time
 
@@ -8,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookError, HookFunction
-from shared_edits import double
+from pipelines import alone_group
+from shared_edits import double, mixing_features
 from tiers import grid_but
 
 BATCH = models.random(4, 6)
@@ -259,6 +262,63 @@ def test_a_backward_that_fails_outside_of_hooks_is_told(
                 assert_close(records, expected, rtol=0, atol=0)
         assert time.monotonic() - start < 2
     flex.restore()
+
+
+@torch.library.custom_op("caught_errors::tanh", mutates_args=())
+def opaque_tanh(x: torch.Tensor) -> torch.Tensor:
+    return x.tanh()
+
+
+def save_output(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+opaque_tanh.register_autograd(
+    lambda ctx, grad: grad * (1 - ctx.saved_tensors[0] ** 2), setup_context=save_output
+)
+
+
+class Opaque(nn.Module):
+    def forward(self, x):
+        return opaque_tanh(x)  # it has no rule
+
+
+def refused_backward(flex, model, batch):
+    """Of the sharded model, after a backward that all ranks refuse; or of its twin."""
+    flex.register_full_backward_hook(HookFunction("3", output_name="grad"))
+    handle = flex.register_forward_hook(HookFunction("0", editing_function=mixing_features))
+    results = []
+    for is_first in (True, False):
+        batch = batch.clone().requires_grad_()
+        loss = flex(batch).square().mean()
+        if is_first and flex.module is not model:
+            kwargs = {} if isinstance(model[1], Opaque) else {"create_graph": True}
+            with pytest.raises((HookError, ValueError), match=r"is refused|is not known") as error:
+                torch.autograd.grad(loss, batch, retain_graph=True, **kwargs)
+            assert "hook on '0'" in str(error.value) and flex.output_ptr.get("grad", []) == []
+            if not kwargs:
+                flex.annotate_layout("1", tp=Replicate())
+                loss = flex(batch).square().mean()
+        results += [loss, *torch.autograd.grad(loss, batch)]
+        results += [*flex.output_ptr.get("grad", []), *flex.output_ptr.get("0", [])]
+    handle.remove()
+    return results
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("layer", [nn.Tanh, Opaque])
+def test_after_a_backward_that_is_refused_alike_the_next_one_is_right(layer):
+    """It ended the FlexModel, whose output is of a collective that is not waited for; and the next
+    backward of its graph delivered what it had kept.
+    """
+    layers = nn.Linear(6, 6), layer(), nn.Linear(6, 8), nn.Linear(8, 6)
+    model = models.seeded(nn.Sequential, *layers).double()
+    expected = refused_backward(FlexModel(model, {}, process_group=alone_group()), model, BATCH)
+    sharded = copy.deepcopy(model)
+    plan = {"2": ColwiseParallel(), "3": RowwiseParallel()}
+    parallelize_module(sharded, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), plan)
+    with FlexModel(sharded, {}, timeout=20, output_ranks="all") as flex:
+        assert_close(refused_backward(flex, model, BATCH), expected)
 
 
 # ---- Calls from where they are not awaited ------------------------------------------------------

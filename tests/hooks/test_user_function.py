@@ -14,6 +14,8 @@ from torch.testing import assert_close
 import flex_model
 import models
 from flex_model import FlexModel, HookError, HookFunction, Select
+from pipelines import alone_group
+from shared_edits import mixing_features
 from tiers import ways
 
 LIBRARY = Path(flex_model.__file__).parent
@@ -56,6 +58,45 @@ def test_parameters_are_whole_and_tensors_can_be_changed_in_any_mode(edit_on, mo
         assert_close(records["site"][0], full)
         assert_close(records["mixed"][0], mixed)
         assert not any(record.is_inference() for kept in records.values() for record in kept)
+
+
+def output_and_gradient(flex, rows, kind, site, own):
+    """Of a model with an edit that mixes features, and adds a vector."""
+
+    def edit(module, full, save_ctx, modules):
+        return mixing_features(module, full, save_ctx, modules) + own(full.shape[-1])
+
+    handle = getattr(flex, f"register_{kind}_hook")(HookFunction(site, editing_function=edit))
+    x, error = rows.clone().requires_grad_(), None
+    try:
+        output = flex(x)
+        output.square().mean().backward()
+    except ValueError as raised:
+        error = raised
+    handle.remove()
+    return error or (output, x.grad)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["tp", "dp"])
+@pytest.mark.parametrize("kind", ["forward", "full_backward_pre"])
+@pytest.mark.parametrize("site", ["fc1", "out"])
+def test_a_value_of_a_ranks_own_is_an_error_on_every_rank(name, kind, site):
+    """Silently wrong before: replicas diverged, and a split tensor had parts of two vectors."""
+    rank, parallelism, batch = dist.get_rank(), models.TWO_RANKS[name], models.random(4, 6)
+    rows = parallelism.my_rows(batch)
+    with FlexModel(parallelism.shard(models.mlp()), **parallelism.sizes) as flex:
+        found = output_and_gradient(flex, rows, kind, site, lambda n: models.random(n, seed=rank))
+        assert f"'{site}': all ranks edit one full tensor" in str(found)
+        assert "on the ranks [1] differs from that on rank 0, by up to" in str(found)
+        with FlexModel(models.mlp(), process_group=alone_group()) as twin:
+            expected = output_and_gradient(twin, batch, kind, site, lambda n: models.random(n))
+        # But for rounding, as of kernels that are not deterministic.
+        found = output_and_gradient(
+            flex, rows, kind, site, lambda n: models.random(n) + 1e-15 * rank
+        )
+    expected = expected[0], expected[1] * parallelism.dp
+    assert_close(found, tuple(parallelism.my_rows(one) for one in expected))
 
 
 @pytest.mark.ranks(2)

@@ -68,6 +68,7 @@ def hooks_of_all_kinds(flex):
     flex.register_hook(
         HookFunction("layers.5.fc1.weight", editing_function=mix, output_name="weight.grad")
     )
+    flex.register_hook(HookFunction("head.weight", editing_function=mix))  # FSDP's root has it
     flex.register_forward_hook(HookFunction("head"))
     flex.register_forward_pre_hook(HookFunction("", editing_function=mix, output_name="inputs"))
     flex.register_forward_hook(HookFunction("", editing_function=mix, output_name="outputs"))
@@ -688,6 +689,29 @@ def test_an_error_on_one_rank_of_a_tensor_parallel_stage():
         with pytest.raises(HookMismatchError, match="ranks differ in the values of inputs"):
             flex(x + dist.get_rank() % 2, target=y)
         flex(x, target=y)
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_hook_of_one_stage_that_is_refused_at_the_start_is_an_error_in_all():
+    """That stage did not take part in the step: the other said that it had ended or died."""
+
+    def register(flex, i):
+        return flex.register_forward_hook(HookFunction(f"layers.{i}", editing_function=mix))
+
+    def script(flex):
+        return [register(flex, i) for i in (1, 5)]
+
+    x, y = data()
+    with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE), records := {}) as flex:
+        hooks = script(flex)
+        if dist.get_rank() == 1:
+            layers = stages_of(flex.schedule)[0].submod.layers
+            layers[5] = copy.deepcopy(layers[5])
+        with pytest.raises(HookError, match=r"rank 1: forward hook on 'layers.5': the module that"):
+            flex(x, target=y)
+        hooks[1].remove()
+        register(flex, 5)
+        compare(flex, records, unsplit(make_mlp(), script, x, y, MSE), x, y)
 
 
 class Reversed(nn.Module):
