@@ -2,7 +2,9 @@
 sharded.
 """
 
+import importlib
 import os
+from typing import Any
 
 from flex_model._load import build_info, load
 
@@ -35,6 +37,16 @@ __all__ = [
     "compare",
     "pytree",
 ]
+
+# Imported at the first use of one as an attribute.
+_PACKAGES = {"core", "editing", "notebook", "pipelining", "sequential", "traverse", "utils"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"flex_model.{name}")
+    raise AttributeError(f"module 'flex_model' has no attribute {name!r}")
+
 
 if os.environ.get("FLEXMODEL_DEBUG"):  # as in 0.1.0
     from flex_model.utils import setup_logger

@@ -129,6 +129,16 @@ def test_one_process_imports_torch_only(tmp_path):
     run(tmp_path, "python", MODELS + "steps(Layers(), LAYERS, (IMAGES, WORDS), lambda x: x[1])")
 
 
+def test_packages_are_imported_once_they_are_used():
+    """``flex_model.sequential.run`` was an AttributeError unless something had imported it."""
+    scripts.run_code(
+        "import sys, flex_model\n"
+        "assert 'flex_model.sequential' not in sys.modules\n"
+        "flex_model.sequential.run, flex_model.pipelining.pipeline, flex_model.core.DummyModule\n"
+        "assert not hasattr(flex_model, 'other')"
+    )
+
+
 @pytest.mark.slow
 def test_ranks_import_torch_only(tmp_path):
     script = """
