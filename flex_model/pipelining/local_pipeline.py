@@ -200,7 +200,9 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
     args = call.args if has_first else ()
     target = call.target if has_last else None
     has_edits = core.runs_edits and any(r.edits for r in core.table.chosen(call.choice))
-    sites = [registration.site for registration in core.table.registrations]
+    registrations = core.table.registrations
+    sites = site_hash(*(registration.site for registration in registrations))
+    shown = "; ".join(registration.describe() for registration in registrations[:16])
     equal = {
         "batch_mode": call.batch_mode,
         "return_on": call.return_on,
@@ -209,7 +211,7 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
         "the modules of run_until": str(call.until),
         "a backward pass (torch.no_grad, loss_fn)": call.has_backward,
         "names of keyword arguments": sorted(call.kwargs),
-        "registered hooks": f"{len(sites)} hooks, digest {site_hash(*sites):x}",
+        "registered hooks": f"{len(registrations)}, digest {sites:x}: {shown or 'none'}",
     }
 
     def describe() -> dict[str, Any]:

@@ -125,7 +125,7 @@ def test_ranks_that_do_not_do_the_same():
                 flex.register_forward_hook(HookFunction("layers.3.fc9"))
         else:
             flex.register_forward_hook(HookFunction("layers.3.fc1"))
-        with pytest.raises(HookMismatchError, match="ranks differ in registered hooks"):
+        with pytest.raises(HookMismatchError, match=r"registered hooks.* on 'layers.3.fc1'"):
             flex(x, target=y)
         if rank == 0:
             flex.register_forward_hook(HookFunction("layers.3.fc1"))
