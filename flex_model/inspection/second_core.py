@@ -31,7 +31,7 @@ from flex_model.hooks.user_function import on_copy
 from flex_model.inspection import text
 from flex_model.inspection.shapes_only import same_torch_random_state
 from flex_model.inspection.tree import named
-from flex_model.integrations import expert_units, fsdp2, transformers_private
+from flex_model.integrations import dtensor, expert_units, fsdp2, transformers_private
 from flex_model.integrations.made_sites import MadeSites
 from flex_model.integrations.torch_private import accumulation_hooks
 from flex_model.names import clean, find_module
@@ -97,9 +97,12 @@ def sites_to_edit(core: HookCore, with_loss: bool) -> list[Site]:
 def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
     """Return the inputs of the whole batch, on rank 0. Collective."""
     communicator = core.communicator
-    if core.mesh.dp_size == 1 and not core.tracking.statements.of_inputs("", core.module):
-        return args, kwargs  # the run compares those of tensor-parallel ranks
     leaves, spec = tree_flatten((args, kwargs))
+    states = any(map(dtensor.is_dtensor, leaves)) or core.tracking.statements.of_inputs(
+        "", core.module
+    )
+    if core.mesh.dp_size == 1 and not states:
+        return args, kwargs  # the run compares those of tensor-parallel ranks
     follower = core.tracking.follower()
     core.tracking.seed(follower, args, kwargs)
     values = [follower.recorder.value(x) if isinstance(x, Tensor) else None for x in leaves]
@@ -108,7 +111,8 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
         if not isinstance(leaf, Tensor):
             continue
         dp, tp = follower.placements(values[i])
-        row = torch.tensor(leaf.shape, dtype=torch.int64)
+        shard = dtensor.to_local(leaf.detach())
+        row = torch.tensor(shard.shape, dtype=torch.int64)
         shapes: list[Shape] = [tuple(shape) for shape in communicator.exchange(row).tolist()]
         if dp is None or tp is None:
             problem = "is not the same on all tensor-parallel ranks"
@@ -119,7 +123,7 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
                 f"{shapes}); give every data-parallel rank its own rows, unsharded along tp"
             )
         gather_spec = TensorSpec.of(communicator, ShardLayout(dp, tp), shapes, leaf.dtype)
-        full = gather_spec.gather_to_first(leaf.detach())
+        full = gather_spec.gather_to_first(shard)
         if full is not None:
             leaves[i] = full.requires_grad_(leaf.requires_grad)
     return tree_unflatten(leaves, spec)

@@ -123,6 +123,15 @@ def test_edits_on_rank_0(site):
     check(on_dp(models.mesh(2, 1)), rows_on(models.mesh(2, 1)["dp"]), site, of_all, edit_on="rank0")
 
 
+@pytest.mark.ranks(2)
+def test_verify_gives_the_reference_all_rows():
+    """It gathered the shards as if each was as large as the whole: a RuntimeError."""
+    mesh = models.mesh(2, 1)
+    with FlexModel(on_dp(mesh), {}) as flex:
+        flex.register_forward_hook(HookFunction("rows"))
+        assert flex.verify(model(), rows_on(mesh["dp"])).is_equal
+
+
 @pytest.mark.ranks(4)
 def test_along_dp_and_tp():
     mesh = models.mesh(2, 2)
