@@ -308,7 +308,8 @@ _FOREIGN = _CONTEXT | {"sp", "sequence", "ep", "etp", "efsdp", "expert"}
 _NEUTRAL = {
     *("world", "global", "local", "all", "default", "mesh", "dim", "axis", "rank", "ranks"),
     *("device", "devices", "gpu", "gpus", "node", "nodes", "host", "hosts", "inter", "intra"),
-    *("outer", "inner", "row", "rows", "replica", "replicas", "replicated", "sharded", "zero"),
+    *("outer", "inner", "row", "rows", "rep", "replica", "replicas", "replicated", "sharded"),
+    "zero",
 }
 
 

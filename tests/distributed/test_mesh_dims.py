@@ -126,7 +126,7 @@ def test_dims_that_may_hold_parts_of_sequences(name):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", grid_but(["data", "fsdp", "dp0", "world", "x"], "world"))
+@pytest.mark.parametrize("name", grid_but(["data", "fsdp", "dp0", "rep", "world", "x"], "world"))
 def test_dims_that_hold_rows(name):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(name,))
     assert FlexModel(fully_shard(models.mlp(), mesh=mesh)).dp_size == 2
