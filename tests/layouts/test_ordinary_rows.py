@@ -224,10 +224,10 @@ class SyncedNorm(nn.Module):
 
     def forward(self, h):
         all_reduce = torch.distributed.nn.functional.all_reduce
-        number = h.shape[0] * h.shape[2] * dist.get_world_size()
+        ranks, number = dist.get_world_size(), h.shape[0] * h.shape[2]
         with old_names():
-            mean = all_reduce(h.sum((0, 2))) / number
-            squares = all_reduce((h - mean[:, None]).square().sum((0, 2))) / number
+            mean = all_reduce(h.sum((0, 2)) / number) / ranks
+            squares = all_reduce((h - mean[:, None]).square().sum((0, 2))) / (number * ranks)
         return (h - mean[:, None]) / (squares[:, None] + 1e-5).sqrt()
 
 
@@ -356,6 +356,10 @@ def values_of_a_sparse_tensor(model, h):
 
 
 REFUSED = {
+    "a sum by the number of own rows": lambda model, h: h.sum(0) / h.shape[0],
+    "a product by the number of own elements": lambda model, h: (
+        torch.einsum("rld,rle->de", h, h) / h.numel()
+    ),
     "values of a sparse tensor": values_of_a_sparse_tensor,
     "a sparse tensor as long as the rows": lambda model, h: (
         F.pad(h[:, 0], (0, 2)) + ordinary_lines.sparse(model.groups, model.groups, len(h))
