@@ -4,6 +4,7 @@ entries of all ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,11 @@ from flex_model.distributed.placement import Shard
 from flex_model.layouts import logged, memory_map
 from flex_model.layouts.logged import Value
 from flex_model.layouts.operation_log import dtype_of
-from flex_model.layouts.propagation.operation import Operand, Shape, full_size
+from flex_model.layouts.propagation.operation import Operand, Shape, differ, full_size
 from flex_model.layouts.propagation.slicing import SPLITS
 from flex_model.layouts.propagation.views import TO_SIZES
 from flex_model.layouts.sizes import (
+    FACTOR_ARGUMENTS,
     SIZE_ARGUMENTS,
     Expression,
     divides_by,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 _SLICES = {f"aten::{name}" for name in (*SPLITS, "slice", "narrow", "select", "unbind")}
 _VIEWS = {f"aten::{name}" for name in (*TO_SIZES, "_reshape_alias", "unflatten")}
 _OF_RANGE = {"start", "end", "step", "steps"}
+_WITH_EXPRESSION = SIZE_ARGUMENTS | FACTOR_ARGUMENTS
 
 
 class ArgumentReader:
@@ -55,6 +58,7 @@ class ArgumentReader:
         unrecorded: The local shapes of tensors of which nothing is known on any rank.
         sized_by: The values whose sizes are among its numbers.
         are_plain: Whether no size is known to be another one in the unsharded program, or may be.
+        scales_by_size: Whether the unsharded program scales by another number, or may.
     """
 
     def __init__(self, proofs: AxisProofs, operation: str = "") -> None:
@@ -69,7 +73,7 @@ class ArgumentReader:
         self._plain: list[tuple[str, int, Any]] = []  # sizes without an expression
         self._with_expression: set[str] = set()  # arguments with an expression
         self._at_least: dict[tuple[str, int], int] = {}  # sizes that may be larger, or the same
-        self.are_plain = True
+        self.are_plain, self.scales_by_size = True, False
         self._shows_split = False  # whether the unsharded program passes another size somewhere
 
     def arguments(self, schema: Any, entries: tuple[logged.Op, ...]) -> tuple[dict[str, Any], ...]:
@@ -102,9 +106,11 @@ class ArgumentReader:
             return [complex(*item[1:]) for item in items]
         if kind == "n":
             numbers = [_number_of(item) for item in items]
+            expressions = [item[2] if isinstance(item, tuple) else None for item in items]
             if name in SIZE_ARGUMENTS:
-                expressions = [item[2] if isinstance(item, tuple) else None for item in items]
                 self._size(numbers, name, expressions)
+            elif name in FACTOR_ARGUMENTS:
+                self.scales_by_size |= self._may_be_size(numbers, expressions)
             return numbers
         if kind != "l":
             return list(items)
@@ -161,6 +167,28 @@ class ArgumentReader:
         is_same = all(own == known for own in numbers)
         self.are_plain &= is_same
         self._shows_split |= known is not None and not is_same
+
+    def _may_be_size(self, factors: Sequence[Any], expressions: Sequence[Any]) -> bool:
+        """Whether the unsharded program passes another factor, or may: a size that is not known to
+        be whole, or along dp a plain number that may count rows, ``len(h)``, ``1 / h.numel()``.
+        """
+        first, is_tp = expressions[0] or ("number", factors[0]), self._proofs.axis == "tp"
+        if differ(factors):
+            return False  # rules compare them
+        if differ(expressions):
+            return True
+        if is_tp and divides_by(first, self._proofs.num_ranks):
+            return True  # by a rank's share
+        plain = () if is_tp else (number for _, number in leaves(first, "number"))
+        known = evaluate(first, self._proofs.number)
+        return known != factors[0] or any(map(self._may_count_elements, plain))
+
+    def _may_count_elements(self, number: float) -> bool:
+        """Whether the number, or its reciprocal, may be that of all elements of a rank's rows."""
+        finite = [n for n in (number, 1 / (number or math.inf)) if math.isfinite(n)]
+        counts = {round(n) for n in finite if math.isclose(n, round(n))} - {0}
+        sizes = self._proofs.split_sizes - {0}
+        return any(count % size == 0 for count in counts for size in sizes)
 
     def conclude_sizes(self, unsettled: set[int]) -> None:
         """Infer the sizes that the unsharded program passes where ranks pass plain numbers.
@@ -281,7 +309,7 @@ class ArgumentEncoder:
         passed = None if by_place is None else iter(by_place)
         names = [argument.name for argument in arguments] + [""] * len(args)
         positional = tuple(
-            self._encoded(value, is_called and name in SIZE_ARGUMENTS, passed)
+            self._encoded(value, is_called and name in _WITH_EXPRESSION, passed)
             for name, value in zip(names, args)
         )
         if schema is not None and self._recorder.owner.stated_sizes and schema.name in _VIEWS:
@@ -291,7 +319,7 @@ class ArgumentEncoder:
                 kept = len(shape) - 1 if dim in (-1, len(shape) - 1) else len(shape)
             positional = tuple(self._with_stated(value, shape, kept) for value in positional)
         keyword = tuple(
-            (name, self._encoded(value, is_called and name in SIZE_ARGUMENTS))
+            (name, self._encoded(value, is_called and name in _WITH_EXPRESSION))
             for name, value in sorted(kwargs.items())
         )
         if schema is not None and schema.name == "aten::lift_fresh":

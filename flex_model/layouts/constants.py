@@ -35,6 +35,7 @@ _KEEP_ALL = {*_VIEWS, "slice", "select", "repeat", "expand", "flip", "roll"}
 _JOIN = {*_VIEWS, "cat", "stack", "repeat", "repeat_interleave"}
 _BESIDE = {"where", "masked_fill", "copy", "index_copy", "complex"}
 _AT_INDICES = {"index_put", "index_copy"}
+_AT_FEWER = {"gather", "scatter", "scatter_add", "scatter_reduce"}  # indices than there are rows
 _MAX_CHOICES = 64
 EXPANDS = {"expand": "size", "repeat": "repeats"}  # by the argument that has the sizes
 _FILLS = {"zeros_like", "ones_like", "full_like", "fill", "zero"}
@@ -243,7 +244,10 @@ def _as_rules_allow(
     shards = [operand for operand in others if operand.shard is not None]
     if not shards:
         return operation
-    readings = _readings(operation, *zip(*unknown))
+    operands, of_each = zip(*unknown)
+    if operation.name == "cat":  # as many along its own dim as there are, which shows nothing
+        of_each = tuple(dims - {operation["dim"] % operation.outputs[0].ndim} for dims in of_each)
+    readings = _readings(operation, operands, of_each)
     allowed = [made for _, made in readings if None not in rules.propagate(made)]
     return allowed[0] if len(allowed) == 1 else operation
 
@@ -264,7 +268,8 @@ def with_single_rows(operation: Operation) -> Operation:
     unsharded program passes as many as it has rows.
     """
     operands = operation.operands
-    if torch.Tag.pointwise in operation.tags or operation.name in _BESIDE:
+    is_alike = torch.Tag.pointwise in operation.tags or operation.name in _BESIDE
+    if is_alike or operation.name in _AT_FEWER:
         return operation
     if not any(o.shard is not None and o.shapes[0][o.shard.dim] == 1 for o in operands):
         return operation

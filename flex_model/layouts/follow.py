@@ -228,10 +228,12 @@ class Follower:
 
     # What is known of tensors.
 
-    def note_input(self, tensor: Tensor, name: str, placements: Pair) -> None:
+    def note_input(
+        self, tensor: Tensor, name: str, placements: Pair, open_dims: tuple[int, ...] = ()
+    ) -> None:
         """Log an input of the forward, under the same name on all ranks."""
         dp, tp = placements
-        self.recorder.add_source(tensor, name, (encode(dp), encode(tp)))
+        self.recorder.add_source(tensor, name, (encode(dp), encode(tp)), open_dims=open_dims)
 
     def note_substitute(self, tensor: Tensor, other: Tensor) -> None:
         """Note that ``tensor`` is used in place of the input ``other``."""

@@ -19,7 +19,14 @@ from flex_model.integrations import dtensor, torch_private
 from flex_model.layouts.follow import Follower
 from flex_model.layouts.kept import KeptTensors
 from flex_model.layouts.replicas import PendingReplica
-from flex_model.layouts.sources import AXES, Argument, BatchDim, inputs_along_dp, of_own_rows
+from flex_model.layouts.sources import (
+    AXES,
+    Argument,
+    BatchDim,
+    dims_like_rows,
+    inputs_along_dp,
+    of_own_rows,
+)
 from flex_model.layouts.statements import Statement
 
 _MAX_DIMS = 16
@@ -70,6 +77,7 @@ def seed_inputs(
     states = [i for i in shapes if inputs[i].is_state and kept.source(inputs[i].tensor) is None]
     along_dp: dict[int, Placement | None] = {}
     rows: RankRows | None = None
+    num_rows: list[int] = []  # by data-parallel rank
     if mesh.dp_size > 1:
         line = mesh.ranks_along(("dp",), 0)
         shared = [i for i in (*passed, *states) if _ABSENT not in prints[i].hashes]
@@ -98,17 +106,23 @@ def seed_inputs(
         ]
         rows = _rows_of(inputs_along, is_stand_in, pads)
         here = mesh.group_rank // mesh.tp_size
-        own = (each[here][one.dim] for one, each in inputs_along if isinstance(one, Shard))
-        num_rows = next(own, None)
+        own = ([s[one.dim] for s in each] for one, each in inputs_along if isinstance(one, Shard))
+        num_rows = next(own, [])
         for i in {*passed, *states}.difference(shared):
             shape = shapes[i][mesh.group_rank]
-            along_dp[i] = of_own_rows(batch_dim, inputs[i].name, shape, num_rows)
+            own_rows = num_rows[here] if num_rows else None
+            along_dp[i] = of_own_rows(batch_dim, inputs[i].name, shape, own_rows)
 
     def note(i: int, text: str, dp: Placement | None, tp: Placement | None) -> None:
-        stated = statements.get(i)
+        stated, (name, tensor, *_) = statements.get(i), inputs[i]
+        is_whole = dp == Replicate() and i not in stated_dp
+        open_dims = dims_like_rows(batch_dim, name, tensor.shape, num_rows) if is_whole else ()
+        if open_dims:
+            says = " or ".join(f"{ {name: dim} }" for dim in (*open_dims, None))
+            dp, text = None, f"{text}, whose rows are as FlexModel(batch_dim=...) says: {says}"
         if stated is not None:
             dp, tp = stated.dp or dp, stated.tp or tp
-        follower.note_input(inputs[i].tensor, text, (dp, tp))
+        follower.note_input(tensor, text, (dp, tp), open_dims)
 
     for i in passed:
         name, _, _, is_kept, _ = inputs[i]

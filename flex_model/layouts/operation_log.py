@@ -29,6 +29,7 @@ class Source(NamedTuple):
         placements: By axis (dp, tp), encoded; None for those that are not known.
         shape: The local one.
         sizes: The full ones, where its layer states them.
+        open_dims: Along dp: those of an input that may hold rows (see `constants`).
     """
 
     name: str
@@ -36,6 +37,7 @@ class Source(NamedTuple):
     shape: tuple[int, ...]
     sizes: tuple[int | None, ...] | None = None
     is_weight: bool = False
+    open_dims: tuple[int, ...] = ()
 
 
 class Log:

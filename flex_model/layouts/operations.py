@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flex_model.distributed.placement import Placement, Shard
+from flex_model.distributed.placement import Partial, Placement, Shard
 from flex_model.layouts import chunks, constants, factories, logged, own_rows, ranges
 from flex_model.layouts.argument_reader import ArgumentReader
 from flex_model.layouts.contracts import collectives, opaque_calls
@@ -187,6 +187,9 @@ def _propagate(proofs: AxisProofs, read: ArgumentReader, operation: Operation) -
         own = factories.unsettled_dims(operation, proofs.axis, proofs.split_sizes)
         return outputs if own is None or own else rules.propagate(operation)
     made, passed = rules.propagate(operation), read.shards_passed
+    if read.scales_by_size:
+        # The sum of what ranks scale by their own size is not what all is scaled by the full one.
+        made = [None if isinstance(one, Partial) else one for one in made]
     if operation.name not in constants.EXPANDS or operation.operands[0].placement != REPLICATED:
         return made
     # All copies are equal, so the ranks have those of the rows whose number was passed.

@@ -268,6 +268,10 @@ def _joined(operation: Operation, known: Known) -> OwnRows | None:
     are_along = name == "cat" and all(one.dim in (None, dim) for one in rows)
     ranges = [(one.place.start, one.place.stop) for one in rows]
     is_all = follow_to_end(ranges, rows[0].total) and (are_single or are_along)
+    if name == "cat" and rows[0].like is not None and rows[0].like.parts > 1:
+        # Blocks of rows have the same size only if all rows have.
+        joined = zip(operation.operands, rows)
+        is_all &= len({own.shapes[0][dim] / len(one.place) for own, one in joined}) == 1
     return rows[0]._replace(place=ALL, dim=dim) if is_all else None
 
 

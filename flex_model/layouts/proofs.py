@@ -178,6 +178,8 @@ class AxisProofs:
                     self.weights.add(value)
                 placed = [decode(one.placements and one.placements[self.index]) for one in sources]
                 self._place(value, placed, [one.shape for one in sources], source.name)
+                if source.open_dims and self.axis == "dp":
+                    self.open[value] = frozenset(source.open_dims)
                 self._check_sizes(value, {one.sizes for one in sources if one.sizes is not None})
         logs = [chunk.entries for chunk in chunks]
         is_one = all(chunk is chunks[0] for chunk in chunks)

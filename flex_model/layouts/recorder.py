@@ -193,10 +193,11 @@ class Recorder(DispatchMode):
         placements: Placements,
         sizes: Sizes = None,
         is_weight: bool = False,
+        open_dims: tuple[int, ...] = (),
     ) -> Value:
         """Log a weight, buffer or input with its known placements and sizes."""
         shape = tuple(memory_map.plain(tensor).shape)
-        source = Source(name, placements, shape, sizes, is_weight)
+        source = Source(name, placements, shape, sizes, is_weight, open_dims)
         value = self.values.latest(self.log.source(source))
         self.nodes.linked.add(value)
         self.values.note(tensor, value)

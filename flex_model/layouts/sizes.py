@@ -82,11 +82,11 @@ def has_factors(expression: Expression) -> bool:
     return any(operand[0] == "number" or has_factors(operand) for operand in expression[1:])
 
 
-def leaves(expression: Expression) -> set[Expression]:
-    """Return the sizes in it."""
+def leaves(expression: Expression, kind: str = "dim") -> set[Expression]:
+    """Return the sizes in it, or with ``kind="number"`` the plain numbers."""
     if expression[0] in _LEAVES:
-        return {expression} if expression[0] == "dim" else set()
-    return set().union(*map(leaves, expression[1:]))
+        return {expression} if expression[0] == kind else set()
+    return set().union(*(leaves(operand, kind) for operand in expression[1:]))
 
 
 def is_of_no_value(expression: Expression) -> bool:
@@ -271,6 +271,9 @@ SIZE_ARGUMENTS = frozenset(
         "output_size", "num_classes", "new_shape", "chunks",
     }
 )  # fmt: skip
+
+#: Arguments by which ATen operations scale, where these are numbers.
+FACTOR_ARGUMENTS = frozenset({"other", "alpha", "beta", "value", "weight"})
 
 
 class CallSizes:

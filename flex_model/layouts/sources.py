@@ -430,6 +430,18 @@ def inputs_along_dp(
     return found
 
 
+def dims_like_rows(
+    batch_dim: BatchDim, name: str, shape: Shape, num_rows: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the dims of an input with the same values on all data-parallel ranks that have as many
+    elements as each of these has rows, though not that of ``batch_dim``: ``(layers, rows, width)``.
+    """
+    is_known = isinstance(batch_dim, Mapping) and name in batch_dim
+    if is_known or _HOLD_ROWS.get(name) == len(shape):
+        return ()
+    return tuple(dim for dim, size in enumerate(shape) if {size} == set(num_rows) != {1})
+
+
 def of_own_rows(
     batch_dim: BatchDim, name: str, shape: Shape, num_rows: int | None
 ) -> Placement | None:

@@ -450,6 +450,13 @@ def chunked(model, h):
     return parts + rows + torch.cat([h[:half] * 2, h[half:] * 2])
 
 
+def tokens_of_pairs(model, h):
+    """Of rows that stand in two blocks, as many of each."""
+    both = torch.cat([h, h.sin()])
+    one, other = torch.cat([row[:3] for row in both]).sin().chunk(2)
+    return h + (one * other.cos()).unflatten(0, (-1, 3)).mean(1, keepdim=True)
+
+
 def padded_in_a_circle(model, h):
     images = F.pad(h[:, None], (1, 1, 0, 1), mode="circular")[:, 0]
     return images[:, 1:, 2:] * F.pad(h, (1, -1))

@@ -75,6 +75,55 @@ def test_values_made_of_sizes(name):
         compare(found, unsharded(model, [x]))
 
 
+SUMS = {  # over the split dim, and whether a site may hold them
+    "by own size": (lambda x, n: x.sum(0) / n, False),
+    "by one over own size": (lambda x, n: (1 / n) * x.sum(0), False),
+    "by own number of elements": (lambda x, n: x.sum(0).div_(n * x.shape[1]), False),
+    "by an expression that has no value": (lambda x, n: x.sum(0) * (n // (n - n + 1)), False),
+    "added times own size": (lambda x, n: torch.add(x.sum(0), x.sum(0), alpha=n), False),
+    "a product by own size": (lambda x, n: torch.addmm(x.mT @ x, x.mT, x, alpha=1 / n), False),
+    "by another size": (lambda x, n: x.sum(0) / x.shape[1] * 7 + x.sum(0) / 1.7, True),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_that_are_scaled_by_sizes(name, axis):
+    """A sum over the ranks, of which each scales by its own size, is not known before they meet:
+    it was taken for a part of the full sum.
+    """
+    make, is_known = SUMS[name]
+    x = models.random(6, 5)
+
+    def synced(m, x):
+        own = m.own(make(x, size(x)))
+        dist.all_reduce(mean := own.clone())
+        return m.after(x * mean.sum())
+
+    sizes = [lambda x: x.shape[0]] + [len, lambda x: float(x[:, 0].numel())] * (axis == "dp")
+    for size in sizes if "no value" not in name else sizes[:1]:
+        mine, model = x.chunk(2)[dist.get_rank()], Sites(synced, "own after")
+        placement = ROWS if axis == "dp" else ROWS[::-1]
+        found, _, _ = follow(model, mesh_of(**{f"{axis}_size": 2}), [mine], [placement])
+        (own,), (after,) = found["own"], found["after"]
+        assert (own is not None) == is_known
+        if own is not None:
+            torch.testing.assert_close(own, make(x, size(x)))
+        check_held_together(after, model(mine))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_sums_that_are_scaled_by_plain_numbers(rows):
+    """One that is no multiple of the rows; with one row a rank, one that is not whole."""
+    x = models.random(2 * rows, 5)
+    lines = {"whole": lambda x: x.sum(0) * 6, "root": lambda x: x.sum(0) * 5**-0.5}
+    model = Sites(lambda m, x: m.whole(lines["whole"](x)) + m.root(lines["root"](x)), "whole root")
+    found, _, _ = follow(model, mesh_of(dp_size=2), [x.chunk(2)[dist.get_rank()]], [ROWS])
+    compare(found, unsharded(model, [x]), {"whole", ""})
+
+
 # ---- Calls that take their number for something else than an operation inside of them does ------
 
 X = models.random(4, 5, 8)  # two rows a rank

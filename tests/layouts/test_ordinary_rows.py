@@ -224,10 +224,10 @@ class SyncedNorm(nn.Module):
 
     def forward(self, h):
         all_reduce = torch.distributed.nn.functional.all_reduce
-        number = h.shape[0] * h.shape[2] * dist.get_world_size()
+        ranks, number = dist.get_world_size(), h.shape[0] * h.shape[2]
         with old_names():
-            mean = all_reduce(h.sum((0, 2))) / number
-            squares = all_reduce((h - mean[:, None]).square().sum((0, 2))) / number
+            mean = all_reduce(h.sum((0, 2)) / number) / ranks
+            squares = all_reduce((h - mean[:, None]).square().sum((0, 2))) / (number * ranks)
         return (h - mean[:, None]) / (squares[:, None] + 1e-5).sqrt()
 
 
@@ -355,7 +355,18 @@ def values_of_a_sparse_tensor(model, h):
     return h @ change.to_dense()[:WIDTH, :WIDTH]
 
 
+def tokens_of_blocks(model, h):
+    """One block's rows have more tokens than the other's."""
+    both, lengths = torch.cat([h, h.sin()]), [4] * len(h) + [2] * len(h)
+    return torch.cat([row[:length] for row, length in zip(both, lengths)])
+
+
 REFUSED = {
+    "tokens of blocks": tokens_of_blocks,
+    "a sum by the number of own rows": lambda model, h: h.sum(0) / h.shape[0],
+    "a product by the number of own elements": lambda model, h: (
+        torch.einsum("rld,rle->de", h, h) / h.numel()
+    ),
     "values of a sparse tensor": values_of_a_sparse_tensor,
     "a sparse tensor as long as the rows": lambda model, h: (
         F.pad(h[:, 0], (0, 2)) + ordinary_lines.sparse(model.groups, model.groups, len(h))
@@ -399,6 +410,25 @@ def test_rows_in_another_order_or_number_are_refused(name):
     text = str(error.value)
     assert "forward hook on 'behind'" in text
     assert text.index("dp_batch=") < (text + "annotate_layout").index("annotate_layout")
+
+
+SINGLE = {
+    "a learned row behind": lambda model, h: torch.cat([h[:, :4], model.table[None]]),
+    "a row of a table behind": lambda model, h: torch.cat([h[:, 0], model.table[:1]]),
+    "a row of zeros in front": lambda model, h: torch.cat([torch.zeros(1, WIDTH), h[:, 0].float()]),
+    "one row's indices": lambda model, h: h[:, 0].gather(1, model.groups[None, :3]),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_row_beside_the_only_row_of_a_rank_is_refused(name):
+    """It is one beside all rows of the batch, too."""
+    model = around(lambda model, h: model.behind(SINGLE[name](model, h)).sum() + h)
+    with FlexModel(model, {}, data_parallel_size=2, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("behind"))
+        with pytest.raises((ValueError, HookError), match=r"hook on .behind.: .* is not known"):
+            flex(batch(1).chunk(2)[dist.get_rank()])
 
 
 HALVES = {

@@ -344,6 +344,47 @@ def test_an_input_that_only_some_data_parallel_ranks_were_given(name):
             flex(x, **(named if tp == 0 else {}))
 
 
+class StateAndMask(nn.Module):
+    """As recurrent layers are given zeros for each row, and attention a mask for all rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.table = nn.Linear(6, 6), nn.Embedding(3, 6)
+        self.state, self.mixed = nn.Linear(6, 6), nn.Identity()
+
+    def forward(self, x, state, mask, position_ids):
+        h = self.fc(x) + self.table(position_ids) + self.state(state)[0][:, None]
+        return self.mixed((h @ h.mT + mask.cos()).softmax(-1) @ h)
+
+
+@pytest.mark.ranks(2)
+def test_an_input_of_equal_values_has_rows_where_it_meets_rows():
+    """Zeros of which each rank has as many as it has rows were taken for those of all rows."""
+    x, mask, positions = models.random(6, 3, 6), models.random(1, 3, 3), torch.arange(3)[None]
+    states, rank = models.random(2, 1, 6).expand(2, 6, 6).clone(), dist.get_rank()
+    of_all, own = (x, states, mask, positions), (x.chunk(2)[rank], states[:, :3], mask, positions)
+    edited = dict.fromkeys(("table", "mixed"), mixing_features)
+    for name, settings in {"": {}, "state": {"batch_dim": {"state": 1}}}.items():
+        edits = edited | ({name: mixing_features} if name else {})
+        found = []
+        for group, parts, inputs in ((pipelines.alone_group(), 1, of_all), (None, 2, own)):
+            sizes = settings | {"data_parallel_size": parts}
+            model = models.seeded(StateAndMask).double()
+            with FlexModel(model, records := {}, process_group=group, **sizes) as flex:
+                for site, edit in edits.items():
+                    flex.register_forward_hook(HookFunction(site, editing_function=edit))
+                    of_backward = HookFunction(site, output_name=f"{site}.grad")
+                    flex.register_full_backward_pre_hook(of_backward)
+                flex(*inputs).square().mean().backward()
+            found.append(records)
+        if rank == 0:
+            assert_close(found[1], found[0])
+    with FlexModel(models.seeded(StateAndMask).double(), {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("state"))
+        with pytest.raises(ValueError, match=r"'state'.*batch_dim=.*\{'state': 1\} or .*None"):
+            flex(*own)
+
+
 @pytest.mark.ranks(2)
 def test_an_input_that_may_hold_rows_or_not_is_asked_for():
     """A mask as long as the rank's rows, the same on all ranks."""
