@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flex_model.distributed.placement import Shard
 from flex_model.layouts import logged, memory_map
+from flex_model.layouts.factories import BY_SIZES
 from flex_model.layouts.logged import Value
 from flex_model.layouts.operation_log import dtype_of
 from flex_model.layouts.propagation.operation import Operand, Shape, differ, full_size
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 _SLICES = {f"aten::{name}" for name in (*SPLITS, "slice", "narrow", "select", "unbind")}
 _VIEWS = {f"aten::{name}" for name in (*TO_SIZES, "_reshape_alias", "unflatten")}
+_FACTORIES = {f"aten::{name}" for name in BY_SIZES}
 _OF_RANGE = {"start", "end", "step", "steps"}
 _WITH_EXPRESSION = SIZE_ARGUMENTS | FACTOR_ARGUMENTS
 
@@ -64,6 +66,7 @@ class ArgumentReader:
     def __init__(self, proofs: AxisProofs, operation: str = "") -> None:
         self._proofs, self._operation = proofs, operation
         self._is_view = operation in _VIEWS
+        self._makes_anew = operation in _FACTORIES
         self.operands: list[Operand] = []
         self.full_sizes: dict[str, list[int | None]] = {}
         self.differs = self.are_others = False
@@ -206,6 +209,8 @@ class ArgumentReader:
         """
         unsettled = set() if self._shows_split else unsettled
         shards = [operand for operand in self.operands if operand.shard is not None]
+        if self._makes_anew:  # ``x.new_zeros(2, 6)``: of x it has neither dims nor elements
+            shards = []
         rule_decides = self._is_view or self._operation in _SLICES
         kept = set(self._with_expression)
         split = shards[0].shard if shards else None
@@ -231,6 +236,8 @@ class ArgumentReader:
                 is_kept = place == num_same <= rows_dim
                 is_same_dim = is_kept and number == shards[0].shapes[0][place]
                 is_same_dim &= not (hides_row and number == 1) and not self._shows_split
+                if place == rows_dim and split is not None and number == split.parts > 1:
+                    is_same_dim = False  # blocks of one row: ``torch.cat([a, b]).view(2, -1)``
                 num_same += is_same_dim
                 if is_same_dim and split is not None and place == rows_dim:  # x.view(len(x), -1)
                     self.full_sizes[name][place] = full_size(split, shards[0].shapes)
@@ -248,11 +255,14 @@ class ArgumentReader:
             }
 
     def _hides_row(self, shape: Shape, rows_dim: int) -> bool:
-        """Whether a view drops or adds dims of size 1, of which a rank's one row may be any."""
-        ones = sum(number == 1 for _, _, number in self._plain)
-        if shape[rows_dim] != 1 or ones == shape.count(1):
-            return False
-        return ones > 1 or 1 in shape[:rows_dim]
+        """Whether a 1 passed to a view may be no rank's one row: it drops or adds dims of size 1,
+        of which the row may be any, or has a -1, where all rows may be.
+        """
+        plain = [number for _, _, number in self._plain]
+        if shape[rows_dim] != 1 or -1 in plain:
+            return shape[rows_dim] == 1
+        ones = plain.count(1)
+        return ones != shape.count(1) and (ones > 1 or 1 in shape[:rows_dim])
 
     def _may_count_rows(self, number: int) -> bool:
         """Whether the number may be a rank's size of a split dim, or that joined with others."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 OpenDims = frozenset[int]
 
 _VIEWS = {"view", "reshape", "_unsafe_view", "flatten", "unflatten", "squeeze"}
-_KEEP_ALL = {*_VIEWS, "slice", "select", "repeat", "expand", "flip", "roll"}
+_KEEP_ALL = {*_VIEWS, "slice", "select", "repeat", "expand", "flip", "roll", "tril", "triu"}
 _JOIN = {*_VIEWS, "cat", "stack", "repeat", "repeat_interleave"}
 _BESIDE = {"where", "masked_fill", "copy", "index_copy", "complex"}
 _AT_INDICES = {"index_put", "index_copy"}
@@ -77,14 +77,33 @@ def open_dims(
             of_each.append(frozenset())
         else:
             return None
+    if torch.Tag.pointwise in operation.tags:
+        whole = [one for one, dims in zip(operation.operands, of_each) if not dims]
+        of_each = [
+            frozenset(dim for dim in dims if not _is_covered(one, dim, whole))
+            for one, dims in zip(operation.operands, of_each)
+        ]
     if may_expand(name, axis):
         return _expanded(operation, of_each[0], split_sizes)
     grown = _grown(operation, split_sizes) if are_numbers and axis == "dp" else frozenset[int]()
+    if axis == "dp" and joins_copies(operation, split_sizes):
+        grown |= {operation["dim"] % result.ndim}
     if not any(of_each):
         return grown or None
     joined = name == "cat"
     found = _joined(operation, of_each) if joined else _parallel(operation, of_each, axis)
     return None if found is None else found | grown
+
+
+def joins_copies(operation: Operation, split_sizes: set[int]) -> bool:
+    """Whether it joins copies of one tensor along a dim in which each has one index, of which there
+    may be one for each row: ``torch.cat([token] * len(x))``.
+    """
+    if operation.name not in ("cat", "stack"):
+        return False
+    count, shape = len(operation.values), operation.outputs[0].shapes[0]
+    are_copies = len(set(operation.values)) == 1 and operation.values[0] is not None
+    return are_copies and count in split_sizes - {1} and shape[operation["dim"]] == count
 
 
 def _grown(operation: Operation, split_sizes: set[int]) -> OpenDims:
@@ -238,8 +257,8 @@ def _shows_rows(operation: Operation) -> bool:
 def _as_rules_allow(
     operation: Operation, unknown: Sequence[tuple[Operand, OpenDims]], others: Sequence[Operand]
 ) -> Operation:
-    """Return the operation with the only placements of these operands with which its rule allows
-    the split tensors among the others.
+    """Return the operation with placements of these operands with which its rule allows the split
+    tensors among the others, if all of these give the same results.
     """
     shards = [operand for operand in others if operand.shard is not None]
     if not shards:
@@ -247,9 +266,13 @@ def _as_rules_allow(
     operands, of_each = zip(*unknown)
     if operation.name == "cat":  # as many along its own dim as there are, which shows nothing
         of_each = tuple(dims - {operation["dim"] % operation.outputs[0].ndim} for dims in of_each)
-    readings = _readings(operation, operands, of_each)
-    allowed = [made for _, made in readings if None not in rules.propagate(made)]
-    return allowed[0] if len(allowed) == 1 else operation
+    allowed = [
+        (made, results)
+        for _, made in _readings(operation, operands, of_each)
+        if None not in (results := rules.propagate(made))
+    ]
+    is_certain = bool(allowed) and all(results == allowed[0][1] for _, results in allowed)
+    return allowed[0][0] if is_certain else operation
 
 
 def with_shares(operation: Operation, known: Mapping[Any, OpenDims]) -> Operation:
@@ -355,16 +378,16 @@ def _beside(
 
 
 def _is_covered(tensor: Operand, dim: int, others: Sequence[Operand]) -> bool:
-    """Whether a size above 1 is that of another operand, which is whole there, too: broadcasting
-    excludes a larger one.
+    """Whether another operand is whole and larger than 1 there: broadcasting excludes another size.
+    A size of 1 is whole beside rows, too, which stand elsewhere.
     """
-    sizes = {shape[dim] for shape in tensor.shapes}
-    if sizes == {1}:
+    is_one = {shape[dim] for shape in tensor.shapes} == {1}
+    if is_one and any(one.shard for one in others):
         return True
-    back = tensor.ndim - dim
+    back, full = tensor.ndim - dim, len(tensor.shapes) if is_one else 0  # of one row a rank
     return any(
         operand.ndim >= back
-        and {shape[-back] for shape in operand.shapes} == sizes
+        and operand.shapes[0][-back] not in (1, full)
         and not (operand.shard is not None and operand.shard.dim == operand.ndim - back)
         for operand in others
     )

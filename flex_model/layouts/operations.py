@@ -247,7 +247,9 @@ def _note_open(
     values = operation.values
     placement, is_tp = proofs.placements.get(value), proofs.axis == "tp"
     may_be_share = constants.may_expand(operation.name, proofs.axis) or (
-        is_tp and any(v in proofs.open for v in values)
+        any(v in proofs.open for v in values)
+        if is_tp
+        else constants.joins_copies(operation, proofs.split_sizes)
     )
     are_numbers = proofs.reads_parts and value in proofs.numbers
     if placement is None or (placement == REPLICATED and (may_be_share or are_numbers)):

@@ -366,7 +366,9 @@ _OF_SUBSCRIPTS = {"slice", "select"}
 
 
 def plain_name(name: str) -> str:
-    """Return the common name of ``__radd__``, ``add_`` and ``aten::add``: one operation."""
+    """Return the common name of ``__radd__``, ``add_`` and ``aten::add``: one operation. Torch's
+    ``tile`` is ``repeat``.
+    """
     name = name.rpartition("::")[2]
     if name.startswith("__"):
         name = name.strip("_")
@@ -374,7 +376,7 @@ def plain_name(name: str) -> str:
             if name.removeprefix(prefix) in _ARITHMETIC:
                 name = name.removeprefix(prefix)
         return {"truediv": "div", "floordiv": "floor_divide", "mod": "remainder"}.get(name, name)
-    return {"true_divide": "div"}.get(name.rstrip("_"), name.rstrip("_"))
+    return {"true_divide": "div", "tile": "repeat"}.get(name.rstrip("_"), name.rstrip("_"))
 
 
 _ARITHMETIC = {"add", "sub", "mul", "truediv", "floordiv", "pow", "mod"}

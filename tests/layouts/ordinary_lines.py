@@ -218,6 +218,28 @@ def shared_mask(model, h):
     return (h @ h.mT + mask).softmax(-1) @ h
 
 
+def literal_masks(model, h):
+    """With a 1 where a rank may have one row, before they meet rows."""
+    _, length, width = h.shape
+    mask = torch.zeros(1, 1, length, length) + model.tables["steps"][0]
+    mask = mask.masked_fill(torch.ones(length, length).triu(1) > 0, -9.0)
+    heads = (h + (torch.zeros(1, length, width) + model.table[:1])).unflatten(-1, (2, -1))
+    heads = heads.transpose(1, 2)
+    made = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
+    return made.transpose(1, 2).flatten(2)
+
+
+def counted_rows(model, h):
+    """By a number that torch is not passed, or that it is passed as any other."""
+    state = h.new_zeros(len(h), WIDTH) + model.table[0]
+    for token in h.unbind(1):
+        state = (state + token).tanh()
+    one = model.table[0]
+    first = torch.cat([model.table[None, :2]] * len(h))
+    last = torch.stack([one for _ in range(len(h))])[:, None] + state[:, None]
+    return torch.cat([first, h, last], 1)[:, 1:-2] + model.table[1:2, None].tile(h.shape[0], 1, 1)
+
+
 def zeros_of_rows(model, h):
     state = torch.zeros(h.shape[0], WIDTH, dtype=h.dtype)
     for token in h.unbind(1):

@@ -452,6 +452,33 @@ def test_halves_of_a_ranks_rows_beside_each_other_are_refused(name, rows):
             flex(x)
 
 
+COUNTED = {  # with the number of a rank's rows
+    "zeros of rows": (3, lambda model, h: h.new_zeros(len(h), LENGTH, WIDTH) + model.table[0]),
+    "zeros of one row": (1, lambda model, h: torch.zeros(len(h), 4, WIDTH) + model.table),
+    "as many as all rows": (1, lambda model, h: torch.zeros(len(h), WIDTH) + model.table[:2]),
+    "joined copies": (3, lambda model, h: torch.cat([model.table[None]] * len(h))),
+    "stacked copies": (3, lambda model, h: torch.stack([model.table] * len(h))),
+    "tiled": (2, lambda model, h: torch.tile(h, (1, h.shape[0], 1))),
+    "packed": (1, lambda model, h: h.view(1, -1, WIDTH)),
+    "packed, unflattened": (1, lambda model, h: h.unflatten(0, (1, -1))),
+    "two blocks": (1, lambda model, h: torch.cat([h, -h]).view(2, -1, LENGTH, WIDTH)),
+    "two blocks, by len": (1, lambda model, h: torch.cat([h, -h]).view(2, len(h), LENGTH, WIDTH)),
+    "two blocks, unflattened": (1, lambda model, h: torch.cat([h, -h]).unflatten(0, (2, -1))),
+    "three blocks": (1, lambda model, h: h.repeat(3, 1, 1).view(3, -1, LENGTH, WIDTH)),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", COUNTED)
+def test_what_a_rank_has_by_its_number_of_rows_is_refused(name):
+    """Where a site holds it as it is: the unsharded program has a larger one, or another dim."""
+    rows, lines = COUNTED[name]
+    with FlexModel(around(lines), {}, data_parallel_size=2, timeout=20) as flex:
+        flex.register_forward_hook(HookFunction("behind", None, mixing_features))
+        with pytest.raises(ValueError, match=r"forward hook on 'behind'.*is not known"):
+            flex(batch(rows).chunk(2)[dist.get_rank()])
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_advice_for_rows_in_another_order_or_number(name):
