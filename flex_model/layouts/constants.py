@@ -97,13 +97,16 @@ def open_dims(
 
 def joins_copies(operation: Operation, split_sizes: set[int]) -> bool:
     """Whether it joins copies of one tensor along a dim in which each has one index, of which there
-    may be one for each row: ``torch.cat([token] * len(x))``.
+    may be one for each row: ``torch.cat([token] * len(x))``. The last dim of several has features,
+    such as the halves of a rotary embedding of one frequency.
     """
     if operation.name not in ("cat", "stack"):
         return False
     count, shape = len(operation.values), operation.outputs[0].shapes[0]
     are_copies = len(set(operation.values)) == 1 and operation.values[0] is not None
-    return are_copies and count in split_sizes - {1} and shape[operation["dim"]] == count
+    is_last = operation["dim"] % len(shape) == len(shape) - 1 > 0
+    are_rows = count in split_sizes - {1} and shape[operation["dim"]] == count and not is_last
+    return are_copies and are_rows
 
 
 def _grown(operation: Operation, split_sizes: set[int]) -> OpenDims:
