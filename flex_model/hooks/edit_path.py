@@ -246,6 +246,8 @@ class ReplicatedPath(_ShardedPath):
                 )
                 if compares and all(other.state == OK for other in headers):
                     if any(other.hash != digest for other in headers):
+                        # What the function was given may be the cause, as a weight on a GPU.
+                        replicas.compare(communicator, call.run.pending_replicas)
                         for one, edited in zip(inputs, edits):
                             result = one.full if edited is None else edited
                             replicas.check_edit(communicator, call.describe(), one.full, result)
