@@ -47,11 +47,12 @@ class Targets:
     def _search(self, registrations: Sequence[Registration]) -> None:
         paths = _paths(self._root)
         places: dict[tuple[int, str], _Place] = {}
+        managed = fsdp2.managed_parameters(self._root)
         self._gone = []
         for registration in registrations:
             # Some are on other ranks; FSDP exchanges the parameters in every forward.
             targets = registration.living_targets
-            is_exchanged = any(fsdp2.is_managed(self._root, target) for target in targets)
+            is_exchanged = not managed.isdisjoint(map(id, targets))
             if not registration.targets or registration.moment == "gathered" or is_exchanged:
                 continue
             found = [paths[id(t)] for t in targets if id(t) in paths]

@@ -23,11 +23,12 @@ class DivideFactors:
         self._dp_size = mesh.dp_size
         self._fsdp2: dict[str, nn.Module] = {}
         self._fixed: dict[float, str] = {}
-        managed: set[int] = set()  # by modules so far: parents come before what they manage
-        for name, module in root.named_modules() if mesh.dp_size > 1 else ():
+        if mesh.dp_size == 1:
+            return
+        managed = fsdp2.managed_parameters(root)
+        for name, module in root.named_modules():
             if fsdp2.is_fsdp2(module):
                 self._fsdp2[name] = module
-                managed.update(map(id, fsdp2.managed_parameters(module)))
             elif isinstance(module, DistributedDataParallel) or is_fsdp1(module):
                 self._fixed[mesh.dp_size] = name
             for leaf, parameter in module.named_parameters(recurse=False):

@@ -80,9 +80,10 @@ def divide_factors(modules: Mapping[str, nn.Module]) -> dict[float | None, str]:
     }
 
 
-def managed_parameters(module: nn.Module) -> list[Any]:
-    """Return the sharded parameters of the groups that a module manages."""
-    return [kept.sharded_param for group in _groups(module) for kept in group.fsdp_params]
+def managed_parameters(root: nn.Module) -> set[int]:
+    """Return the ids of the sharded parameters in a model that FSDP2 manages."""
+    groups = (group for module in filter(is_fsdp2, root.modules()) for group in _groups(module))
+    return {id(kept.sharded_param) for group in groups for kept in group.fsdp_params}
 
 
 def is_managed(root: nn.Module, parameter: Any) -> bool:
