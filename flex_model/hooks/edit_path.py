@@ -239,25 +239,37 @@ class ReplicatedPath(_ShardedPath):
         is_edited = any(edited is not None for edited in edits)
         communicator.note_edit(call.describe() if is_edited else "")
         if checks:
-            header = Header("result of an edit", site=registration.site, hash=digest)
             with nullcontext() if self._checks_edits else communicator.uncounted():
-                headers = communicator.check_consistency(
-                    header, f"the result of the edit of {call.describe()}"
-                )
-                if compares and all(other.state == OK for other in headers):
-                    if any(other.hash != digest for other in headers):
-                        # What the function was given may be the cause, as a weight on a GPU.
-                        replicas.compare(communicator, call.run.pending_replicas)
-                        for one, edited in zip(inputs, edits):
-                            result = one.full if edited is None else edited
-                            replicas.check_edit(communicator, call.describe(), one.full, result)
-                    registration.note_compared()
+                self._check_results(inputs, edits, digest)
         return [
             None
             if edited is None
             else one.put_back(gather.scatter(edited.to(one.part.dtype), one.gathered_by))
             for one, edited in zip(inputs, edits)
         ]
+
+    def _check_results(self, inputs: Sequence[EditInput], edits: Edits, digest: int | None) -> None:
+        """Exchange whether the function failed; with a digest of what it returned, compare that.
+        Collective.
+
+        Raises:
+            HookError: it failed, on some rank. On every rank.
+            ReplicasDifferError: the ranks' results differ. On every rank.
+        """
+        call, communicator = inputs[-1].call, self._communicator
+        header = Header("result of an edit", site=call.registration.site, hash=digest)
+        headers = communicator.check_consistency(
+            header, f"the result of the edit of {call.describe()}"
+        )
+        if digest is None or any(other.state != OK for other in headers):
+            return
+        if any(other.hash != digest for other in headers):
+            # What the function was given may be the cause, as a weight on a GPU.
+            replicas.compare(communicator, call.run.pending_replicas)
+            for one, edited in zip(inputs, edits):
+                result = one.full if edited is None else edited
+                replicas.check_edit(communicator, call.describe(), one.full, result)
+        call.registration.note_compared()
 
 
 def _are_without_values(inputs: Sequence[EditInput]) -> bool:
