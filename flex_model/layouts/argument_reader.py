@@ -190,8 +190,8 @@ class ArgumentReader:
         """Whether the number, or its reciprocal, may be that of all elements of a rank's rows."""
         finite = [n for n in (number, 1 / (number or math.inf)) if math.isfinite(n)]
         counts = {round(n) for n in finite if math.isclose(n, round(n))} - {0}
-        sizes = self._proofs.split_sizes - {0}
-        return any(count % size == 0 for count in counts for size in sizes)
+        is_one = 1 in self._proofs.split_sizes  # of which any number is a multiple
+        return any(is_one or self._may_count_rows(count) for count in counts)
 
     def conclude_sizes(self, unsettled: set[int]) -> None:
         """Infer the sizes that the unsharded program passes where ranks pass plain numbers.

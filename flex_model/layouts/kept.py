@@ -50,7 +50,7 @@ class KeptTensors:
         for tensor, value in (*follower.recorder.live_tensors(), *written):
             pair = follower.placements(value)
             if pair != (None, None):
-                lost = follower.obstacles(value).get(axis)
+                lost = follower.obstacles(value).get(axis) if None in pair else None
                 self._add(tensor, f"{lost}, value {value}" if lost else f"value {value}", pair)
 
     def note_state(self, tensors: Iterable[tuple[Tensor, Pair]]) -> None:

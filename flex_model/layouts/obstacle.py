@@ -62,8 +62,9 @@ class Obstacle(NamedTuple):
     num_parts: int = 1
 
     def __str__(self) -> str:
-        differs = f": the ranks' control flow differs, not all ran {self.difference}"
-        return (
-            f"{self.text}{differs * bool(self.difference)}"
-            f"{f', beside rows in {self.num_parts} parts' * (self.num_parts > 1)}"
-        )
+        text = self.text
+        if self.difference:
+            text += f": the ranks' control flow differs, not all ran {self.difference}"
+        if self.num_parts > 1:
+            text += f", beside rows in {self.num_parts} parts"
+        return text
