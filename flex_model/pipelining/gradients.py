@@ -4,7 +4,7 @@ the unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,10 @@ from flex_model.integrations import fsdp2
 
 
 class Gradients:
-    """The gradients of one step. Those that parameters had before are added again at its end.
+    """The gradients of one step. Those that parameters had before are added again at its end."""
 
-    Args:
-        divisor: Makes gradients of the mean loss from sums over micro-batches.
-        inputs: The step's, on this rank; they may have gradients, too.
-    """
-
-    def __init__(self, core: HookCore, divisor: int, inputs: Iterable[Tensor] = ()) -> None:
-        self._core, self._divisor = core, divisor
+    def __init__(self, core: HookCore) -> None:
+        self._core = core
         self._hooked = core.table.parameters()
         # Each stage whose editing functions use a trainable module has a part of its gradient.
         self._trainable = [p for p in core.modules.parameters() if p.requires_grad]
@@ -39,19 +34,6 @@ class Gradients:
         for parameter in {id(p): p for p in [*stages, *self._trainable]}.values():
             self._before.append((parameter, parameter.grad))
             parameter.grad = None
-        # Before autograd adds them up: an input may be computed from others, outside of the step.
-        of_inputs = {id(one): one for one in inputs if one.requires_grad and divisor > 1}
-        self._handles = [one.register_hook(self._scaled) for one in of_inputs.values()]
-
-    def _scaled(self, grad: Tensor) -> Tensor:
-        return grad / self._divisor
-
-    def scale(self) -> None:
-        """Divide the sums over micro-batches. Local."""
-        if self._divisor > 1:
-            for parameter, _ in self._before:
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._divisor)
 
     def run_hooks(self) -> None:
         """Call the hooks on parameters' gradients, with those of the whole batch. Collective over
@@ -87,8 +69,6 @@ class Gradients:
 
     def restore(self, is_failed: bool) -> None:
         """Add the gradients from before the step; if it failed, restore them. Local."""
-        for handle in self._handles:
-            handle.remove()
         for parameter, before in self._before:
             if is_failed or parameter.grad is None:
                 parameter.grad = before

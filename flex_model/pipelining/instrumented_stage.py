@@ -12,11 +12,11 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules
 from torch.nn.parallel import DistributedDataParallel
@@ -94,6 +94,23 @@ class StepPlan:
     seed: int
 
 
+class StageStep(NamedTuple):
+    """What one stage does in a step.
+
+    Attributes:
+        is_skipped: Whether the step needs nothing of the stage.
+        sites: The modules after which its forwards end; None: they run to their end.
+        is_edited: Whether hooks edit activations of this rank's stages.
+        divisor: Makes the mean loss of a sum over micro-batches.
+    """
+
+    has_backward: bool = False
+    is_skipped: bool = False
+    sites: list[Site] | None = None
+    is_edited: bool = False
+    divisor: int = 1
+
+
 class InstrumentedStage:
     """A stage of torch's that never raises during a step."""
 
@@ -101,8 +118,7 @@ class InstrumentedStage:
         self.stage, self.index = stage, stage.stage_index
         self._state, self._core = state, core
         self._accepted = accepted_kwargs(stage.submod)
-        self._is_skipped = False  # these two: see `begin`
-        self._until: list[Site] | None = None
+        self._step = StageStep()
         self._recording: StageRecording | None = None
         self._failed: set[int] = set()  # micro-batches that continue with zeros
         self._num_backwards = 0
@@ -119,26 +135,32 @@ class InstrumentedStage:
             for module in stage.submod.modules()
         )
         self._splits_backward = self._may_split_backward  # in the running step
-        vars(stage).update({name: getattr(self, name.lstrip("_")) for name in _REPLACED})
 
     def restore(self) -> None:
         """Leave the stage as it was."""
-        for name in _REPLACED:
-            vars(self.stage).pop(name, None)
         vars(self.stage).update(self._before)
 
-    def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
-        """Begin a step.
-
-        Args:
-            is_skipped: Whether the step needs nothing of the stage.
-            sites: The modules after which its forwards end; None: they run to their end.
+    @contextlib.contextmanager
+    def with_own_methods(self) -> Iterator[None]:
+        """A context in which torch's schedule runs the methods here. Outside of it the stage is
+        torch's own: another schedule may run it.
         """
+        vars(self.stage).update({name: getattr(self, name.lstrip("_")) for name in _REPLACED})
+        try:
+            yield
+        finally:
+            for name in _REPLACED:
+                vars(self.stage).pop(name, None)
+
+    def begin(self, step: StageStep) -> None:
+        """Begin a step."""
+        self._step = step
         self._failed.clear()
         self._num_backwards = 0
-        self._splits_backward = self._may_split_backward
-        self._is_skipped, self._until = is_skipped, sites
-        self.stage.has_backward = has_backward
+        # A split backward finds the parameters behind what the stage received, and an edit may put
+        # another tensor in its place.
+        self._splits_backward = self._may_split_backward and not step.is_edited
+        self.stage.has_backward = step.has_backward
         self.stage.clear_runtime_states()
 
     def record(self, recording: StageRecording | None) -> None:
@@ -184,8 +206,8 @@ class InstrumentedStage:
             self._splits_backward = False
         with self._state.at(self.index, fwd_chunk_id):
             try:
-                if not self._is_skipped:
-                    with ended_at(self._until, self.stage.submod):
+                if not self._step.is_skipped:
+                    with ended_at(self._step.sites, self.stage.submod):
                         output = self._of_torch(
                             "forward_one_chunk",
                             fwd_chunk_id,
@@ -244,6 +266,8 @@ class InstrumentedStage:
         if not stage.has_backward:
             return
         self._num_backwards += 1
+        # Gradients are those of the mean loss from here on, wherever they go.
+        loss = None if loss is None else loss / self._step.divisor
         if not self._splits_backward:
             full_backward, last_backward = True, self._num_backwards == stage.chunks
         if self._run_backward(
@@ -274,7 +298,7 @@ class InstrumentedStage:
 
     def _run_backward(self, name: str, microbatch: int, **kwargs: Any) -> bool:
         """Run torch's method; return whether the micro-batch has not failed."""
-        with self._state.at(self.index, microbatch), self._with_trainable():
+        with self._state.at(self.index, microbatch):
             if microbatch not in self._failed:
                 try:
                     self._of_torch(name, microbatch, **kwargs)
@@ -293,9 +317,7 @@ class InstrumentedStage:
             self._of_torch("set_local_bwd_input", next_stage_bwd_outputs, mb_index)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Do nothing: ``Gradients`` scales, once for a parameter of two stages, and not what was
-        there before the step.
-        """
+        """Do nothing: the loss is divided."""
 
     def validate_fwd_input(self, args: Any, kwargs: Any) -> None:
         """Do nothing: all ranks agreed on the inputs before the step."""
@@ -323,24 +345,6 @@ class InstrumentedStage:
         if stage.is_last and save_forward_output:
             stage.output_chunks.append(output)
         return output
-
-    @contextlib.contextmanager
-    def _with_trainable(self) -> Iterator[None]:
-        """A context in which trainable modules count as the stage's own: zero-bubble schedules
-        compute the gradients of the parameters that the stage's module has, and no others.
-        """
-        submod, trainable = self.stage.submod, self._core.modules.parameters()
-        parameters, added = type(submod).parameters, [p for p in trainable if p.requires_grad]
-
-        def all_parameters(recurse: bool = True) -> Iterator[nn.Parameter]:
-            yield from parameters(submod, recurse)
-            yield from added
-
-        vars(submod)["parameters"] = all_parameters
-        try:
-            yield
-        finally:
-            del vars(submod)["parameters"]
 
 
 def sendable(output: Any) -> Any:
@@ -443,7 +447,10 @@ class LocalSchedule:
         vars(schedule).update(_has_backward=call.has_backward, _loss_fn=loss_fn)
         try:
             filled = None if targets is None else losses
-            run(plan.arg_chunks, plan.kwarg_chunks, targets, filled, call.return_outputs)
+            with contextlib.ExitStack() as stack:
+                for stage in self.instrumented:
+                    stack.enter_context(stage.with_own_methods())
+                run(plan.arg_chunks, plan.kwarg_chunks, targets, filled, call.return_outputs)
         finally:
             vars(schedule).update(before)
         if self.has_last and call.return_outputs and not self._state.failure.has_error:

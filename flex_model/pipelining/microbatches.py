@@ -15,6 +15,7 @@ from torch.distributed.pipelining.microbatch import (
     _Replicate,
     split_args_kwargs_into_chunks,
 )
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 
 from flex_model.distributed.communicator import Communicator
@@ -69,7 +70,7 @@ def _split_tensors(
             "were passed; give what the spec is for, or make the schedule with another"
         )
     for name, value in values.items():
-        leaves, tree = pytree.tree_flatten(value)
+        leaves, tree = pytree.tree_flatten(value, is_leaf=_is_mask)
         whole = [TensorChunkSpec(0)] * len(leaves)
         leaf_specs = whole if specs is None else tree.flatten_up_to(specs[name])
         for leaf, spec in zip(leaves, leaf_specs, strict=True):
@@ -134,10 +135,17 @@ def find_unsplit(
 
 def _default_specs(value: Any, rows: int | None) -> Any:
     def spec_of(leaf: Any) -> Any:
-        is_split = isinstance(leaf, Tensor) and leaf.dim() and rows in (None, leaf.shape[0])
-        return TensorChunkSpec(0) if is_split else _Replicate()
+        is_mask, is_tensor = _is_mask(leaf), isinstance(leaf, Tensor) and leaf.dim() > 0
+        has_rows = (is_mask or is_tensor) and rows in (None, leaf.shape[0])
+        has_rows |= is_mask and leaf.shape[0] == 1  # one for all rows
+        return TensorChunkSpec(0) if has_rows else _Replicate()
 
-    return pytree.tree_map(spec_of, value)
+    return pytree.tree_map(spec_of, value, is_leaf=_is_mask)
+
+
+def _is_mask(value: Any) -> bool:
+    """Whether it is a mask of flex_attention, which torch splits as one."""
+    return isinstance(value, BlockMask)
 
 
 def shapes_of(values: Any) -> list[Description]:

@@ -29,7 +29,7 @@ from flex_model.inspection.tree import Node
 from flex_model.integrations import cut, fsdp2, refused
 from flex_model.integrations.transformers_private import cache_of, pipeline_stage, with_cache_of
 from flex_model.names import find_parameter
-from flex_model.pipelining.instrumented_stage import LocalSchedule, StepCall, StepPlan
+from flex_model.pipelining.instrumented_stage import LocalSchedule, StageStep, StepCall, StepPlan
 from flex_model.pipelining.local_pipeline import LocalPipeline, check_dims
 from flex_model.pipelining.stages import StageIndex, find_targets
 from flex_model.pipelining.step_runner import StepRunner
@@ -37,7 +37,7 @@ from flex_model.records.store.session import Session, config_hash
 from flex_model.runs.module import check_open
 from flex_model.runs.settings import Groups, Settings, refuse_of_steps
 from flex_model.runs.step import MicrobatchState
-from flex_model.runs.until import Site, ended_at
+from flex_model.runs.until import ended_at
 from flex_model.visualize.model_map import Modules
 
 _OF_STEP = ("target", "losses", "return_outputs")  # keyword arguments of the step, not of stages
@@ -362,8 +362,7 @@ class LocalForward:
         self.index, self.has_last = stage.stage_index, stage.is_last
         self._state, self._core = state, core
         self._forward = stage.submod.forward
-        self._is_skipped = False  # these two: see `begin`
-        self._until: list[Site] | None = None
+        self._step = StageStep()
         self._left: list[str] = []  # what this forward has yet to send or receive
         self._kwargs: dict[str, Any] = {}
         self._is_tracked = False
@@ -379,9 +378,9 @@ class LocalForward:
         if self.stage.is_first:  # only its cache has the keys of layer 0
             _check_cache(kwargs)
 
-    def begin(self, has_backward: bool, is_skipped: bool, sites: list[Site] | None) -> None:
-        """Begin a step: see ``InstrumentedStage.begin``."""
-        self._is_skipped, self._until = is_skipped, sites
+    def begin(self, step: StageStep) -> None:
+        """Begin a step."""
+        self._step = step
 
     def run(self, call: StepCall, plan: StepPlan, losses: list[Tensor]) -> Any:
         """Run the model's own forward, without autograd: transformers sends no gradients. Return
@@ -397,8 +396,8 @@ class LocalForward:
         output = None
         with torch.no_grad(), self._state.at(self.index, 0):
             try:
-                if not self._is_skipped:
-                    with ended_at(self._until, stage.submod):
+                if not self._step.is_skipped:
+                    with ended_at(self._step.sites, stage.submod):
                         if stage.is_first:
                             self._begin_tracking(kwargs)
                         output = self._forward(**kwargs)

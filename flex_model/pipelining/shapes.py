@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME, Description, describe, exchange_json
 from flex_model.integrations.torch_pipelining import is_traced, to_meta
-from flex_model.integrations.torch_private import unchanged
+from flex_model.integrations.torch_private import restored, unchanged
 from flex_model.pipelining.instrumented_stage import InstrumentedStage, sendable
 from flex_model.pipelining.local_pipeline import LocalPipeline
 
@@ -156,6 +156,12 @@ def _text(shapes: Sequence[Description]) -> str:
 
 def _run(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the module's output; the module is left as it was."""
-    with torch.inference_mode(False), unchanged(module), warnings.catch_warnings():
+    tables = (table for one in module.modules() for table in (vars(one), one._buffers))
+    with (
+        torch.inference_mode(False),
+        unchanged(module),
+        restored(tables),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")  # of zeros and of no gradients; the step itself warns
         return sendable(module(*inputs, **kwargs))

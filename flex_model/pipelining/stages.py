@@ -15,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flex_model.distributed import values
 from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.tensor_dicts import describe, from_rank
-from flex_model.errors import nearest
+from flex_model.distributed.transports.buffer_layout import same_bits
+from flex_model.errors import agreed, nearest
 from flex_model.hooks.groups import matches
+from flex_model.integrations import dtensor
 from flex_model.integrations.torch_pipelining import is_traced
 from flex_model.layouts.statements import ParameterSources, Statement, Statements
 from flex_model.names import check_name, clean, find_module, find_parameter
@@ -62,7 +65,11 @@ class LocalStages(nn.Module):
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         found: dict[str, Any] = {}
         for stage in self.children():
-            found.update(stage.state_dict(*args, prefix=prefix, **kwargs))
+            own = stage.state_dict(*args, prefix=prefix, **kwargs)
+            for name in found.keys() & own.keys():
+                if not same_bits(found[name], own[name]):
+                    raise ValueError(_several_values(name, "stages of this rank"))
+            found.update(own)
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +89,19 @@ def _add_stage_prefix(root: LocalStages, state_dict: dict[str, Any], prefix: str
     for old in found.values():
         state_dict.pop(old, None)
     state_dict.update(values)
+
+
+_NAMES = (
+    "; give each stage's modules the names that the unsplit model has, with PassThrough() in place "
+    "of those that other stages have"
+)
+
+
+def _several_values(name: str, where: str) -> str:
+    return (
+        f"{name!r} has different values in {where}, so it does not name one parameter of an "
+        f"unsplit model{_NAMES}, or, of a parameter that is tied, keep its copies equal"
+    )
 
 
 def describe_stage(stage: Any) -> dict[str, Any]:
@@ -276,7 +296,7 @@ class StageIndex:
         if len(found) > 1:
             below = [other for other in self._called if not name or other.startswith(f"{name}.")]
             single = [other for other in reversed(below) if len(self._called[other]) == 1]
-            hint = f", as {min(single, key=lambda one: one.count('.'))!r}" if single else ""
+            hint = f", as {min(single, key=lambda one: one.count('.'))!r}" if single else _NAMES
             raise ValueError(
                 f"module {name!r} is spread over the stages {list(found)} of the pipeline, and "
                 "none of them sees the whole of its input and output; hook a module that one "
@@ -363,12 +383,13 @@ class StageParameters:
 
     Attributes:
         by_stage: By index of the stage: its parameters, collective over the ranks of the stage.
+        modules: By index of the stage: its module.
     """
 
     def __init__(
         self, root: LocalStages, communicator: Communicator, statements: Statements
     ) -> None:
-        self._modules = root.by_index
+        self.modules = root.by_index
         self.by_stage = {
             index: Parameters(module, communicator, statements)
             for index, module in root.by_index.items()
@@ -387,7 +408,7 @@ class StageParameters:
         """Return the placements stated for a parameter, by the first stage that has it, and its
         first name there. Local.
         """
-        for index, module in self._modules.items():
+        for index, module in self.modules.items():
             with contextlib.suppress(ValueError):
                 find_parameter(module, name)
                 return self.by_stage[index].sources_of(name)
@@ -417,7 +438,11 @@ class PipelineParameters:
         raw: bool = False,
         experts: Selector = None,
     ) -> Tensor:
-        """Return the full parameter, from the first stage that has it."""
+        """Return the full parameter, from the first stage that has it.
+
+        Raises:
+            ValueError: stages have other values under this name; on every rank.
+        """
         how: Any = {"sharded": sharded, "raw": raw, "experts": experts}
         return self._read(name, lambda p: p.get(name, expected_shape, **how))
 
@@ -452,6 +477,7 @@ class PipelineParameters:
             for other in self._index.names_of_parameter(name)
             for stage in self._index.holders_of_parameter(other)
         ]
+        self._check_is_one(name)
 
         def write() -> None:
             for stage, other in held:
@@ -460,8 +486,23 @@ class PipelineParameters:
 
         gather_checked(self._world, f"a new value of parameter {name!r}", write)
 
+    def _check_is_one(self, name: str) -> None:
+        stages = self._index.holders_of_parameter(name)
+        if len(stages) == 1:
+            return
+
+        def hashes() -> dict[int, int]:
+            modules = {i: self._local.modules[i] for i in stages if i in self._local.modules}
+            own = {i: find_parameter(module, name)[2] for i, module in modules.items()}
+            return {i: values.fingerprint(dtensor.to_local(one)) for i, one in own.items()}
+
+        gathered = gather_checked(self._line, f"the values of parameter {name!r}", hashes)
+        if len({found for of_rank in gathered for found in of_rank.values()}) > 1:
+            raise agreed(ValueError(_several_values(name, f"the stages {stages}")))
+
     def _read(self, name: str, read: Callable[[Parameters], Tensor | None]) -> Any:
         stage = self._index.holders_of_parameter(name)[0]
+        self._check_is_one(name)
         pp_rank, found = self._index.pp_ranks[stage], []
 
         def read_here() -> Any:

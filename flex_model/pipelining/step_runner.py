@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.failure import FAILED
@@ -28,7 +27,7 @@ from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.gradients import Gradients
-from flex_model.pipelining.instrumented_stage import StepCall, StepPlan
+from flex_model.pipelining.instrumented_stage import StageStep, StepCall, StepPlan
 from flex_model.pipelining.local_pipeline import LocalPipeline, plan_step
 from flex_model.pipelining.row_proofs import BatchRows, StageRecording
 from flex_model.pipelining.shapes import infer_shapes, run_in_order
@@ -104,17 +103,15 @@ class StepRunner:
                 registration.expect_microbatches(dim if plan.number > 1 else None, shape)
         divisor = plan.number if self._schedule.scale_grads else 1
         run = self._begin_run(call, plan)
-        core.executor.average_over(divisor)
-        inputs = pytree.tree_leaves((call.args, call.kwargs))
-        gradients = Gradients(core, divisor, [one for one in inputs if isinstance(one, Tensor)])
-        self._begin_stages(call)
+        gradients = Gradients(core)
+        is_edited = any(r.edits and r.kind in ("forward", "forward_pre") for r in chosen)
+        self._begin_stages(call, is_edited, divisor)
         self._rows.begin(call, plan, chosen)
         losses: list[Tensor] = []
         output = None
         before = save_ctx.begin_step(core.save_ctx)
         try:
             output = self._local.run(call, plan, losses)
-            gradients.scale()
             if call.has_backward and not state.is_silent:
                 gradients.run_hooks()
         except BaseException as error:
@@ -154,7 +151,7 @@ class StepRunner:
         self._last = run
         return run
 
-    def _begin_stages(self, call: StepCall) -> None:
+    def _begin_stages(self, call: StepCall, is_edited: bool, divisor: int) -> None:
         """Begin the step on all stages; with ``until``, for what the last of these sites needs."""
         last = self._index.num_stages
         if call.until is not None:
@@ -167,7 +164,8 @@ class StepRunner:
                     for name, kind in call.until
                     if self._index.stage_of(name, kind) == last
                 ]
-            stage.begin(call.has_backward, stage.index > last, sites)
+            is_skipped = stage.index > last
+            stage.begin(StageStep(call.has_backward, is_skipped, sites, is_edited, divisor))
 
     def _stated_dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int | None]:
         """Return the dims of the rows in records that the user states, by their name; None for

@@ -2,6 +2,7 @@
 to rank, odd edits, and stages that torch traced.
 """
 
+import copy
 import datetime
 import gc
 import time
@@ -10,6 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError, HookMismatchError
@@ -282,3 +290,147 @@ def test_stages_that_torch_traced(kind):
             assert_near(flex(x), expected["output"])
         with pytest.raises(ValueError, match=r"can't run these inputs: stage 0: .*its example"):
             flex(torch.cat([x, x]), target=torch.cat([y, y]))
+
+
+# ---- Gradients and inputs as torch's own steps and the unsplit model have them -------------------
+
+
+@pytest.mark.ranks(2)
+def test_a_leaf_that_an_edit_closes_over_gets_the_gradient_of_the_mean_loss():
+    model, (x, y) = make_mlp(), data()
+    vectors = [torch.zeros(8, requires_grad=True) for _ in range(2)]
+    for schedule, vector in (
+        (make_schedule(ALL[0], model, loss_fn=MSE), vectors[0]),
+        (None, vectors[1]),
+    ):
+
+        def script(flex, vector=vector):
+            flex.register_forward_hook(
+                HookFunction("layers.1", editing_function=lambda m, x, ctx, mods: x + vector)
+            )
+
+        if schedule is None:
+            unsplit(model, script, x, y, MSE)
+        else:
+            with FlexModel(schedule) as flex:
+                script(flex)
+                flex(x, target=y)
+                has_first = 0 in flex.module.by_index
+    if has_first:
+        assert_near(vectors[0].grad, vectors[1].grad, "", 1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_a_split_backward_reaches_what_replaces_an_activation():
+    def script(flex):
+        torch.manual_seed(2)
+        flex.register_trainable_module("learned", nn.Linear(8, 8))
+        flex.register_forward_hook(
+            HookFunction(
+                "layers.4",
+                editing_function=lambda m, x, c, mods: mods["learned"](torch.ones_like(x)),
+            )
+        )
+
+    model, (x, y) = make_mlp(), data()
+    expected = unsplit(model, script, x, y, MSE)
+    with FlexModel(make_schedule(ScheduleInterleavedZeroBubble, model, loss_fn=MSE)) as flex:
+        script(flex)
+        flex(x, target=y)
+        for name, parameter in flex.trainable_modules.named_parameters():
+            assert_near(parameter.grad, expected["trainable"][name], name, 1e-6)
+        for name, parameter in flex.module.named_parameters():
+            if expected["grads"][name] is not None:  # a stage in front receives zeros
+                assert_near(parameter.grad, expected["grads"][name], name, 1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_another_schedule_over_the_stage_is_torchs_own():
+    model, (x, y) = make_mlp(), data()
+
+    def step(schedule):
+        is_first = schedule._stage.is_first
+        schedule._stage.submod.zero_grad()
+        schedule.step(x) if is_first else schedule.step(target=y)
+        return [p.grad for p in schedule._stage.submod.parameters()]
+
+    expected = step(make_schedule(ALL[0], model, loss_fn=MSE))
+    first = make_schedule(ALL[1], model, loss_fn=MSE)
+    second = ALL[0](first._stage, 4, loss_fn=MSE)
+    with FlexModel(first) as flex:
+        flex(x, target=y)
+        for one, other in zip(step(second), expected, strict=True):
+            assert_near(one, other, "", 1e-6)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, mask=None):
+        keys = x[:, None]
+        return flex_attention(self.linear(x)[:, None], keys, keys, block_mask=mask)[:, 0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_a_block_mask_is_split_as_rows_are():
+    torch.manual_seed(0)
+    layers, x = [Attends(), Attends()], torch.randn(4, 16, 8)
+    ends = torch.tensor([2, 5, 8, 11])
+    documents = (torch.arange(16) >= ends[:, None]).long()
+    mask = create_block_mask(
+        lambda b, h, q, k: documents[b, q] == documents[b, k], 4, None, 16, 16, "cpu", 16
+    )
+    rank = dist.get_rank()
+    stage = PipelineStage(copy.deepcopy(layers[rank]), rank, 2, torch.device("cpu"))
+    with torch.no_grad(), FlexModel(ScheduleGPipe(stage, 2), return_on="all") as flex:
+        assert_near(flex(x, mask=mask), layers[1](layers[0](x, mask), mask), "", 1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_of_stages_whose_names_collide():
+    rank = dist.get_rank()
+    stages = [
+        PipelineStage(nn.Sequential(nn.Linear(4, 4)), index, 4, torch.device("cpu"))
+        for index in (rank, rank + 2)
+    ]
+    with FlexModel(ScheduleInterleaved1F1B(stages, 4, loss_fn=MSE)) as flex:
+        for call in (
+            lambda: flex.state_dict(),
+            lambda: flex.get_module_parameter("0.weight"),
+            lambda: flex.set_module_parameter("0.weight", torch.ones(4, 4)),
+            lambda: flex.register_forward_hook(HookFunction("0")),
+        ):
+            with pytest.raises(ValueError, match="PassThrough"):
+                call()
+
+
+class Averages(nn.Module):
+    """Assigns a buffer, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.calls = 0
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+            self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+        return x - self.mean
+
+
+@pytest.mark.ranks(2)
+def test_inferring_shapes_leaves_no_marks():
+    model, (x, y) = make_mlp(), data()
+    model.layers[6] = Averages()
+    twin = copy.deepcopy(model)
+    with FlexModel(make_schedule(ALL[0], model, 1, loss_fn=MSE), return_on="all") as flex:
+        for _ in range(2):
+            for is_training in (True, False):
+                flex.train(is_training), twin.train(is_training)
+                assert_near(flex(x, target=y), twin(x), "", 1e-6)
+        held = [m for m in flex.module.modules() if isinstance(m, Averages)]
+        assert all(module.calls == twin.layers[6].calls for module in held)
