@@ -229,7 +229,9 @@ def _note_facts(
         proofs.sizes_passed[value] = read.sizes_passed
     if name in collectives.SAME_ELEMENTS and not proofs.gathered_elsewhere.isdisjoint(values):
         proofs.gathered_elsewhere.add(value)
-    if chunks.splits_or_joins(operation) or name in _MAKERS:
+    is_of_sums = any(isinstance(one.placement, Partial) for one in operation.operands)
+    is_chunk = name in chunks.CHUNKS or name == "cat"
+    if chunks.splits_or_joins(operation) or name in _MAKERS or (is_of_sums and not is_chunk):
         proofs.makers[value] = (operation, output)
     if factories.is_factory(operation) or (values and proofs.numbers.issuperset(values)):
         proofs.numbers.add(value)

@@ -128,6 +128,12 @@ def broadcast(x):
     return x
 
 
+def columns_in_rows(x):
+    made = x.new_zeros(8, 2)
+    made[:4], made[4:] = x.chunk(2, 1)
+    return made
+
+
 def more_on_rank_0(x):
     """As a row-parallel layer adds its bias before the sum: on one rank."""
     return x if dist.get_rank() else x + torch.ones(x.shape[1])
@@ -156,6 +162,14 @@ KNOWN = {
     ),
     "replicas, scattered": (lambda p, h: scattered(h), lambda h: 2 * h),
     "a partial sum, scattered": (lambda p, h: scattered(p @ p.t()), lambda h: h @ h.t()),
+    "a partial sum, scattered by columns": (
+        lambda p, h: scattered(torch.cat((p @ p.t()).chunk(2, 1)).float() * 2).double(),
+        lambda h: h @ h.t() * 2,
+    ),
+    "a partial sum, scattered after its dims are moved": (
+        lambda p, h: scattered((p @ p.t()).view(2, 2, 4).permute(2, 0, 1)),
+        lambda h: (h @ h.t()).view(2, 2, 4).permute(2, 0, 1),
+    ),
     "partial sums, added to zeros": (
         lambda p, h: total(by_row(zeros(), p @ p.t())),
         lambda h: by_row(zeros(), h @ h.t()),
@@ -177,6 +191,18 @@ ALIKE = {
     "broadcast of a shard": lambda p, h: broadcast(p),
 }
 REFUSED = {
+    # The ranks' columns, brought to the front by other operations than those that are read.
+    "columns of a sum, by views": lambda p, h: scattered(
+        (p @ p.t()).unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1)
+    ),
+    "columns of a sum, stacked": lambda p, h: scattered(
+        torch.stack((p @ p.t()).chunk(2, 1)).flatten(0, 1)
+    ),
+    "columns of a sum, written": lambda p, h: scattered(columns_in_rows(p @ p.t())),
+    "columns of a sum, by their numbers": lambda p, h: scattered(
+        (p @ p.t()).flatten()[torch.arange(16).view(4, 2, 2).transpose(0, 1).flatten()].view(8, 2)
+    ),
+    "columns of one row of a sum": lambda p, h: scattered((p @ p.t())[:1].view(2, 2)),
     # c10d does not say what it writes to: other views kept what they were, and what was received.
     "reduced in two halves": lambda p, h: in_halves(p.sum(1)),
     "shown before it is reduced": lambda p, h: shown_before(p.sum(1)),
