@@ -44,7 +44,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
     values = [one.value for one in read.operands]
     found: _Found = [None] * len(outputs)
     written: Any = entries[0].writes[0].before if entries[0].writes else None
-    if name == "aten::copy_" and written in proofs.received and values[1] is None:
+    if name == "aten::copy_" and written in proofs.received and _is_of_gloo(proofs, values[1]):
         # Gloo's own copy into the result of a collective, when it is waited for.
         found = [proofs.placements.get(written)]
         proofs.received.add(outputs[0].value)
@@ -67,6 +67,13 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
         made = [output.value for output in outputs if _has_gradient(output.dtype)]
         proofs.gradients.note_made([entry.carriers for entry in entries], made)
     follow_writes(proofs, outputs, [entry.writes for entry in entries])
+
+
+def _is_of_gloo(proofs: AxisProofs, source: Any) -> bool:
+    """Whether nothing in this forward made the tensor, or the one that it was split off from."""
+    step = None if source is None else proofs.steps[source]
+    is_split = step is not None and step.text.startswith("split") and step.cause is not None
+    return source is None or (is_split and step.cause.reason is Reason.NOT_MADE)
 
 
 def _cause(proofs: AxisProofs, name: str, read: ArgumentReader, written: Any) -> Cause | None:

@@ -274,3 +274,38 @@ def test_edits_of_what_was_summed_and_their_gradients(name):
         flex(X.clone().requires_grad_()).square().sum().backward()
     if dist.get_rank() == 0:
         assert_close(records["gradient"][0], seen["gradient"])
+
+
+class Scattered(nn.Module):
+    """A row-parallel layer whose ranks keep their part of the length of its sum."""
+
+    def __init__(self, whole, group):
+        super().__init__()
+        self.in_features, self.out_features, self.group = 6, 6, group
+        self.weight = nn.Parameter(whole.weight.detach().chunk(2, 1)[group.rank()].clone())
+        self.site = nn.Tanh()
+
+    def forward(self, x):
+        h = x.chunk(2, -1)[self.group.rank()] @ self.weight.t()
+        found = h.new_empty(len(h) // 2, *h.shape[1:])
+        dist.reduce_scatter_tensor(found, h.contiguous(), group=self.group)
+        return self.site(found)
+
+
+@pytest.mark.ranks(4)
+def test_sums_that_are_scattered_beside_rows():
+    """Gloo copies the result from a part of a buffer of its own."""
+    mesh, x, records = models.mesh(2, 2), models.random(4, 6, 6), {}
+    whole = models.seeded(nn.Linear, 6, 6, bias=False).double()
+    model = Scattered(whole, mesh["tp"].get_group())
+    rows = x.chunk(2, 1)[mesh["dp"].get_local_rank()]
+    with (
+        torch.no_grad(),
+        FlexModel(model, records, device_mesh=mesh, batch_dim=1, output_ranks="all") as flex,
+    ):
+        flex.register_forward_hook(HookFunction("site", None, mixed))
+        found = flex(rows)
+        expected = whole(x).tanh()
+    assert_close(records["site"], [expected])
+    edited = mixed(None, expected, None, None).chunk(2, 1)[mesh["dp"].get_local_rank()]
+    assert_close(found, edited.chunk(2)[mesh["tp"].get_local_rank()])
