@@ -71,9 +71,10 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
 
 def _is_of_gloo(proofs: AxisProofs, source: Any) -> bool:
     """Whether nothing in this forward made the tensor, or the one that it was split off from."""
-    step = None if source is None else proofs.steps[source]
-    is_split = step is not None and step.text.startswith("split") and step.cause is not None
-    return source is None or (is_split and step.cause.reason is Reason.NOT_MADE)
+    if source is None:
+        return True
+    text, cause = proofs.steps[source].text, proofs.steps[source].cause
+    return text.startswith("split") and cause is not None and cause.reason is Reason.NOT_MADE
 
 
 def _cause(proofs: AxisProofs, name: str, read: ArgumentReader, written: Any) -> Cause | None:
