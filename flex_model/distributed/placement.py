@@ -181,6 +181,17 @@ class ShardLayout:
         dp, tp = self.dp, self.tp
         return isinstance(dp, Shard) and isinstance(tp, Shard) and dp.dim == tp.dim
 
+    def placements_of_proofs(self, dp_size: int, tp_size: int) -> tuple[Placement, Placement]:
+        """The placements along dp and tp as operations prove them: parts are counted in the dim
+        that one rank of the other axis holds.
+        """
+        dp, tp = self.dp, self.tp
+        if not (self.splits_one_dim and isinstance(dp, Shard) and isinstance(tp, Shard)):
+            return dp, tp
+        if self.tp_first:
+            return dp, replace(tp, parts=max(1, tp.parts // (dp.pieces or dp_size)))
+        return replace(dp, parts=max(1, dp.parts // (tp.pieces or tp_size))), tp
+
     @property
     def without_copies(self) -> ShardLayout:
         """The layout among ranks that hold different pieces, one rank a piece."""

@@ -28,8 +28,7 @@ from flex_model.hooks.save_ctx import SentToAll
 from flex_model.hooks.tracking import Tracking
 from flex_model.hooks.user_function import Observer, UserFunction
 from flex_model.integrations import dtensor, profiler
-from flex_model.layouts import follow, resolve
-from flex_model.layouts.follow import Pair
+from flex_model.layouts import follow
 from flex_model.records.records import Records
 
 
@@ -225,10 +224,8 @@ class HookExecutor:
         edited = one.like_original(shard)
         is_followed = one.gather_context is not None and follow.recording()
         if is_followed and one.call.registration.kind in ("forward", "forward_pre"):
-            layout = one.gathered_by.spec.layout
-            placed: Pair = (layout.dp, layout.tp)
-            if not dtensor.is_dtensor(one.original):  # a DTensor states its own layout
-                placed = resolve.placements_as_proven(layout, self._communicator.mesh)
+            layout, mesh = one.gathered_by.spec.layout, self._communicator.mesh
+            placed = layout.placements_of_proofs(mesh.dp_size, mesh.tp_size)
             self._tracking.note(one.call.evidence, edited, one.original, placed)
         return edited
 

@@ -56,7 +56,10 @@ class LayoutFinder:
         """Return this rank's plain tensor, in the graph, and the layout that a DTensor states: the
         whole one (the third value), or along the axes of its mesh (in the call).
         """
-        leaf, stated, known = dtensor.plain_and_stated(leaf, self._mesh, call.describe())
+        by_fsdp2 = call.registration.moment == "accumulated"
+        leaf, stated, known = dtensor.plain_and_stated(
+            leaf, self._mesh, call.describe(), by_fsdp2=by_fsdp2
+        )
         if stated != call.stated:
             call = replace(call, stated=stated)
         return call, leaf, known

@@ -236,7 +236,8 @@ def _seen_parameter(core: HookCore, registration: Registration) -> Seen:
     known = None
     if dtensor.is_dtensor(parameter):
         site = registration.describe()
-        known = dtensor.layout(parameter, core.mesh, site)
+        by_fsdp2 = registration.moment == "accumulated"
+        known = dtensor.layout(parameter, core.mesh, site, by_fsdp2=by_fsdp2)
         parameter = dtensor.to_local(parameter)
     shape, dtype, device = tuple(parameter.shape), parameter.dtype, parameter.device
     return Seen(registration.index, shape, dtype, pair, False, known, device)

@@ -413,15 +413,12 @@ def _sharded_parameters(core: HookCore) -> Sharded:
     found: dict[int, tuple[Tensor, str, bool]] = {}
     for full_name, parameter in core.module.named_parameters():
         name = clean(core.module, full_name)
-        if dtensor.is_dtensor(parameter):
-            layout = dtensor.layout(parameter, core.mesh, name)
-            by_tp = isinstance(layout.tp, Shard)
-            if by_tp or isinstance(layout.dp, Shard):
-                with torch.no_grad():
-                    tensors = (parameter, dtensor.to_local(parameter))
-                found |= {id(one): (one, name, not by_tp) for one in tensors}
-        elif core.mesh.tp_size > 1:
-            _, tp = core.parameters.sources_of(name)[0].placements
-            if tp is None or isinstance(tp, Shard):
-                found[id(parameter)] = (parameter, name, False)
+        if not dtensor.is_dtensor(parameter) and core.mesh.tp_size == 1:
+            continue
+        dp, tp = core.parameters.sources_of(name)[0].placements
+        by_tp = tp is None or isinstance(tp, Shard)
+        if by_tp or (dtensor.is_dtensor(parameter) and isinstance(dp, Shard)):
+            with torch.no_grad():
+                tensors = (parameter, dtensor.to_local(parameter))
+            found |= {id(one): (one, name, not by_tp) for one in tensors}
     return found

@@ -153,26 +153,57 @@ def _axis_over(ranks: list[int], name: str, mesh: Mesh) -> Axis | None:
     )
 
 
-def layout(tensor: Any, mesh: Mesh, site: str) -> ShardLayout:
+def layout(tensor: Any, mesh: Mesh, site: str, *, by_fsdp2: bool = False) -> ShardLayout:
     """Return the layout of a DTensor; replicated along an axis that its mesh does not cover. Local.
 
+    Args:
+        by_fsdp2: Whether FSDP2 sharded it: a parameter that it manages, or the gradient of one.
+
     Raises:
-        ValueError: a placement that is not Shard, Replicate or a partial sum, or a mesh that does
-            not match this FlexModel's.
+        ValueError: a placement that is not Shard, Replicate or a partial sum, a dim that both axes
+            split as no layout does, or a mesh that does not match this FlexModel's.
     """
     axes = axes_of(tensor.device_mesh, mesh, site)
     parts: dict[str, list[tuple[Axis, Any]]] = {"dp": [], "tp": []}
     for axis, placement in zip(axes, tensor.placements):
         for name in _names(axis):
             parts[name].append((name if axis == BOTH else axis, placement))  # type: ignore[arg-type]
-    dp = _on_axis(parts["dp"], tensor, mesh, site, num_outer=mesh.tp_size if parts["tp"] else 1)
-    tp = _on_axis(parts["tp"], tensor, mesh, site)
-    # FSDP2 shards the shards of tensor parallelism, and its placements are _StridedShard then;
-    # over fused projections they are not, so a parameter with a strided tp placement counts too.
-    is_interleaved = isinstance(tp, Shard) and tp.parts > 1
-    tp_first = is_interleaved or any(_is_strided(placement) for _, placement in parts["dp"])
+    dp, tp = (_on_axis(parts[name], tensor, mesh, site) for name in ("dp", "tp"))
     found = ShardLayout(dp, tp, source="its DTensor placements")
-    return replace(found, tp_first=tp_first and found.splits_one_dim)
+    if not found.splits_one_dim:
+        return found
+    assert isinstance(dp, Shard) and isinstance(tp, Shard)
+    if by_fsdp2:  # it splits what tp leaves; its placements don't say so of fused projections
+        return replace(found, dp=replace(dp, parts=1), tp_first=True)
+    # Torch splits by the mesh's dims in their order: with Shard what the earlier ones leave, with
+    # _StridedShard each of that many equal parts of it.
+    order = [
+        name
+        for axis, placement in zip(axes, tensor.placements)
+        if _is_shard(placement)
+        for name in _names(axis)
+    ]
+    first, last = order[0], order[-1]
+    outer, inner = (dp, tp) if first == "dp" else (tp, dp)
+    outer_size, inner_size = outer.pieces or mesh.size(first), inner.pieces or mesh.size(last)
+    tp_first = first == "tp"
+    if inner.parts == 1 and outer.parts == inner_size:  # they are the other axis' shards
+        outer, tp_first = replace(outer, parts=1), not tp_first
+    elif inner.parts > 1 and outer.parts == 1:
+        inner, tp_first = replace(inner, parts=inner.parts * outer_size), not tp_first
+    elif inner.parts > 1 or (outer.parts > 1 and outer.parts % inner_size):
+        raise _not_gathered(tensor, site)
+    if order != sorted(order, key=order.index):
+        raise _not_gathered(tensor, site)
+    dp, tp = (outer, inner) if first == "dp" else (inner, outer)
+    return replace(found, dp=dp, tp=tp, tp_first=tp_first)
+
+
+def _not_gathered(tensor: Any, site: str) -> ValueError:
+    return ValueError(
+        f"{site}: DTensor placements {tuple(tensor.placements)} can't be gathered; redistribute it "
+        "to Shard or Replicate"
+    )
 
 
 def _name(axis: Axis) -> str:
@@ -192,12 +223,8 @@ def _is_shard(placement: Any) -> bool:
     return _is_strided(placement) or type(placement).__name__ == "Shard"
 
 
-def _on_axis(
-    parts: list[tuple[Axis, Any]], tensor: Any, mesh: Mesh, site: str, num_outer: int = 1
-) -> Placement:
-    """Return the placement on one axis, from those on its parts. Along it, ``num_outer`` shards of
-    another axis may have been sharded further.
-    """
+def _on_axis(parts: list[tuple[Axis, Any]], tensor: Any, mesh: Mesh, site: str) -> Placement:
+    """Return the placement on one axis, from those on its parts."""
     placed = [(axis, placement) for axis, placement in parts if not placement.is_replicate()]
     if not placed:
         return Replicate()
@@ -205,10 +232,9 @@ def _on_axis(
     if len(placed) == 1 and _is_shard(placement):
         split = placement.split_factor if _is_strided(placement) else 1
         dim = placement.dim % tensor.ndim
-        interleaved = 1 if num_outer > 1 and split == num_outer else split
         if isinstance(axis, str):
-            return Shard(dim, interleaved)
-        return Shard(dim, interleaved, pieces=axis[1], stride=axis[2])
+            return Shard(dim, split)
+        return Shard(dim, split, pieces=axis[1], stride=axis[2])
     if (
         len(placed) == 1
         and isinstance(axis, str)
@@ -233,10 +259,7 @@ def _on_axis(
                     for i in range(size)
                 )
                 return Shard(dims.pop(), order=order)
-    raise ValueError(
-        f"{site}: DTensor placements {tuple(tensor.placements)} can't be gathered; redistribute it "
-        "to Shard or Replicate"
-    )
+    raise _not_gathered(tensor, site)
 
 
 def axis_names(tensor: Any, mesh: Mesh, site: str) -> set[str]:
@@ -261,7 +284,7 @@ def is_whole_along_dp(tensor: Any, mesh: Mesh) -> bool:
 
 
 def plain_and_stated(
-    tensor: Any, mesh: Mesh, site: str
+    tensor: Any, mesh: Mesh, site: str, *, by_fsdp2: bool = False
 ) -> tuple[Tensor, tuple[Placement | None, Placement | None], ShardLayout | None]:
     """Return this rank's plain tensor, in the graph; the placements along dp and tp that a DTensor
     states (None for an axis that its mesh does not cover); its layout if both are stated. Local;
@@ -273,7 +296,7 @@ def plain_and_stated(
         return wait(tensor), (None, None), None
     if any(_is_mean_or_extreme(one) for one in tensor.placements):
         tensor = without_partial(tensor)  # of equal values, as an edit leaves them, it is the value
-    own = layout(tensor, mesh, site)
+    own = layout(tensor, mesh, site, by_fsdp2=by_fsdp2)
     axes = axis_names(tensor, mesh, site)
     has_dp, has_tp = mesh.dp_size == 1 or "dp" in axes, mesh.tp_size == 1 or "tp" in axes
     stated = own.dp if has_dp else None, own.tp if has_tp else None

@@ -44,7 +44,7 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
     values = [one.value for one in read.operands]
     found: _Found = [None] * len(outputs)
     written: Any = entries[0].writes[0].before if entries[0].writes else None
-    if name == "aten::copy_" and written in proofs.received and values[1] is None:
+    if name == "aten::copy_" and written in proofs.received and _is_of_gloo(proofs, values[1]):
         # Gloo's own copy into the result of a collective, when it is waited for.
         found = [proofs.placements.get(written)]
         proofs.received.add(outputs[0].value)
@@ -67,6 +67,14 @@ def follow_operation(proofs: AxisProofs, entries: tuple[logged.Op, ...]) -> None
         made = [output.value for output in outputs if _has_gradient(output.dtype)]
         proofs.gradients.note_made([entry.carriers for entry in entries], made)
     follow_writes(proofs, outputs, [entry.writes for entry in entries])
+
+
+def _is_of_gloo(proofs: AxisProofs, source: Any) -> bool:
+    """Whether nothing in this forward made the tensor, or the one that it was split off from."""
+    if source is None:
+        return True
+    text, cause = proofs.steps[source].text, proofs.steps[source].cause
+    return text.startswith("split") and cause is not None and cause.reason is Reason.NOT_MADE
 
 
 def _cause(proofs: AxisProofs, name: str, read: ArgumentReader, written: Any) -> Cause | None:
@@ -229,7 +237,9 @@ def _note_facts(
         proofs.sizes_passed[value] = read.sizes_passed
     if name in collectives.SAME_ELEMENTS and not proofs.gathered_elsewhere.isdisjoint(values):
         proofs.gathered_elsewhere.add(value)
-    if chunks.splits_or_joins(operation) or name in _MAKERS:
+    is_of_sums = any(isinstance(one.placement, Partial) for one in operation.operands)
+    is_chunk = name in chunks.CHUNKS or name == "cat"
+    if chunks.splits_or_joins(operation) or name in _MAKERS or (is_of_sums and not is_chunk):
         proofs.makers[value] = (operation, output)
     if factories.is_factory(operation) or (values and proofs.numbers.issuperset(values)):
         proofs.numbers.add(value)

@@ -142,21 +142,6 @@ def _is_split_by_both(layout: ShardLayout, mesh: Mesh) -> bool:
     return layout.splits_one_dim and min(mesh.dp_size, mesh.tp_size) > 1
 
 
-def placements_as_proven(layout: ShardLayout, mesh: Mesh) -> Pair:
-    """Return the placements from which `order_axes` made an activation's layout: parts are counted
-    in the dim that one rank of the other axis holds.
-    """
-    dp, tp = layout.dp, layout.tp
-    if not _is_split_by_both(layout, mesh):
-        return dp, tp
-    assert isinstance(dp, Shard) and isinstance(tp, Shard)
-    if layout.tp_first:
-        return dp, replace(tp, parts=tp.parts // (dp.pieces or mesh.dp_size))
-    if dp.is_interleaved:
-        return replace(dp, parts=dp.parts // (tp.pieces or mesh.tp_size)), tp
-    return dp, tp
-
-
 def _of_share(
     shard: Shard, sizes: Shape, dp: Placement | None, shapes: Sequence[Shape], mesh: Mesh
 ) -> Shard | None:

@@ -265,7 +265,8 @@ def stated_by_dtensor(tensor: Any, mesh: Mesh) -> Placements | None:
         axes = dtensor.axis_names(tensor, mesh, "")
     except ValueError:
         return None
-    dp, tp = (encode(getattr(layout, axis)) if axis in axes else None for axis in AXES)
+    placed = zip(AXES, layout.placements_of_proofs(mesh.dp_size, mesh.tp_size))
+    dp, tp = (encode(one) if axis in axes else None for axis, one in placed)
     return dp, tp
 
 

@@ -287,7 +287,7 @@ class Parameters:
             self._check_elements(site.name, found, shapes)
         known = None
         if dtensor.is_dtensor(tensor) and dp is not None and tp is not None:
-            whole = dtensor.layout(tensor, self._communicator.mesh, site.name)
+            whole = self._stated_layout(site.name, found, tensor)
             known = ShardLayout(dp, tp, source=whole.source)
             by_hand = "tp" not in stated_axes  # FSDP2 splits what the layer split by hand before
             known = replace(known, tp_first=known.splits_one_dim if by_hand else whole.tp_first)
@@ -344,10 +344,9 @@ class Parameters:
             return local, kind.name, quantized.not_written(kind, site)
         if use == "raw":
             return local, kind.name, ""
-        mesh, is_part = self._communicator.mesh, False
+        is_part = False
         if dtensor.is_dtensor(tensor):
-            layout = dtensor.layout(tensor, mesh, site)
-            is_part = layout.dp != Replicate()
+            is_part = self._stated_layout(site, found, tensor).dp != Replicate()
         try:
             found_here = quantized.values(
                 kind, found.module, found.leaf_name, tensor, site, is_part=is_part
@@ -392,6 +391,11 @@ class Parameters:
     def _states_tensor_parallelism(self) -> bool:
         return layers.states_tensor_parallelism(self._root, self._communicator.mesh)
 
+    def _stated_layout(self, site: str, found: _Found, tensor: Any) -> ShardLayout:
+        """Return the layout that a DTensor states, of a parameter or its gradient."""
+        by_fsdp2 = tensor.device_mesh.ndim > 1 and fsdp2.is_managed(self._root, found.kept)
+        return dtensor.layout(tensor, self._communicator.mesh, site, by_fsdp2=by_fsdp2)
+
     def _sources(self, found: _Found, tensor: Any) -> ParameterSources:
         """Return what the tensor, its layer, the user or the framework state of a parameter."""
         mesh, name = self._communicator.mesh, clean(self._root, found.full_name)
@@ -401,7 +405,7 @@ class Parameters:
         tp: Placement | None = Replicate() if mesh.tp_size == 1 else None
         axes = self._stated_axes(name, tensor)
         if dtensor.is_dtensor(tensor):
-            layout = dtensor.layout(tensor, mesh, f"parameter {name!r}")
+            layout = self._stated_layout(f"parameter {name!r}", found, tensor)
             dp = layout.dp
             stated_tp = layers.as_computed_with(found.module, leaf_name, tensor, layout.tp)
             tp = stated_tp if "tp" in axes else tp

@@ -90,7 +90,7 @@ def names() -> set[str]:
     every = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     keys = {rules._key(name) for name in every if name.startswith("aten::")}
     tagged = {key for key in keys if pointwise.is_pointwise(key)} - NOT_POINTWISE
-    return tagged | set(pointwise._LINEAR) | set(pointwise._UNTAGGED)
+    return tagged | set(pointwise.LINEAR) | set(pointwise._UNTAGGED)
 
 
 def made_from_schemas() -> list[Sample]:

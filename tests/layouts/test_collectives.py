@@ -128,6 +128,12 @@ def broadcast(x):
     return x
 
 
+def columns_in_rows(x):
+    made = x.new_zeros(8, 2)
+    made[:4], made[4:] = x.chunk(2, 1)
+    return made
+
+
 def more_on_rank_0(x):
     """As a row-parallel layer adds its bias before the sum: on one rank."""
     return x if dist.get_rank() else x + torch.ones(x.shape[1])
@@ -156,6 +162,14 @@ KNOWN = {
     ),
     "replicas, scattered": (lambda p, h: scattered(h), lambda h: 2 * h),
     "a partial sum, scattered": (lambda p, h: scattered(p @ p.t()), lambda h: h @ h.t()),
+    "a partial sum, scattered by columns": (
+        lambda p, h: scattered(torch.cat((p @ p.t()).chunk(2, 1)).float() * 2).double(),
+        lambda h: h @ h.t() * 2,
+    ),
+    "a partial sum, scattered after its dims are moved": (
+        lambda p, h: scattered((p @ p.t()).view(2, 2, 4).permute(2, 0, 1)),
+        lambda h: (h @ h.t()).view(2, 2, 4).permute(2, 0, 1),
+    ),
     "partial sums, added to zeros": (
         lambda p, h: total(by_row(zeros(), p @ p.t())),
         lambda h: by_row(zeros(), h @ h.t()),
@@ -177,6 +191,18 @@ ALIKE = {
     "broadcast of a shard": lambda p, h: broadcast(p),
 }
 REFUSED = {
+    # The ranks' columns, brought to the front by other operations than those that are read.
+    "columns of a sum, by views": lambda p, h: scattered(
+        (p @ p.t()).unflatten(1, (2, -1)).transpose(0, 1).flatten(0, 1)
+    ),
+    "columns of a sum, stacked": lambda p, h: scattered(
+        torch.stack((p @ p.t()).chunk(2, 1)).flatten(0, 1)
+    ),
+    "columns of a sum, written": lambda p, h: scattered(columns_in_rows(p @ p.t())),
+    "columns of a sum, by their numbers": lambda p, h: scattered(
+        (p @ p.t()).flatten()[torch.arange(16).view(4, 2, 2).transpose(0, 1).flatten()].view(8, 2)
+    ),
+    "columns of one row of a sum": lambda p, h: scattered((p @ p.t())[:1].view(2, 2)),
     # c10d does not say what it writes to: other views kept what they were, and what was received.
     "reduced in two halves": lambda p, h: in_halves(p.sum(1)),
     "shown before it is reduced": lambda p, h: shown_before(p.sum(1)),
@@ -248,3 +274,38 @@ def test_edits_of_what_was_summed_and_their_gradients(name):
         flex(X.clone().requires_grad_()).square().sum().backward()
     if dist.get_rank() == 0:
         assert_close(records["gradient"][0], seen["gradient"])
+
+
+class Scattered(nn.Module):
+    """A row-parallel layer whose ranks keep their part of the length of its sum."""
+
+    def __init__(self, whole, group):
+        super().__init__()
+        self.in_features, self.out_features, self.group = 6, 6, group
+        self.weight = nn.Parameter(whole.weight.detach().chunk(2, 1)[group.rank()].clone())
+        self.site = nn.Tanh()
+
+    def forward(self, x):
+        h = x.chunk(2, -1)[self.group.rank()] @ self.weight.t()
+        found = h.new_empty(len(h) // 2, *h.shape[1:])
+        dist.reduce_scatter_tensor(found, h.contiguous(), group=self.group)
+        return self.site(found)
+
+
+@pytest.mark.ranks(4)
+def test_sums_that_are_scattered_beside_rows():
+    """Gloo copies the result from a part of a buffer of its own."""
+    mesh, x, records = models.mesh(2, 2), models.random(4, 6, 6), {}
+    whole = models.seeded(nn.Linear, 6, 6, bias=False).double()
+    model = Scattered(whole, mesh["tp"].get_group())
+    rows = x.chunk(2, 1)[mesh["dp"].get_local_rank()]
+    with (
+        torch.no_grad(),
+        FlexModel(model, records, device_mesh=mesh, batch_dim=1, output_ranks="all") as flex,
+    ):
+        flex.register_forward_hook(HookFunction("site", None, mixed))
+        found = flex(rows)
+        expected = whole(x).tanh()
+    assert_close(records["site"], [expected])
+    edited = mixed(None, expected, None, None).chunk(2, 1)[mesh["dp"].get_local_rank()]
+    assert_close(found, edited.chunk(2)[mesh["tp"].get_local_rank()])

@@ -67,6 +67,29 @@ class Columns(nn.Module):
         return models.SumOverRanks.apply(h.square().sum(-1), self.group)
 
 
+class Broadcast(torch.autograd.Function):
+    """Torch's own, whose backward leaves the sum at the source and zeros elsewhere."""
+
+    @staticmethod
+    def apply(x, group):
+        return torch.distributed.nn.functional._Broadcast.apply(0, group, x)
+
+
+@pytest.mark.ranks(2)
+def test_a_broadcast_in_front_of_shards():
+    x, model, records = models.random(4, 6), Columns(dist.group.WORLD, Broadcast), {}
+    flip = lambda module, grad, *_: grad + grad.flip(1)  # noqa: E731
+    with FlexModel(model, records, tensor_parallel_size=2, output_ranks="all") as flex:
+        flex.register_full_backward_pre_hook(HookFunction("site", None, flip))
+        flex(x.requires_grad_()).sum().backward()
+    whole = x.detach().tanh().requires_grad_()
+    weight = models.seeded(nn.Linear, 6, 8, seed=0).double().weight
+    nn.functional.linear(whole, weight).square().sum().backward()
+    assert_close(records["site"], [whole.grad])
+    dist.all_reduce(x.grad)
+    assert_close(x.grad, (whole.grad + whole.grad.flip(1)) * (1 - whole.detach() ** 2))
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("function", [Copied, Detached])
 def test_a_function_in_front_of_shards_is_refused_until_it_is_stated(function):

@@ -3,6 +3,7 @@
 """
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing import assert_close
 
@@ -131,6 +132,34 @@ def test_parameters_of_fsdp2_over_fused_projections(rows):
     flex.set_module_parameter("weight", 2 * full)
     assert torch.equal(flex.get_module_parameter("weight"), 2 * full)
     flex.restore()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("names", [("dp", "tp"), ("tp", "dp")])
+@pytest.mark.parametrize("rows", [24, 7])
+def test_parameters_of_dtensors_that_split_one_dim_twice(names, rows):
+    """The shards are those of torch's definition: by the mesh's dims in their order."""
+    mesh, full = init_device_mesh("cpu", (2, 2), mesh_dim_names=names), models.random(rows, 3)
+    kinds = [Shard(0), *(_StridedShard(0, split_factor=n) for n in (2, 3, 4)), Replicate()]
+    refused = []
+    for placements in itertools.product(kinds, kinds):
+        local = full
+        for axis, placement in enumerate(placements):
+            if placement != Replicate():
+                parts, _ = placement._split_tensor(local, 2, with_padding=False, contiguous=False)
+                local = parts[mesh.get_local_rank(axis)]
+        stated = {"run_check": False, "shape": full.shape, "stride": full.stride()}
+        weight = DTensor.from_local(local.clone(), mesh, placements, **stated)
+        with FlexModel(Fused(weight), device_mesh=mesh) as flex:
+            try:
+                assert torch.equal(flex.get_module_parameter("weight"), full), placements
+                flex.set_module_parameter("weight", 2 * full)
+                assert torch.equal(flex.module.weight.to_local(), 2 * local), placements
+            except ValueError:
+                refused.append(placements)
+    if rows == 24:  # strided both, or of three parts in two shards
+        strided = list(itertools.product(kinds[1:4], kinds[1:4]))
+        assert set(refused) == {*strided, (kinds[2], kinds[0])}
 
 
 @pytest.mark.ranks(4)

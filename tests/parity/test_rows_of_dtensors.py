@@ -3,6 +3,8 @@ autograd sums gradients over the ranks, and nothing averages them. Against the u
 loss is the same number, or the sum of the ranks' own.
 """
 
+import copy
+
 import pytest
 import torch.distributed as dist
 from torch import nn
@@ -137,6 +139,33 @@ def test_along_dp_and_tp():
     mesh = models.mesh(2, 2)
     for site in ("rows", "shared", "local"):
         check(on_both(mesh), rows_on(mesh), site, of_all)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("placements", [[Shard(0), Shard(1)], [Shard(1), Replicate()]])
+@pytest.mark.parametrize("rows", [4, 2])
+def test_rows_and_positions_that_are_joined(placements, rows):
+    """The tokens are strided shards, also where as many as tp has ranks."""
+    layers = models.seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Flatten(0, 1), nn.Tanh()))
+    layers.double()
+    batch = models.random(rows, 4, 6)
+
+    def mix(module, tokens, *_):
+        return tokens.cumsum(0) + tokens.flip(1)
+
+    def step(model, x, **options):
+        records = {}
+        with FlexModel(model, records, output_ranks="all", **options) as flex:
+            flex.register_forward_hook(HookFunction("1", None, mix, output_name="tokens"))
+            flex.register_full_backward_hook(HookFunction("2", None, mix, output_name="gradient"))
+            loss = of_all(flex(x))
+            loss.backward()
+            return loss.detach(), records, flex.get_module_gradient("0.weight")
+
+    want = step(copy.deepcopy(layers), batch, process_group=alone_group())
+    mesh = models.mesh(2, 2)
+    got = step(distribute_module(layers, mesh), distribute_tensor(batch, mesh, placements))
+    assert_close(got, want)
 
 
 @pytest.mark.ranks(2)

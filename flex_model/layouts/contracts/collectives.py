@@ -6,6 +6,7 @@ group, whatever they passed. A reduce-scatter leaves each rank its part of one t
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,10 @@ import torch
 from flex_model.distributed.placement import Partial, Placement, Shard
 from flex_model.layouts import logged
 from flex_model.layouts.argument_reader import ArgumentReader
+from flex_model.layouts.chunks import CHUNKS
 from flex_model.layouts.propagation import rules
 from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation
+from flex_model.layouts.propagation.pointwise import LINEAR
 from flex_model.layouts.propagation.views import TO_SIZES
 from flex_model.layouts.writes import follow_writes
 
@@ -55,6 +58,9 @@ def follow_collective(proofs: AxisProofs, entries: tuple[logged.Collective, ...]
             found = infer_placement(proofs, base, reduction, axes, reader.operands[place])
             if proofs.axis not in axes and base in _ALL_GATHER:
                 proofs.gathered_elsewhere.add(value)
+        if base in _REDUCE_SCATTER and found is not None:  # not of parts that are stacked
+            given = reader.operands[place].shapes[0][1:]
+            found = found if given == proofs.shapes[value][0][1:] else None
         if not rules.fits(found, Operand(proofs.shapes[value], torch.float32)):
             found = None
         proofs.set_placement(value, found)
@@ -103,17 +109,57 @@ def joins_elsewhere(operation: Operation, known: set[Any], num_parts: int) -> bo
     return any(given[:1] == (num_parts,) and made[:1] == (1,) for given, made in shapes)
 
 
-def _split_dim(proofs: AxisProofs, value: Any) -> int | None:
+def _split_dim(
+    proofs: AxisProofs, value: Any, dim: int = 0, is_moved: bool = False, is_view: bool = False
+) -> int | None:
     """Return the dim along which a reduce-scatter splits the sum: the first, unless, as in
     functional collectives, a tensor was split along another dim into one piece per rank, and these
     were joined along the first. None for other lists of parts.
+
+    Operations are followed back to those that made the summands, since others bring ranks' parts to
+    the front, too: ``x.unflatten(1, (tp, -1)).transpose(0, 1)``. ``dim`` is the first one there.
     """
     made = proofs.makers.get(value)
-    if made is None or made[0].name != "cat":
+    if made is None:
+        step = proofs.steps.get(value)
+        given = [proofs.placements.get(one) for one in step.inputs] if step else []
+        # Parts may have been written anywhere.
+        return None if any(isinstance(one, Partial) for one in given) else 0
+    operation, name = made[0], made[0].name
+    sums = [one for one in operation.operands if isinstance(one.placement, Partial)]
+    if name == "cat" and operation.get("dim", 0) % operation.outputs[0].ndim == dim:
+        return None if is_moved or is_view else _dim_of_pieces(proofs, operation)
+    if not sums:
         return 0
-    operation, pieces = made[0], made[0].values
-    if operation.get("dim", 0) not in (0, -operation.outputs[0].ndim):
-        return 0
+    before, after = sums[0].shapes[0], operation.outputs[0].shapes[0]
+    if name in ("transpose", "permute", "t"):
+        order = _order(operation)
+        dim, is_moved = order[dim], is_moved or order != sorted(order)
+    elif name in (*TO_SIZES, "unsqueeze", "squeeze"):
+        size, start, is_view = after[dim], math.prod(after[:dim]), True
+        dim = max(i for i in range(len(before)) if math.prod(before[:i]) <= start)
+        is_part = size < before[dim] or math.prod(before[:dim]) < start
+        if is_part and size == proofs.num_ranks and (is_moved or dim):
+            return None  # one part of each rank, from a dim behind others
+    elif name not in (*CHUNKS, "cat") and (name not in LINEAR or before != after):
+        return None
+    found = {_split_dim(proofs, one, dim, is_moved, is_view) for one in {s.value for s in sums}}
+    return found.pop() if len(found) == 1 else None
+
+
+def _order(operation: Operation) -> list[int]:
+    """Return the operand's dims in the order in which a permutation's result has them."""
+    order = list(range(operation.operands[0].ndim))
+    if operation.name == "permute":
+        return [order[dim] for dim in operation["dims"]]
+    first, second = operation.get("dim0", 0), operation.get("dim1", -1)
+    order[first], order[second] = order[second], order[first]
+    return order
+
+
+def _dim_of_pieces(proofs: AxisProofs, operation: Operation) -> int | None:
+    """Return the dim along which joined pieces, one per rank in their order, were split off."""
+    pieces = operation.values
     makers = [proofs.makers.get(piece) for piece in pieces]
     first = makers[0]
     if first is None or first[0].name not in _SPLITS or len(pieces) != proofs.num_ranks:

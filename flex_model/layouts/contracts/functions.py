@@ -55,7 +55,7 @@ _BY_NAME: dict[str, str | Callable[[Any], str]] = {
     f"{_TORCH}tensor._api._ToTorchTensor": "local",
     f"{_TORCH}tensor._redistribute.Redistribute": "local",
     f"{_TORCH}nn.functional._AllReduce": "whole",
-    f"{_TORCH}nn.functional._Broadcast": "whole",
+    f"{_TORCH}nn.functional._Broadcast": "partial",  # the sum at its source, zeros elsewhere
     **{f"{module}_CopyToModelParallelRegion": "whole" for module in _MAPPINGS},
     **{f"{module}_ScatterToModelParallelRegion": "whole" for module in _MAPPINGS},
     **{f"{module}_ReduceFromModelParallelRegion": "local" for module in _MAPPINGS},

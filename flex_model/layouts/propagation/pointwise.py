@@ -12,7 +12,7 @@ from flex_model.layouts.propagation.operation import PARTIAL, REPLICATED, Operan
 from flex_model.layouts.propagation.text_forms import Placements, form, words
 
 # The operands in which an output is linear: partial sums propagate there.
-_LINEAR = {
+LINEAR = {
     **dict.fromkeys(words("add sub rsub"), "self + other"),
     "mul": "self*other",
     "div": "self*!other",
@@ -54,11 +54,11 @@ def is_pointwise(name: str) -> bool:
     return any(torch.Tag.pointwise in one.tags for one in overloads)
 
 
-@rule([*_LINEAR, *_UNTAGGED, *_RANDOM])
+@rule([*LINEAR, *_UNTAGGED, *_RANDOM])
 def pointwise(operation: Operation) -> Placements:
     """Compute an element of every output for each element of the operands, broadcast."""
     is_rounded = operation.get("rounding_mode") is not None
-    terms = "" if is_rounded else _LINEAR.get(operation.name, "")
+    terms = "" if is_rounded else LINEAR.get(operation.name, "")
     return form(f":~... -> ...+ = {terms}")(operation)
 
 
