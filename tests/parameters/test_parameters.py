@@ -550,6 +550,40 @@ def test_hooks_on_gradients_of_parameters_under_fsdp1_and_tensor_parallelism():
         flex.register_hook(HookFunction("norm.weight"))
 
 
+# ---- FSDP2 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_a_module_whose_parameters_fsdp2_shards_over_two_meshes():
+    """It was torch's AssertionError, which expects one group of parameters."""
+    torch_fsdp = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(torch_fsdp, "ShardPlacementResult"):
+        pytest.skip("this torch shards a module over one mesh")
+    twin, model, names = models.mlp(), models.mlp(), ("fc1.weight", "fc1.bias")
+    mesh, hybrid = models.mesh(2, 1)["dp"], models.mesh(2, 1)
+    kinds = torch_fsdp.HSDPMeshInfo(hybrid, 1, 0), torch_fsdp.FSDPMeshInfo(mesh, 0)
+
+    def place(parameter):
+        return torch_fsdp.ShardPlacementResult(Shard(0), kinds[parameter.ndim - 1])
+
+    fully_shard(model, mesh=mesh, shard_placement_fn=place)
+    edit = models.random(8, 8)
+    twin.fc1.register_forward_hook(lambda module, args, out: out @ edit)
+    twin(BATCH).sin().mean().backward()
+    rows = BATCH.chunk(2)[dist.get_rank()]
+    with FlexModel(model, records := {}, output_ranks="all") as flex:
+        flex.register_forward_hook(HookFunction("fc1", None, lambda m, out, s, ms: out @ edit))
+        flex.run_until("fc1", rows)
+        for name in names:
+            flex.register_hook(HookFunction(name))
+        flex(rows).sin().mean().backward()
+        assert_close(records["fc1"], [twin.fc1.forward(twin.inp(BATCH))])
+        for name, parameter in twin.named_parameters():
+            assert torch.equal(flex.get_module_parameter(name), parameter)
+            assert_close(flex.get_module_gradient(name), parameter.grad)
+    assert_close([records[name][0] for name in names], [twin.get_parameter(n).grad for n in names])
+
+
 # ---- What FSDP2 accumulates ----------------------------------------------------------------------
 
 HOOKED = ["inp.weight", "fc1.weight"]  # of the root, and of a layer that is sharded by itself
