@@ -52,7 +52,7 @@ class Targets:
         for registration in registrations:
             # Some are on other ranks; FSDP exchanges the parameters in every forward.
             targets = registration.living_targets
-            is_exchanged = not managed.isdisjoint(map(id, targets))
+            is_exchanged = not managed.keys().isdisjoint(map(id, targets))
             if not registration.targets or registration.moment == "gathered" or is_exchanged:
                 continue
             found = [paths[id(t)] for t in targets if id(t) in paths]

@@ -54,9 +54,8 @@ def _end_forward(module: Any) -> None:
     state = fsdp2_state(module)
     state._training_state = type(state._training_state).IDLE
     state._state_ctx.iter_forward_root = None
-    group = state._fsdp_param_group
-    if group is not None:
+    for group in fsdp2.param_groups(module):
         group._training_state = type(group._training_state).IDLE
         if group._all_gather_result is not None:
             module.unshard()
-        module.reshard()
+    module.reshard()

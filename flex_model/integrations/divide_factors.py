@@ -9,6 +9,7 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.integrations import fsdp2
 from flex_model.integrations.dtensor import is_whole_along_dp
 from flex_model.integrations.fsdp1 import is_fsdp1
+from flex_model.integrations.torch_private import unknown_comm_hook
 
 
 class DivideFactors:
@@ -22,6 +23,7 @@ class DivideFactors:
     def __init__(self, root: nn.Module, mesh: Mesh) -> None:
         self._dp_size = mesh.dp_size
         self._fsdp2: dict[str, nn.Module] = {}
+        self._average: dict[str, nn.Module] = {}  # DDP and FSDP1
         self._fixed: dict[float, str] = {}
         if mesh.dp_size == 1:
             return
@@ -30,7 +32,7 @@ class DivideFactors:
             if fsdp2.is_fsdp2(module):
                 self._fsdp2[name] = module
             elif isinstance(module, DistributedDataParallel) or is_fsdp1(module):
-                self._fixed[mesh.dp_size] = name
+                self._fixed[mesh.dp_size], self._average[name] = name, module
             for leaf, parameter in module.named_parameters(recurse=False):
                 if id(parameter) in managed or not is_whole_along_dp(parameter, mesh):
                     continue
@@ -39,7 +41,23 @@ class DivideFactors:
                 if not hasattr(type(module), leaf):
                     self._fixed[1] = f"{name}.{leaf}".lstrip(".")
 
-    def read(self) -> dict[float, str]:
-        """Return the numbers, each with the name of a module or parameter; none where users sum."""
+    def read(self) -> tuple[float | None, str]:
+        """Return the number, None where users sum, and why there is none for hooks, or empty."""
+        for name, module in self._average.items():
+            if hook := unknown_comm_hook(module):
+                return None, (
+                    f"{type(module).__name__} {name!r} reduces gradients by {hook}, a comm hook; "
+                    "whether it averages can't be known; expected no comm hook, or one of torch's "
+                    "that average, as default_hooks.fp16_compress_hook; register that, or choose "
+                    "hooks that only record in forward"
+                )
         found = fsdp2.divide_factors(self._fsdp2)
-        return self._fixed | {factor or self._dp_size: name for factor, name in found.items()}
+        factors = self._fixed | {factor or self._dp_size: name for factor, name in found.items()}
+        if len(factors) > 1:
+            each = ", ".join(f"of {name!r} by {factor:g}" for factor, name in factors.items())
+            return None, (
+                f"the gradients, summed over data-parallel ranks, are divided: {each} (DTensors "
+                "that are replicated along dp: by 1); hooks need one number for all; call "
+                "set_gradient_divide_factor with it on every module with fully_shard"
+            )
+        return next(iter(factors), None), ""

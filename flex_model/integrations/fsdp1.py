@@ -105,7 +105,7 @@ def find_parameter(root: nn.Module, name: str) -> tuple[str, Any, Any]:
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Return the module of a (clean or wrapped) parameter of FSDP1, and its name there."""
     module_name, _, leaf = name.replace("_fsdp_wrapped_module.", "").rpartition(".")
-    return names.find_module(root, module_name), leaf
+    return names.wrapped_chain(names.find_module(root, module_name))[-1], leaf
 
 
 class GatheredParameter:

@@ -21,15 +21,6 @@ def is_fsdp2(module: nn.Module) -> bool:
     return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
 
 
-def mesh_of_fsdp2(module: Any) -> Any:
-    """Return the mesh that was passed to ``fully_shard``; None for a module without own parameters.
-    DTensors may have an equal mesh with another root mesh, from torch's caches. Torch has no public
-    attribute for it.
-    """
-    group = getattr(fsdp2_state(module), "_fsdp_param_group", None)
-    return getattr(getattr(group, "mesh_info", None), "mesh", None)
-
-
 def sharded_parameter(root: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
     """Return the sharded parameter that FSDP2 keeps between forwards.
 
@@ -54,14 +45,14 @@ def _managed(root: nn.Module, parameter: Any) -> tuple[Any, Any, Any]:
     what torch keeps of the parameter, such as the whole one of forwards; Nones if there is none.
     """
     for module in filter(is_fsdp2, root.modules()):
-        for group in _groups(module):
+        for group in param_groups(module):
             for kept in getattr(group, "fsdp_params", ()):
                 if kept.sharded_param is parameter:
                     return module, group, kept
     return None, None, None
 
 
-def _groups(module: nn.Module) -> list[Any]:
+def param_groups(module: nn.Module) -> list[Any]:
     """Return what ``fully_shard`` keeps of the groups of parameters that a module manages."""
     state = fsdp2_state(module)
     if hasattr(state, "_fsdp_param_groups"):  # some releases of torch have one group
@@ -76,14 +67,21 @@ def divide_factors(modules: Mapping[str, nn.Module]) -> dict[float | None, str]:
     return {
         getattr(group, "gradient_divide_factor", None): name
         for name, module in modules.items()
-        for group in _groups(module)
+        for group in param_groups(module)
     }
 
 
-def managed_parameters(root: nn.Module) -> set[int]:
-    """Return the ids of the sharded parameters in a model that FSDP2 manages."""
-    groups = (group for module in filter(is_fsdp2, root.modules()) for group in _groups(module))
-    return {id(kept.sharded_param) for group in groups for kept in group.fsdp_params}
+def managed_parameters(root: nn.Module) -> dict[int, Any]:
+    """Return the meshes that were passed to ``fully_shard``, by the ids of the sharded parameters.
+    DTensors may have an equal mesh with another root mesh, from torch's caches. Torch has no public
+    attribute for it.
+    """
+    groups = (one for module in filter(is_fsdp2, root.modules()) for one in param_groups(module))
+    return {
+        id(kept.sharded_param): group.mesh_info.mesh
+        for group in groups
+        for kept in group.fsdp_params
+    }
 
 
 def is_managed(root: nn.Module, parameter: Any) -> bool:
@@ -213,7 +211,7 @@ def accumulates(root: nn.Module) -> bool:
     by FSDP1 in it, unsharded.
     """
     for module in filter(is_fsdp2, root.modules()):
-        for group in _groups(module):
+        for group in param_groups(module):
             waits = any(_waits(group, kept) for kept in group.fsdp_params)
             if waits or not (group.reduce_grads and group.all_reduce_grads):
                 return True

@@ -38,8 +38,14 @@ def positional_names(function: Any) -> tuple[tuple[str, ...], str]:
         else:
             break
     code = getattr(function, "__code__", None)
-    if code is None:
-        return (), ""
+    if code is None:  # a functools.partial, or another object
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except ValueError:  # of a builtin
+            return (), ""
+        named = [one.name for one in parameters if one.kind <= one.POSITIONAL_OR_KEYWORD]
+        others = [one.name for one in parameters if one.kind == one.VAR_POSITIONAL]
+        return tuple(named[skipped:]), "".join(others)
     has_rest = code.co_flags & inspect.CO_VARARGS
     rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount] if has_rest else ""
     return code.co_varnames[skipped : code.co_argcount], rest
@@ -49,8 +55,8 @@ def arguments_by_name(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the arguments of a call of a module by their names, in the order in which they are
-    passed: those of ``*args`` together, as a tuple.
+    passed: those of ``*args``, and those without a name, together, as a tuple.
     """
     names, rest = positional_names(module.forward)
-    more = {rest: tuple(args[len(names) :])} if rest and len(args) > len(names) else {}
+    more = {rest or "*args": tuple(args[len(names) :])} if len(args) > len(names) else {}
     return {**dict(zip(names, args)), **more, **kwargs}

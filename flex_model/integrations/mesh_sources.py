@@ -115,13 +115,10 @@ _WITHOUT = "; use DDP, or one process, for it"
 
 def _dtensor_meshes(root: nn.Module, unknown: list[str]) -> Iterator[Source]:
     """Yield a source for each mesh of DTensor parameters; append unreadable ones to ``unknown``."""
-    managed: dict[int, Any] = {}  # by parameter: the mesh that was passed to FSDP2
-    for module in root.modules():
-        if fsdp2.is_fsdp2(module):
-            # Its parameters may be unsharded after a forward. Not collective.
-            module.reshard()  # type: ignore[operator]
-            origin = fsdp2.mesh_of_fsdp2(module)
-            managed.update((id(parameter), origin) for parameter in module.parameters())
+    module: Any
+    for module in filter(fsdp2.is_fsdp2, root.modules()):
+        module.reshard()  # its parameters may be unsharded after a forward; not collective
+    managed = fsdp2.managed_parameters(root)
     seen, names = set(), {}
     parameter: Any
     for name, parameter in root.named_parameters():

@@ -16,8 +16,13 @@ from torch import Tensor, nn
 from flex_model.errors import HookError
 from flex_model.integrations.torch_private import current_graph_task
 from flex_model.integrations.transformers_private import cache_of, is_cache
+from flex_model.names import wrapped_chain
 
 _INPUTS = ("input_ids", "inputs_embeds")  # (rows, positions, ...)
+_WRAP = (
+    "; wrap the part that generates, as FlexModel(model.language_model) with `with flex.active():` "
+    "around the call"
+)
 
 
 class Positions(NamedTuple):
@@ -120,11 +125,7 @@ def positions_of_forward(what: str) -> Positions:
             return Positions()
         problem = "a forward had a cache and gradients"
     elif forward is None:
-        problem = (
-            "a part of the model is called on its own, or a stage of a pipeline; wrap the part "
-            "that generates, as FlexModel(model.language_model) with `with flex.active():` around "
-            "the call"
-        )
+        problem = f"a part of the model is called on its own, or a stage of a pipeline{_WRAP}"
     else:
         problem = _problem(forward)
     if forward is None or problem:
@@ -136,11 +137,11 @@ def positions_of_forward(what: str) -> Positions:
 
 
 def _problem(forward: _Forward) -> str:
-    transformers: Any = sys.modules.get("transformers")
-    models = [] if transformers is None else list(forward.model.modules())
-    model: Any = next((m for m in models if isinstance(m, transformers.PreTrainedModel)), None)
-    if model is None:
-        return f"{type(forward.model).__name__} is not a model of transformers"
+    kind: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    model = wrapped_chain(forward.model)[-1]
+    # A module around one may keep the cache, and call it several times.
+    if not isinstance(model, kind):
+        return f"{type(model).__name__} is not a model of transformers{_WRAP}"
     if model.config.is_encoder_decoder:
         return "an encoder-decoder has two sequences"
     if forward.past is None:

@@ -219,6 +219,26 @@ def fsdp2_state(module: Any) -> Any:
     return module._get_fsdp_state()
 
 
+# What torch has for `register_comm_hook` that averages, also as one of DDP's mixed precision.
+_AVERAGE = {
+    "allreduce_hook", "reduce_scatter_hook", "fp16_compress_hook", "bf16_compress_hook",
+    "powerSGD_hook", "batched_powerSGD_hook", "_reducer_allreduce_and_upcast_hook",
+}  # fmt: skip
+
+
+def unknown_comm_hook(module: Any) -> str:
+    """Return the name of the function that reduces the gradients of DDP or FSDP1 in their place, if
+    it is not one of torch's that average; else an empty one. Without it: none is seen.
+    """
+    found = [one for one, _ in getattr(module, "_comm_hooks", ())]
+    for hook in [*found, getattr(module, "_comm_hook", None)]:
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        is_known = name in _AVERAGE and hook.__module__.startswith("torch.distributed.algorithms.")
+        if hook is not None and not is_known:
+            return name
+    return ""
+
+
 def fsdp2_fills() -> list[tuple[Any, str]]:
     """Return the class and names of the methods with which FSDP2 fills its weights. Without them:
     those that are not sharded along dim 0 are lost where a module is called twice.

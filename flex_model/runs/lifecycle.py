@@ -235,7 +235,8 @@ class Runs:
         if not communicator.is_local:
             hooks = self._table.active_hooks
             communicator.publish_run(hooks.digest, hooks.choice, self._mode)
-            self._read_divide_factor()
+            if hooks.acts_in_backward:
+                self._read_divide_factor()
             self._digests.check()
             edited = any(r.edits for r in hooks.registrations)
             if self._replicas and self._step is None and edited:
@@ -249,18 +250,12 @@ class Runs:
 
     def _read_divide_factor(self) -> None:
         """Take the number by which the ranks' summed gradients of parameters are divided now."""
-        communicator, factors = self._communicator, self._divide_factors.read()
-        if len(factors) > 1:
-            each = ", ".join(f"of {name!r} by {factor:g}" for factor, name in factors.items())
-            text = (
-                f"the gradients, summed over data-parallel ranks, are divided: {each} (DTensors "
-                "that are replicated along dp: by 1); hooks need one number for all; call "
-                "set_gradient_divide_factor with it on every module with fully_shard"
-            )
-            communicator.fail(text, HookError(text))
-        elif factors and communicator.divisor not in factors:
-            communicator.divide_by(*factors)
-            self._digests.set("gradient divide factor", communicator.divisor)
+        communicator, (factor, problem) = self._communicator, self._divide_factors.read()
+        if problem:
+            communicator.fail(problem, HookError(problem))
+        elif factor not in (None, communicator.divisor):
+            communicator.divide_by(factor)
+            self._digests.set("gradient divide factor", factor)
 
     def settle_edits(self, run: Run) -> None:
         """Let the dispatcher call settled editing functions itself, in the rest of the run."""

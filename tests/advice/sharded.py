@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -85,6 +86,19 @@ def divided(by):
             module.set_gradient_divide_factor(1.0)
     flex(BATCH).sum().backward()
     flex.restore()
+
+
+def reduced(by):
+    module = fsdp1(models.mlp())
+    module.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), by)
+    flex = FlexModel(module, {})
+    flex.register_full_backward_hook(HookFunction("fc2"))
+    flex(BATCH).sum().backward()
+    flex.restore()
+
+
+def summed(state, grad, output):
+    dist.reduce_scatter_tensor(output, grad)
 
 
 def set_weight(seed):
@@ -355,6 +369,10 @@ TWO_RANKS = {
         lambda: (unsynchronized("hooked"), unsynchronized("averaged")),
     ),
     "hooks need one number for all": (lambda: divided("one"), lambda: divided("all")),
+    "expected no comm hook, or one of torch's": (
+        lambda: reduced(summed),
+        lambda: reduced(default_hooks.reduce_scatter_hook),
+    ),
     "waits for FSDP2 to average it": (
         lambda: unsynchronized("read"),
         lambda: unsynchronized("averaged and read"),

@@ -1,6 +1,7 @@
 """Hooks on tensors by name: arguments of a module, and fields of its output."""
 
 from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
@@ -56,6 +57,29 @@ def test_one_tensor_passed_twice():
     assert_close(output["total"], X - 2 * (X + 1))
     _, output = run("rest.1", X, X, X, X)
     assert_close(output["total"], X - 2 * X + X + X + 1)
+
+
+class Called:
+    def __init__(self, forward):
+        self._forward = forward
+
+    def __call__(self, first, second=None, *rest, mask=None):
+        return self._forward(first, second, *rest, mask=mask)
+
+
+@pytest.mark.parametrize("make", [lambda forward: partial(forward, tables=(X,)), Called])
+def test_a_forward_that_is_no_function(make):
+    """Wrong before, silently: arguments by position counted for none, and the first was edited."""
+    model, mask = Outer(), X.exp()
+    model.named.forward = make(model.named.forward)
+    with FlexModel(model, records := {}) as flex:
+        for name in ("mask", "second", "rest.0"):
+            flex.register_forward_pre_hook(
+                HookFunction("named", None, plus, name, output_name=name)
+            )
+        output = flex(X, X + 1, X + 2, mask=mask)
+    assert_close(output["total"], Named()(X, X + 2, X + 3, mask=mask + 1)["total"])
+    assert_close(records, {"mask": [mask], "second": [X + 1], "rest.0": [X + 2]})
 
 
 def test_of_inner_tensors():

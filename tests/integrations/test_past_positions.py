@@ -304,6 +304,35 @@ def test_a_part_that_generates_is_wrapped_itself():
     assert lengths(records) == [0, 1, 0, 0]
 
 
+class Chat(nn.Module):
+    """Keeps its cache between turns."""
+
+    def __init__(self):
+        super().__init__()
+        self.lm = llama()
+        self.cache = transformers.DynamicCache(config=self.lm.config)
+
+    def forward(self, tokens):
+        return self.lm(tokens, past_key_values=self.cache).logits
+
+
+@torch.no_grad()
+def test_a_module_that_keeps_the_cache_is_refused():
+    """Wrong before, silently: each turn began at position 0."""
+    chat, hook = Chat(), of_sequence([0])
+    with FlexModel(chat) as flex:
+        flex.register_forward_hook(HookFunction("lm.model.layers.0", select=hook.select))
+        with pytest.raises(HookError, match=r"Chat is not a model of transformers; wrap the part"):
+            flex(prompts(2))
+    chat = Chat()
+    with FlexModel(chat.lm, records := {}) as flex:
+        flex.register_forward_hook(hook)
+        with flex.active():
+            for turn in prompts(2).chunk(2, 1):
+                chat(turn)
+    assert lengths(records) == [1, 0]
+
+
 @torch.no_grad()
 def test_two_models_over_one_have_the_positions_of_its_forward():
     model, tokens, others = llama(), prompts(2), {}

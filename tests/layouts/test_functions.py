@@ -16,6 +16,7 @@ import pipelines
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed.placement import Shard
 from flex_model.layouts import register_function
+from flex_model.layouts.contracts.functions import contract_of
 from shared_edits import mixing_features
 
 
@@ -257,3 +258,9 @@ def test_what_is_no_contract():
     for contract in (None, "half"):
         with pytest.raises(ValueError, match="state forward=, or gradient="):
             register_function(Chunk, gradient=contract)
+
+
+def test_a_function_that_transformers_adds_is_not_taken_for_local():
+    """Wrong before: a collective in one's backward would not have been noticed."""
+    for name, contract in (("bitnet.WeightQuant", "local"), ("expert_parallel.AllToAll", None)):
+        assert contract_of(f"transformers.integrations.{name}") == contract

@@ -383,14 +383,14 @@ def test_parameters_of_fsdp2_over_dtensors_are_written_where_they_are_kept_after
 # ---- FSDP1 while it runs -------------------------------------------------------------------------
 
 
-def fsdp1(model, use_orig_params=True):
+def fsdp1(model, use_orig_params=True, units=(models.Attention, models.MLP)):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return FSDP(
             model,
             process_group=models.mesh(2, 1)["dp"].get_group(),
             use_orig_params=use_orig_params,
-            auto_wrap_policy=ModuleWrapPolicy({models.Attention, models.MLP}),
+            auto_wrap_policy=ModuleWrapPolicy(units),
             device_id=torch.device("cpu"),
         )
 
@@ -500,6 +500,45 @@ def test_hooks_on_gradients_of_parameters_under_fsdp1(use_orig_params):
             assert_close(flex.get_module_gradient(name), parameter.grad)
 
 
+class Scaled(nn.Module):
+    """Has a parameter of its own, and a layer that is a unit of FSDP1."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.scale = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return self.fc(x) * self.scale
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_parameters_that_a_unit_of_fsdp1_itself_has(use_orig_params):
+    """Wrong before: refused for other reasons, or said to be none."""
+    model, records, names = models.seeded(Scaled).double(), {}, ("scale", "fc.weight")
+    flex = FlexModel(fsdp1(models.seeded(Scaled).double(), use_orig_params, {nn.Linear}), records)
+
+    def mix(full, scale, weight):
+        return full @ weight * scale + full.flip(0)
+
+    def edit(module, full, save_ctx, modules):
+        return mix(full, *(hook.parameters[name].detach() for name in names))
+
+    hook = HookFunction("fc", editing_function=edit, parameters=names)
+    flex.register_forward_hook(hook)
+    own = [model.get_parameter(name) for name in names]
+    model.fc.register_forward_hook(lambda m, x, out: mix(out, *(one.detach() for one in own)))
+    model(BATCH).sin().mean().backward()
+    for name in names:
+        flex.register_hook(HookFunction(name, editing_function=lambda m, full, *_: full.flip(0)))
+    flex(BATCH.chunk(2)[dist.get_rank()]).sin().mean().backward()
+    if dist.get_rank() == 0:
+        assert_close([records[name][0] for name in names], [one.grad for one in own])
+    for name, one in zip(names, own) if use_orig_params else ():
+        assert_close(flex.get_module_gradient(name), one.grad.flip(0))
+    flex.restore()
+
+
 @pytest.mark.ranks(2)
 def test_hooks_on_gradients_of_parameters_under_fsdp1_and_tensor_parallelism():
     group = models.mesh(1, 2)["dp"].get_group()
@@ -509,6 +548,40 @@ def test_hooks_on_gradients_of_parameters_under_fsdp1_and_tensor_parallelism():
     flex = FlexModel(model, tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"norm.weight.*FSDP1.*over tensor-parallel ranks"):
         flex.register_hook(HookFunction("norm.weight"))
+
+
+# ---- FSDP2 ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks(2)
+def test_a_module_whose_parameters_fsdp2_shards_over_two_meshes():
+    """It was torch's AssertionError, which expects one group of parameters."""
+    torch_fsdp = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(torch_fsdp, "ShardPlacementResult"):
+        pytest.skip("this torch shards a module over one mesh")
+    twin, model, names = models.mlp(), models.mlp(), ("fc1.weight", "fc1.bias")
+    mesh, hybrid = models.mesh(2, 1)["dp"], models.mesh(2, 1)
+    kinds = torch_fsdp.HSDPMeshInfo(hybrid, 1, 0), torch_fsdp.FSDPMeshInfo(mesh, 0)
+
+    def place(parameter):
+        return torch_fsdp.ShardPlacementResult(Shard(0), kinds[parameter.ndim - 1])
+
+    fully_shard(model, mesh=mesh, shard_placement_fn=place)
+    edit = models.random(8, 8)
+    twin.fc1.register_forward_hook(lambda module, args, out: out @ edit)
+    twin(BATCH).sin().mean().backward()
+    rows = BATCH.chunk(2)[dist.get_rank()]
+    with FlexModel(model, records := {}, output_ranks="all") as flex:
+        flex.register_forward_hook(HookFunction("fc1", None, lambda m, out, s, ms: out @ edit))
+        flex.run_until("fc1", rows)
+        for name in names:
+            flex.register_hook(HookFunction(name))
+        flex(rows).sin().mean().backward()
+        assert_close(records["fc1"], [twin.fc1.forward(twin.inp(BATCH))])
+        for name, parameter in twin.named_parameters():
+            assert torch.equal(flex.get_module_parameter(name), parameter)
+            assert_close(flex.get_module_gradient(name), parameter.grad)
+    assert_close([records[name][0] for name in names], [twin.get_parameter(n).grad for n in names])
 
 
 # ---- What FSDP2 accumulates ----------------------------------------------------------------------

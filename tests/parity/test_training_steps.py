@@ -8,7 +8,9 @@ import copy
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import models
@@ -190,6 +192,37 @@ def test_numbers_that_differ_are_refused():
                 module.set_gradient_divide_factor(1.0 + dist.get_rank())
         with pytest.raises(HookMismatchError, match=r"gradient divide factor"):
             flex(way.my_rows(BATCH)).sum().backward()
+
+
+def summed(state, bucket):
+    """Sums gradients, of losses that are parts of one mean."""
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+@pytest.mark.ranks(2)
+def test_a_comm_hook_that_may_sum_is_refused():
+    """Wrong before, silently: gradients were taken for averages."""
+    twin, records, found = models.mlp(), {}, []
+    twin.fc2.register_full_backward_hook(lambda module, grads, _: found.append(grads[0]))
+    twin(BATCH).mean().backward()
+    rows = models.TWO_RANKS["ddp"].my_rows(BATCH)
+    for comm_hook in (summed, allreduce_hook):
+        ddp = DistributedDataParallel(models.mlp())
+        ddp.register_comm_hook(None, comm_hook)
+        with FlexModel(ddp, records, output_ranks="all", timeout=5) as flex:
+            flex.register_forward_hook(HookFunction("fc1"))
+            flex(rows).mean().backward()
+            assert_close(records["fc1"], [twin.fc1(twin.inp(BATCH))])
+            flex.register_full_backward_hook(HookFunction("fc2"))
+            is_refused = comm_hook is summed
+            with (
+                pytest.raises(HookError, match="by summed, a")
+                if is_refused
+                else contextlib.nullcontext()
+            ):
+                flex(rows).mean().backward()
+    assert_close(records["fc2"], found)
 
 
 @pytest.mark.ranks(2)

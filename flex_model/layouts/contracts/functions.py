@@ -77,7 +77,8 @@ _LOCAL = (
     "torch.nn.", "torch.distributed.fsdp.", "torch.distributed._composable.", "flex_model.",
     "megatron.core.fusions.", "megatron.core.transformer.moe.moe_utils.", "megatron.core.utils.",
     "megatron.core.tensor_parallel.cross_entropy.", "fairscale.nn.model_parallel.cross_entropy.",
-    *_HUGGING_FACE, "transformers.models.", "transformers.integrations.",
+    *_HUGGING_FACE, "transformers.models.", "transformers.integrations.finegrained_fp8.",
+    "transformers.integrations.bitnet.", "transformers.integrations.eetq.",
 )  # fmt: skip
 _own: dict[str, tuple[Any, Forward | None, str | None]] = {}  # of the user, by name
 
