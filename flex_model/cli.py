@@ -164,7 +164,7 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="print where two recorded runs first differ",
         description="Compares two folders of flex.fingerprint, site by site, in units of rounding, "
         "and names the first module that differs by more than its inputs explain. The exit status "
-        "is 0 if there is none.",
+        "is 0 if there is none, and no call or gradient is lost.",
         epilog="example: python -m flex_model compare before after --html page.html",
     )
     parser.add_argument("a", metavar="A", help="the folder of the run that is taken as right")
@@ -178,4 +178,4 @@ def _compare(options: argparse.Namespace) -> int:
     print(comparison)
     if options.html is not None:
         comparison.show(options.html)
-    return 0 if comparison.first is None else 1
+    return 0 if comparison.is_equal else 1

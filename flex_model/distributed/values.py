@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # Odd numbers without a pattern: the fractional digits of pi.
 _MIXERS = (0x243F6A8885A308D3, 0x13198A2E03707345, 0x082EFA98EC4E6C89)
 _CHUNK_BYTES = 64 << 20  # hashed at once on a GPU, which takes twice as much memory
+_FILLED = 1e3  # times a usual magnitude: scores hardly are that low, masks are at most -1e4
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -71,11 +72,27 @@ def on_host(hashes: Sequence[Tensor]) -> Tensor:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
-    """The largest absolute difference of elements, and the largest of ``theirs``. NaN is one
-    number, infinities of one sign are equal. Tensors of one shape, with elements. Local.
+    """The largest absolute difference of elements, and the largest of ``theirs``, but for
+    ``without_fills``. NaN is one number, infinities of one sign are equal. Tensors of one shape,
+    with elements. Local.
     """
     largest = apart(ours, theirs).max().item()
-    return largest, theirs.to(_wide(theirs)).abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+    return largest, without_fills(ours, theirs).abs().max().item()
+
+
+def without_fills(ours: Tensor, theirs: Tensor) -> Tensor:
+    """``theirs``, with zeros for what says nothing of the scale of the others: what is not finite,
+    and numbers far below the others that both have, as masks put before a softmax. Local.
+    """
+    found = theirs.to(_wide(theirs)).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    real = found.real.flatten()
+    others = real[(real > real.min() / 2) & (real != 0)] if len(real) else real
+    if not len(others):
+        return found
+    # They are equal, so they add nothing to a difference. Probabilities near 1 beside tiny ones
+    # are a scale, those by which softmax rounds: so only what is below.
+    is_low = found.real < -_FILLED * others.abs().median()
+    return found.masked_fill(is_low & (ours == theirs), 0.0)
 
 
 def apart(ours: Tensor, theirs: Tensor) -> Tensor:

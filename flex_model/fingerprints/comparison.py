@@ -43,10 +43,13 @@ class Comparison(text.Printed):
     Attributes:
         rows: All sites that both runs have, in A's order of execution.
         unmatched: Sites of one run without a partner, and those that were refused, in words.
+        lost: Of those in A only: gradients of parameters that got none in B's backward, and calls
+            of modules that B calls less often. One that it never calls may be part of a kernel.
     """
 
     rows: tuple[Difference, ...]
     unmatched: tuple[str, ...] = ()
+    lost: tuple[str, ...] = ()
 
     @property
     def differences(self) -> tuple[Difference, ...]:
@@ -60,8 +63,8 @@ class Comparison(text.Printed):
 
     @property
     def is_equal(self) -> bool:
-        """Whether no site differs by more than what it inherits."""
-        return self.first is None
+        """Whether no site differs by more than what it inherits, and none is lost."""
+        return self.first is None and not self.lost
 
     def show(self, html: Folder) -> None:
         """Write a page that needs no other file and no network: the modules in the order of
@@ -98,6 +101,8 @@ class Comparison(text.Printed):
     def summary(self) -> str:
         """Return how many sites differ, and the first, in a line."""
         first, counts = self.first, f"{len(self.differences)} of {len(self.rows)} sites differ"
+        if self.lost:
+            counts += f"; {len(self.lost)} are lost in B, such as {self.lost[0]}"
         if first is None:
             return counts + ", none by more than it inherits" * bool(self.differences)
         what = first.text or f"{first.ulps:.3g} ulps, of which {first.inherited:.3g} inherited"
@@ -132,7 +137,8 @@ def compare(
             part of a fused output: ``{"layers.*.q": ("layers.*.qkv", lambda qkv: qkv[..., :512])}``
             has a function that makes A's tensor of B's, which B must have kept (``tensors=True``).
         own: Run B's modules on A's recorded inputs (``tensors=True``), instead of B's own: then
-            ``ulps`` is a module's own error, also behind others. For a live B.
+            ``ulps`` is a module's own error, also behind others. The first tensor alone is A's: a
+            module that gets several still has B's others. For a live B.
 
     Raises:
         ValueError: a folder without a whole fingerprint, of inputs that were not kept; ``own`` for
@@ -196,19 +202,29 @@ def compare_live(
         found = on_rank_0(
             core, "compare", lambda: asdict(compared(runs[0], read_run(folder), names))
         )
-    return Comparison(tuple(map(Difference.of_json, found["rows"])), tuple(found["unmatched"]))
+    rows = tuple(map(Difference.of_json, found["rows"]))
+    return Comparison(rows, tuple(found["unmatched"]), tuple(found["lost"]))
 
 
 def compared(a: RecordedRun, b: RecordedRun, names: Names | None = None) -> Comparison:
     """Compare two runs; see ``compare``. Local."""
     by_key = {site.key: site for site in b.sites}
-    pairs, unmatched, used = [], [], set()
+    pairs, unmatched, lost, used = [], [], [], set()
+    has_gradients = any(site.kind == "tensor" for site in b.sites)
     for site in a.sites:
         name, make = partner_of(site.name, names)
         key = (name, site.kind, site.call)
         other = by_key.get(key)
         if other is None:
             unmatched.append(f"in A only: {_shown(site)}")
+            # Gradients of activations depend on what the inputs require.
+            is_call = site.kind in ("forward_pre", "forward")
+            is_lost = is_call and (name, site.kind, 0) in by_key
+            if site.kind == "tensor":
+                is_refused = f"gradient of {name}" in b.refused
+                is_lost = has_gradients and name in b.parameters and not is_refused
+            if is_lost:
+                lost.append(_shown(site))
             continue
         used.add(key)
         if make is not None and site.kind in ("forward", "full_backward_pre"):
@@ -228,9 +244,8 @@ def compared(a: RecordedRun, b: RecordedRun, names: Names | None = None) -> Comp
         )
     for run, letter in ((a, "A"), (b, "B")):
         unmatched += [f"refused in {letter}: {site}: {why}" for site, why in run.refused.items()]
-    return Comparison(
-        tuple(judged(pairs, {(name, call) for name, call in b.replaced})), tuple(unmatched)
-    )
+    rows = judged(pairs, {(name, call) for name, call in b.replaced})
+    return Comparison(tuple(rows), tuple(unmatched), tuple(lost))
 
 
 def _shown(site: Summary | Difference) -> str:

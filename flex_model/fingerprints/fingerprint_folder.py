@@ -22,7 +22,7 @@ from flex_model.records.store.files import ASIDE, MappedFile, safetensors_of, wr
 Folder = str | os.PathLike[str]
 _RUN, _TENSORS = "run.safetensors", "tensors"
 _PLAIN = (Tensor, nn.Parameter)
-_IN_JSON = ("name", "kind", "call", "shape", "layout", "splits")
+_IN_JSON = ("name", "kind", "call", "shape", "callers", "layout", "splits")
 
 
 @dataclass(eq=False)
@@ -35,6 +35,7 @@ class RecordedRun:
         num_bytes: Those of all recorded tensors.
         replaced: The inputs that were another run's, as ``[name, call]``: ``compare(own=True)``.
         has_tensors: Whether the full tensors are on disk, too.
+        parameters: The names of all, with a gradient or not.
     """
 
     sites: list[Summary]
@@ -43,6 +44,7 @@ class RecordedRun:
     num_bytes: int
     replaced: list[Any] = field(default_factory=list)
     has_tensors: bool = False
+    parameters: list[str] = field(default_factory=list)
 
 
 class RunWriter:
@@ -135,7 +137,8 @@ def read_run(folder: Folder) -> RecordedRun:
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
-    chunks = safetensors_of({k: one.cpu().contiguous() for k, one in tensors.items()})
+    whole = {k: one.cpu().resolve_conj().resolve_neg().contiguous() for k, one in tensors.items()}
+    chunks = safetensors_of(whole)
     write_whole(path, chunks, syncs=False)
 
 

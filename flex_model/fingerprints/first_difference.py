@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flex_model.distributed import values
 from flex_model.fingerprints.summary import ROUTING, Summary, positions
@@ -34,8 +35,9 @@ class Difference:
             parameter's. ``"routing"``: tokens go to other experts. ``"shape"`` and ``"dtype"``: of
             the tensor, whose values are not compared.
         ulps: The root of the mean square of the difference, in units of the rounding of the coarser
-            dtype (its ``eps``) at the root of the mean square of A; of a bias's gradient, at least
-            at that of sums of as many gradients of the output, of random sign. Of a routing: the
+            dtype (its ``eps``) at the root of the mean square of A, without what masks fill in; of
+            the gradient of a bias or another small parameter, at least at that of sums of as many
+            gradients of the module's output, of random sign. Of a routing: the
             largest margin, in such units of float32 scores, by which a token's experts changed.
         inherited: The largest difference of the tensors that it was computed from, in the units of
             ``ulps``, also where these have another dtype.
@@ -93,17 +95,18 @@ def judged(
     begun = {(a.name, a.call) for a, _ in pairs if a.kind == "forward_pre"}
     forward: dict[str, _Source] = {}
     backward: dict[str, _Source] = {}
-    squares: dict[str, float] = {}  # by module, the sum over the gradients of its outputs
+    squares: dict[str, tuple[float, int]] = {}  # by module, of its outputs' gradients; their rows
     for a, b in pairs:
         is_backward = a.kind in ("full_backward_pre", "full_backward", "tensor")
         begins = a.kind in ("forward_pre", "full_backward_pre")
         frames = backward if is_backward else forward
-        caller = _caller(a.name, names)
-        place = caller if begins or a.kind in ("tensor", ROUTING) else a.name
+        caller, outer = [*(one for one in a.callers if one in names), "", ""][:2]
+        is_of_caller = begins or a.kind in ("tensor", ROUTING)
+        place, outside = (caller, outer) if is_of_caller else (a.name, caller)
         is_begun = a.kind != "forward" or (a.name, a.call) in begun
         source = frames.get(place, _Source())
         if place not in frames or not is_begun:  # what it was called with was not compared
-            source = source.joined(frames.get(_caller(place, names), _Source()))
+            source = source.joined(frames.get(outside, _Source()))
         if is_backward:
             for name in (place, a.name):
                 source = source.joined(forward.get(name, _Source()))
@@ -113,13 +116,12 @@ def judged(
         source = source.joined(_Source(eps=own.eps))
         if a.kind == "full_backward_pre":
             of_call = a.moments[1].item() ** 2 * math.prod(a.shape)
-            squares[a.name] = squares.get(a.name, 0.0) + of_call
-        # A bias's gradient is the sum of its output's, whose roundings stay where they cancel: a
+            squares[a.name] = squares.get(a.name, (0.0, 0))[0] + of_call, math.prod(a.shape[-1:])
+        # A bias's gradient is a sum over rows, whose roundings stay where the terms cancel: a
         # key's is zero, since softmax is blind to it.
-        owner, _, leaf = a.name.rpartition(".")
-        is_of_bias = a.kind == "tensor" and leaf == "bias"
-        total = squares.get(owner, 0.0) if is_of_bias else 0.0
-        floor = math.sqrt(total / max(1, math.prod(a.shape)))
+        numel = max(1, math.prod(a.shape))
+        total, row = squares.get(caller, (0.0, 0)) if a.kind == "tensor" else (0.0, 0)
+        floor = math.sqrt(total / numel) if len(a.shape) == 1 or numel <= row else 0.0
         difference = _difference(a, b, source, module, is_of_one_dtype, floor)
         yield difference
         # Experts that get other tokens have other results, however small the cause was.
@@ -152,15 +154,6 @@ class _Source:
         )
 
 
-def _caller(name: str, names: Collection[str]) -> str:
-    """Return the nearest module above of those that were recorded; ``""``: the model."""
-    while name:
-        name = name.rpartition(".")[0]
-        if name in names:
-            break
-    return name
-
-
 def _main_dtype(sites: Iterable[Summary]) -> torch.dtype | None:
     """Return the dtype of most floating-point sites."""
     counts = Counter(one.dtype for one in sites if one.dtype.is_floating_point)
@@ -187,14 +180,19 @@ def _difference(
         ours, theirs = b.read_full().reshape(-1), a.read_full().reshape(-1)
         index = torch.arange(len(ours))
     apart = values.apart(ours, theirs)
+    # The mean and the root of the mean square are apart by no more than the tensors are, and the
+    # rounding of their own sums.
+    rounding = torch.finfo(torch.float64).eps * math.sqrt(math.prod(a.shape)) * a.moments.abs()
+    sizes = ((b.moments - a.moments).abs() - rounding)[:2].clamp(min=0).nan_to_num(nan=0.0).tolist()
     if not _is_inexact(a.dtype):
-        is_equal = not apart.any() and torch.equal(a.moments, b.moments)
+        is_equal = not apart.any() and not any(sizes) and a.moments[2] == b.moments[2]
         return replace(found, ulps=0.0 if is_equal else math.inf)
-    # The mean and the root of the mean square are apart by no more than the tensors are.
-    sizes = (b.moments - a.moments)[:2].abs().nan_to_num(nan=0.0).tolist()
-    sizes += [apart.square().mean().sqrt().item() if apart.numel() else 0.0]
+    sizes += [_root(apart)]
     size = max(sizes) if a.moments[3] == b.moments[3] else math.inf
-    unit = max(a.moments[1].item(), floor) * eps
+    scale, own = a.moments[1].item(), values.without_fills(ours, theirs)
+    if not math.isfinite(scale) or not torch.equal(own, theirs.to(own.dtype)):
+        scale = _root(own)
+    unit = max(scale, floor) * eps
     ulps = size / unit if unit and math.isfinite(size + unit) else size and math.inf
     found = replace(found, ulps=ulps, bound=_bound(source) / eps)
     if not found.differs:
@@ -205,6 +203,11 @@ def _difference(
         ranks = [_rank(place, one.splits) for one in (a, b)]
         listed.append([place, str(theirs[i].item()), str(ours[i].item()), *ranks])
     return replace(found, positions=tuple(listed))
+
+
+def _root(of: Tensor) -> float:
+    """Return the root of the mean square."""
+    return of.abs().square().mean().sqrt().item() if of.numel() else 0.0
 
 
 def _of_routing(a: Summary, b: Summary, found: Difference) -> Difference:

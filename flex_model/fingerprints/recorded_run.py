@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from flex_model.inspection.tree import is_called, named
 from flex_model.integrations import expert_routing, transformers_private
 from flex_model.integrations.made_sites import MadeSites
 from flex_model.names import clean
+from flex_model.runs.lifecycle import calls_of_modules
 
 #: By name and call of an input, what reads the tensor that takes its place.
 Replacements = Mapping[tuple[str, int], Callable[[], Tensor]]
@@ -121,6 +122,7 @@ class Recorder:
         self.key, self._is_kept, self._is_full = key, True, is_full
         self._takes: dict[str, Callable[[str, Tensor, TensorSpec | None], None]] = {}
         self._held: weakref.WeakKeyDictionary[TensorSpec, Held] = weakref.WeakKeyDictionary()
+        self._names = {id(one): name for name, one in _own_modules(user.module).items()}
         self.core = second_core.SecondCore(user, edit_on="rank0")
         self.core.table.choose(NOTHING, NOTHING)
         try:
@@ -133,10 +135,12 @@ class Recorder:
         self, write: Callable[[int, Tensor], None] | None, replacements: Replacements
     ) -> None:
         self._write, self._replacements = write, replacements
-        self._found = RecordedRun([], {}, None, 0, has_tensors=write is not None)
+        names, has_tensors = list(self._parameters()), write is not None
+        self._found = RecordedRun([], {}, None, 0, has_tensors=has_tensors, parameters=names)
         self._parts: list[Part] = []
         self._order: list[int] = []  # the hooks that were called, on every rank
         self._calls: Counter[tuple[str, str]] = Counter()
+        self._callers: dict[str, list[Sequence[str]]] = {}  # of each call
         self._choices: dict[str, Tensor] = {}  # of a block of experts, at its last call
         self.core.unresolved.clear()
 
@@ -223,7 +227,8 @@ class Recorder:
                 held = self._held[spec] = Held.of(spec, tensor)
             sums, sample = held.summed(tensor)
             key, shape = self._key(name, kind), spec.full_shape
-            summary = Summary(*key, tensor.dtype, shape, sums, sample, **held.described)
+            of = {"callers": self._callers_of(*key), **held.described}
+            summary = Summary(*key, tensor.dtype, shape, sums, sample, **of)
             self._parts.append(Part(summary, held, registration.layout_site))
         else:
             self._add(name, kind, tensor, spec)
@@ -231,6 +236,20 @@ class Recorder:
     def _key(self, name: str, kind: str) -> tuple[str, str, int]:
         self._calls[name, kind] += 1
         return name, kind, self._calls[name, kind] - 1
+
+    def _callers_of(self, name: str, kind: str, call: int) -> Sequence[str]:
+        if kind in ("forward_pre", "forward"):
+            owners = (frame.f_locals.get("self") for frame in calls_of_modules())
+            called = dict.fromkeys(self._names.get(id(one), name) for one in owners)
+            callers = [one for one in called if one != name]
+            if kind == "forward_pre":
+                self._callers.setdefault(name, []).append(callers)
+            return callers
+        calls = self._callers.get(name, ())
+        if call < len(calls):
+            return calls[-1 - call]  # the backward of the last call is the first
+        parts = name.split(".")
+        return [".".join(parts[:end]) for end in reversed(range(len(parts)))] if name else []
 
     def _add(
         self,
@@ -244,8 +263,8 @@ class Recorder:
         if self._write is not None:
             self._write(len(self._parts), full)
         found = summed(full, *self._key(name, kind), margins)
-        if spec is not None:
-            found = replace(found, **described(spec))
+        of = {} if spec is None else described(spec)
+        found = replace(found, callers=self._callers_of(*found.key), **of)
         self._parts.append(Part(found))
         return found.call
 
@@ -263,10 +282,7 @@ class Recorder:
 
     def _take_gradients(self) -> None:
         """Record the gradients of the parameters, one at a time. Collective."""
-        root = self.core.module
-        for name in [
-            clean(root, name) for name, one in root.named_parameters() if one.requires_grad
-        ]:
+        for name in [name for name, one in self._parameters().items() if one.requires_grad]:
             try:
                 gradient = self.core.parameters.gradient(name, None)
             except ValueError as error:
@@ -274,6 +290,10 @@ class Recorder:
                 continue
             if gradient is not None:
                 self._add(name, "tensor", gradient)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        root = self.core.module
+        return {clean(root, name): one for name, one in root.named_parameters()}
 
     def _run(self, inputs: Any) -> RecordedRun:
         """Return what was recorded, on rank 0. Collective."""

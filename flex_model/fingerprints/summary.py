@@ -35,6 +35,8 @@ class Summary:
         margins: Of a routing: by token, how far the last chosen expert is ahead of the next one, in
             units of float32's rounding at the scale of the scores.
         read_full: Reads the tensor, where it is kept.
+        callers: The modules that called it, the innermost first; of a gradient of kind ``"tensor"``
+            and a routing, the modules above by name.
         layout, splits: The layout in words; by axis, the dim and the sizes of the ranks' parts.
     """
 
@@ -47,6 +49,7 @@ class Summary:
     sample: Tensor
     margins: Tensor | None = None
     read_full: Callable[[], Tensor] | None = None
+    callers: Sequence[str] = ()
     layout: str = ""
     splits: dict[str, Any] = field(default_factory=dict)
 
@@ -81,7 +84,7 @@ def positions(shape: Shape, device: torch.device) -> Tensor:
 
 def summed(full: Tensor, name: str, kind: str, call: int, margins: Tensor | None = None) -> Summary:
     """Return the summary of a full tensor, not `finished`: nothing waits for its device."""
-    full, shape = full.detach(), tuple(full.shape)
+    full, shape = full.detach().resolve_conj().resolve_neg(), tuple(full.shape)
     flat = full.contiguous().view(-1)
     sample = full if kind == ROUTING else flat.index_select(0, positions(shape, full.device))
     return Summary(name, kind, call, full.dtype, shape, sums_of(flat), as_bytes(sample), margins)
@@ -103,17 +106,14 @@ def finished(found: Sequence[Summary]) -> list[Summary]:
 
 def sums_of(flat: Tensor) -> Tensor:
     """Return three float64 of a part of a tensor, on its device: the sum, that of the squares, and
-    the largest magnitude. Those of integers are exact, in whatever order they are added.
+    the largest magnitude.
     """
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     if not flat.numel():
         return torch.zeros(3, dtype=torch.float64, device=flat.device)
-    if not flat.is_floating_point():
-        exact = flat.long()
-        return torch.stack([exact.sum(), exact.square().sum(), exact.abs().max()]).double()
     is_summed = flat.dtype in (torch.float32, torch.float64, torch.bfloat16)
-    wide = flat if is_summed else flat.float()
+    wide = flat if is_summed else flat.float() if flat.is_floating_point() else flat.double()
     if flat.is_cpu:
         return torch.ops.flex_model.moments(wide)
     total = wide.sum(dtype=torch.float64)

@@ -65,7 +65,7 @@ class Held:
         Nothing of it is kept for a module that gets the same tensor: as long as a tensor lives, its
         memory is not used again, and the page faults of other memory take longer than its sums.
         """
-        flat = tensor.contiguous().view(-1)
+        flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
         held = flat if len(flat) else flat.new_zeros(1)
         return sums_of(flat[slice(*self.share)]), as_bytes(held.index_select(0, self.index))
 

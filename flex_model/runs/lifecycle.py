@@ -144,7 +144,7 @@ class Runs:
             self._table.active_hooks.indices,
             set(beside),
             direct_depth=int(direct),
-            frame=next(_calls_of_modules(), None) if direct else None,
+            frame=next(calls_of_modules(), None) if direct else None,
             outer_error=sys.exc_info()[1],
             is_recomputed=not has_graph,  # a checkpoint's forward has no graph either
             first_node=next_sequence(),
@@ -422,7 +422,7 @@ class Runs:
         run = self.current
         if run is None or run.frame is None or self.thread != threading.get_ident():
             return
-        if not any(frame is run.frame for frame in _calls_of_modules()):
+        if not any(frame is run.frame for frame in calls_of_modules()):
             self.end(run, KeyboardInterrupt("it left the forward"))
 
     def deliver(self, run: Run, kind: str) -> None:
@@ -565,7 +565,7 @@ class Runs:
         self.current = None
 
 
-def _calls_of_modules() -> Iterator[FrameType]:
+def calls_of_modules() -> Iterator[FrameType]:
     """Yield the frames in which torch calls modules, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

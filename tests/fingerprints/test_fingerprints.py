@@ -14,7 +14,7 @@ import browser
 import flex_model
 import frameworks
 import models
-from flex_model import FlexModel, cli
+from flex_model import FlexModel, HookFunction, cli
 from flex_model.distributed.placement import Shard
 from flex_model.fingerprints import fingerprint_folder
 from flex_model.fingerprints.fingerprint_folder import read_run
@@ -255,6 +255,77 @@ def test_a_bias_is_compared_at_the_scale_of_what_its_gradient_sums(tmp_path):
         with other.get_parameter(name).register_hook(lambda gradient: gradient * 1.001 + 1e-9):
             defect = fingerprint(tmp_path / "c", other, x, loss=loss)
         assert flex_model.compare(runs[0], defect).first.name == name
+
+
+class Masked(nn.Module):
+    """Attention with parameters and modules of its own: scores that are masked by a number."""
+
+    def __init__(self, fill, scale=0.25, softmax=None):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16, bias=False) for _ in range(4))
+        self.b_K, self.softmax = nn.Parameter(torch.randn(2, 8)), softmax or nn.Softmax(-1)
+        self.fill, self.scale, self.parts = fill, scale, 1
+
+    def forward(self, x):
+        scores = self.q(x) @ (self.k(x) + self.b_K.flatten()).transpose(1, 2) * self.scale
+        scores = scores.masked_fill(torch.ones(x.shape[1:2] * 2).triu(1).bool(), self.fill)
+        mixed = (self.softmax(scores) @ self.v(x)).chunk(self.parts, -1)
+        weights = self.o.weight.chunk(self.parts, 1)  # as row parallel layers sum
+        return x + sum(part @ weight.t() for part, weight in zip(mixed, weights))
+
+
+@pytest.mark.parametrize("fill", [-1e4, -1e9, torch.finfo(torch.float32).min, -torch.inf])
+def test_masks_are_no_scale_of_scores(fill, tmp_path):
+    """Layers share their softmax, too: the layer whose scores differ is the one that calls it."""
+    softmax = nn.Softmax(-1)
+    model = models.seeded(lambda: nn.Sequential(*(Masked(fill, softmax=softmax) for _ in "abc")))
+    x, (rounded, wrong) = models.random(2, 6, 16).float(), (copy.deepcopy(model) for _ in "ab")
+    rounded[0].parts, wrong[1].scale = 2, 0.2501
+    a = fingerprint(tmp_path / "a", model, x, loss=loss)
+    b = fingerprint(tmp_path / "b", rounded, x, loss=loss)
+    assert flex_model.compare(a, b).is_equal and not torch.equal(model(x), rounded(x))
+    first = flex_model.compare(a, fingerprint(tmp_path / "c", wrong, x)).first
+    assert (first.name, first.call, first.module) == ("0.softmax", 1, "1")
+    with FlexModel(wrong, {}) as flex:
+        flex.register_forward_pre_hook(HookFunction("0.softmax"))
+        assert not flex.verify(model, x).is_equal
+
+
+def test_a_lost_gradient_or_call_is_a_difference(tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.head, self.unused, self.calls = *(nn.Linear(6, 6) for _ in "abc"), 2
+
+        def forward(self, x):
+            return self.head(x), [self.fc(x) for _ in range(self.calls)]
+
+    model, x = models.seeded(Twice), X.float()
+    frozen, once = (copy.deepcopy(model) for _ in "ab")
+    frozen.head.weight.requires_grad_(False)
+    once.calls = 1
+    a = fingerprint(tmp_path / "a", model, x, loss=lambda out: loss(out[0]))
+    assert flex_model.compare(a, fingerprint(tmp_path / "b", model, x)).is_equal  # without a loss
+    b = fingerprint(tmp_path / "c", frozen, x, loss=lambda out: loss(out[0]))
+    assert flex_model.compare(a, b).lost == ("tensor of head.weight, call 0",)
+    assert cli.main(["compare", str(a), str(b)]) == 1
+    with FlexModel(once) as flex, pytest.raises(AssertionError, match="2 are lost in B, such as f"):
+        flex.verify(a, x, raise_on_difference=True)
+
+
+def test_large_integers_and_conjugates_are_equal_to_themselves(tmp_path):
+    class Spectrum(nn.Module):
+        def forward(self, seconds):
+            return torch.fft.rfft(seconds % 86400 / 86400).conj()
+
+    x = torch.randint(1_600_000_000, 1_760_000_000, (64, 50))
+    runs = [fingerprint(tmp_path / one, Spectrum(), x, tensors=one == "b") for one in "ab"]
+    assert flex_model.compare(*runs).is_equal
+    expected = Spectrum()(x).resolve_conj()
+    assert torch.equal(read_run(runs[1]).sites[-1].read_full(), expected)
+    x[63, 49] += 1  # not among the values that are kept
+    other = fingerprint(tmp_path / "c", Spectrum(), x)
+    assert flex_model.compare(runs[0], other).first.kind == "forward_pre"
 
 
 def test_two_runs_are_compared_by_the_command_line(pair, capsys, tmp_path):

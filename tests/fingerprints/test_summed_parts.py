@@ -46,6 +46,7 @@ def test_parts_joined_are_the_full_tensors_summary(name):
     torch.manual_seed(3)
     fulls = [torch.randn(6, 32, 48, dtype=dtype) for dtype in (torch.float64, torch.bfloat16)]
     fulls += [torch.randn(6, 32, 48, dtype=torch.complex64), torch.randint(9, (6, 8, 48)) * 10**6]
+    fulls += [torch.randn(6, 32, 48, dtype=torch.complex64).conj()]
     fulls += [torch.randn(6, 32, 48) > 0, torch.randn(6, 0, 48), fulls[0].half()]
     fulls[0][5, 31, 47], fulls[-1][0, 0, 0] = torch.nan, torch.inf
     parts = []
