@@ -78,7 +78,8 @@ def text_of(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = ""
-    return f"{name}: {text}" if text else name
+    # Half a surrogate pair, as a cut JSON string has, can't be sent to other ranks.
+    return (f"{name}: {text}" if text else name).encode(errors="backslashreplace").decode()
 
 
 def check_type(expected: str, value: object, kind: Any, advice: str = "") -> None:

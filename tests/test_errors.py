@@ -13,6 +13,7 @@ from torch import nn
 import flex_model.distributed as fm_dist
 import models
 from flex_model import FlexModel, HookFunction
+from flex_model.distributed.agreement import check_equal
 from flex_model.errors import HookError, HookMismatchError, TraceError, text_of
 from shared_edits import double
 from tiers import ways
@@ -604,3 +605,23 @@ def test_transforms_of_functions_are_named_on_several_ranks(transport, monkeypat
         ):
             transform()
         assert torch.equal(flex(BATCH), expected)
+
+
+@pytest.mark.ranks(2)
+def test_a_text_that_no_encoding_has_is_told_on_every_rank():
+    """It left the other rank waiting, and the FlexModel unusable."""
+
+    def edit(module, full, save_ctx, modules):
+        if dist.get_rank() == 1:
+            raise ValueError("no vector for the token \ud83d")
+
+    flex = FlexModel(models.mlp(), data_parallel_size=2)
+    flex.register_forward_hook(HookFunction("fc1", editing_function=edit))
+    for _ in range(2):
+        with pytest.raises(HookError, match=r"no vector for the token \\ud83d"):
+            flex(models.random(2, 6))
+    flex.restore()
+
+
+def test_settings_that_are_nan_are_equal():
+    check_equal([float("nan"), float("nan")], "pad_value")

@@ -55,7 +55,8 @@ def gather_checked(
 
 def check_equal(values: list[Any], name: str) -> None:
     """HookMismatchError, on every rank, where the gathered values differ."""
-    differ = [rank for rank, value in enumerate(values) if value != values[0]]
+    first = repr(values[0])  # NaN is equal to NaN
+    differ = [rank for rank, v in enumerate(values) if v != values[0] and repr(v) != first]
     if differ:
         listed = "; ".join(f"rank {rank}: {values[rank]}" for rank in [0, *differ[:3]])
         raise agreed(

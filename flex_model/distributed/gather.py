@@ -471,11 +471,12 @@ class _ScatterFromFirst(Function):
         mesh = spec.communicator.mesh
         if spec.is_shared_over_dp:  # as in _Scatter
             grad = spec.communicator.all_reduce_sum(("dp",), grad) / mesh.dp_size
+        scale = context.grad_scale  # on every rank: its error is every rank's
         full = spec.gather_to_first(grad.contiguous())
         if full is None:
             full = grad.new_zeros(ctx.size)
-        elif context.grad_scale != 1:
-            full = full / context.grad_scale
+        elif scale != 1:
+            full = full / scale
         return full, *[None] * (len(ctx.needs_input_grad) - 1)
 
 

@@ -95,6 +95,13 @@ class Mesh:
                 f"device_mesh dim {names[axes.index('')]!r} is not a known axis; name the dims "
                 f"after {sorted(AXIS_OF_DIM)}"
             )
+        for dim, name in enumerate(names):
+            if (device_mesh.mesh.diff(dim=dim) < 0).any():
+                raise ValueError(
+                    f"device_mesh dim {name!r} has ranks that are not in ascending order "
+                    f"({device_mesh.mesh.tolist()}), and torch numbers the members of a group in "
+                    "ascending order; make the mesh in ascending order along each dim"
+                )
         return Mesh.from_table(device_mesh.mesh, axes)
 
     @staticmethod

@@ -243,7 +243,7 @@ def _acquire(ranks: tuple[int, ...], timeout_s: float, device: str) -> tuple[Pri
     try:
         stale = [f"meeting/{number - 1}"] if number > 1 else []
         texts = connecting.all_gather(f"meeting/{number}", text, stale)
-    except HookError:
+    except BaseException:
         _acquired[ranks] -= 1  # as on the ranks that did not arrive: the next try matches theirs
         if held:
             _groups[ranks, held].release()

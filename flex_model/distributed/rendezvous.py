@@ -176,6 +176,10 @@ class Rendezvous:
                 time.sleep(_CHECK_S)
                 texts = self._texts(place)
             return texts
+        except (KeyboardInterrupt, SystemExit):
+            with contextlib.suppress(RuntimeError):  # the store is lost: nobody reads it
+                self.bounded_store.append(f"{place}/log", self._line(None))
+            raise
         finally:
             if not met.done():  # ends the thread, and makes the others look
                 self.bounded_store.tell(f"{place}/met", "")

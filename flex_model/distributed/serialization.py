@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flex_model.distributed.plain import kind_of, plain
+from flex_model.integrations import dtensor
+
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -16,11 +19,19 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
     """Encode a value as JSON; its tensors are appended to the list.
 
     Raises:
-        TypeError: a part of the value is not a tensor, number, str or container of these.
+        TypeError: a part of the value is not a dense tensor, number, str or container of these.
     """
     if isinstance(value, Tensor):
-        tensors.append(value.detach())
+        kind = "DTensor" if dtensor.is_dtensor(value) else kind_of(value)
+        if kind:
+            raise TypeError(f"a {kind}")
+        tensors.append(plain(value.detach()))
         return {"tensor": len(tensors) - 1}
+    numpy = sys.modules.get("numpy")
+    # Before floats, of which numpy.float64 is a subclass.
+    if numpy and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
+        native = value.dtype.newbyteorder("=")
+        return {"numpy": encode(torch.from_numpy(numpy.array(value, native)), tensors)}
     if isinstance(value, PLAIN):
         if isinstance(value, float) and value - value != 0:  # no JSON
             return {"float": str(value)}
@@ -35,9 +46,6 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
         return {"dict": [[encode(k, tensors), encode(v, tensors)] for k, v in value.items()]}
     if isinstance(value, Namespace):
         return {"namespace": encode(vars(value), tensors)}
-    numpy = sys.modules.get("numpy")
-    if numpy and isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.kind in "biufc":
-        return {"numpy": encode(torch.from_numpy(numpy.array(value)), tensors)}
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
 
 

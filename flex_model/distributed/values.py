@@ -100,7 +100,24 @@ def apart(ours: Tensor, theirs: Tensor) -> Tensor:
     wide = _wide(ours, theirs)
     same = (ours.isnan() & theirs.isnan()) | (ours == theirs)
     found = (ours.to(wide) - theirs.to(wide)).abs()
+    if not (ours.is_floating_point() or ours.is_complex()):
+        found = found.clamp(min=1)  # of large integers, float64 drops the last bits
     return found.masked_fill(same, 0.0).nan_to_num(nan=torch.inf)
+
+
+def beyond_rounding(
+    ours: Tensor, theirs: Tensor, *sources: Tensor, dim: int | None = None
+) -> float:
+    """The largest of the differences that sums in another order don't explain; 0 without one. They
+    explain ``tolerance`` of an element of ``theirs`` or of the ``sources``, or of the root mean
+    square along ``dim`` (None: of all): that of what was summed. Local.
+    """
+    scale = torch.zeros((), dtype=torch.float64, device=ours.device)
+    for one in (theirs, *sources):
+        size = one.to(_wide(one)).abs().nan_to_num(nan=0.0, posinf=0.0)
+        scale = scale.maximum(size).maximum(size.square().mean(dim, keepdim=True).sqrt())
+    found = apart(ours, theirs)
+    return found.masked_fill(found <= tolerance(ours) * scale, 0.0).max().item()
 
 
 def _wide(*tensors: Tensor) -> torch.dtype:

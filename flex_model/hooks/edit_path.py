@@ -149,7 +149,7 @@ class _ShardedPath(ABC):
         shapes, differing = check_call(communicator, call, leaf, call.registration.kind, axes)
         if differing:
             leaf = replicas.reconciled(communicator, call.registration.layout_site, leaf, differing)
-        spec = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
+        spec, leaf = layouts.lookup(call, shapes, leaf.dtype, known, leaf)
         may_settle = self._settles and not torch.is_grad_enabled()  # it serves no gradients
         if may_settle and type(original) is Tensor and len(set(shapes)) == 1:
             self._settle(call, leaf, spec, bool(axes))
@@ -220,8 +220,9 @@ class ReplicatedPath(_ShardedPath):
         self._records.put(call, context.cast_record, full)
 
     def edit(self, inputs: Sequence[EditInput], parameters: Parameters) -> Edits:
-        """Run the function on every rank. The results of its first call are compared: a value of a
-        rank's own, as an unseeded vector, is in that already, and later calls need no exchange.
+        """Run the function on every rank. The results of the first call that edits are compared: a
+        value of a rank's own, as an unseeded vector, is in that already, and later calls need no
+        exchange.
         """
         call, leaf = inputs[-1].call, inputs[-1].leaf
         registration, communicator = call.registration, self._communicator
@@ -269,7 +270,8 @@ class ReplicatedPath(_ShardedPath):
             for one, edited in zip(inputs, edits):
                 result = one.full if edited is None else edited
                 replicas.check_edit(communicator, call.describe(), one.full, result)
-        call.registration.note_compared()
+        if any(edited is not None for edited in edits):  # on all ranks alike: headers say so
+            call.registration.note_compared()
 
 
 def _are_without_values(inputs: Sequence[EditInput]) -> bool:

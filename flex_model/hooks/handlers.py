@@ -118,6 +118,8 @@ class HookHandlers:
         """Let the dispatcher call a function that draws no random numbers by itself from now on."""
         has_settled = self._executor.settles and run.save_ctx is None
         is_there = registration.is_registered and registration.edits  # it may take itself off
+        # Until an edit is compared over ranks, the path in Python runs the function.
+        has_settled &= self.communicator.is_local or registration.is_compared
         if has_settled and is_there and registration.draws is False:
             self._executor.function.settle(registration)
             self.runs.settle_edits(run)

@@ -69,7 +69,7 @@ class LayoutFinder:
         registration = call.registration
         if registration.expected_shape is None and registration.select is None:
             return None
-        return self.lookup(call, [tuple(leaf.shape)], leaf.dtype, None, leaf).pick
+        return self.lookup(call, [tuple(leaf.shape)], leaf.dtype, None, leaf)[0].pick
 
     def pick_of_shard(
         self, call: HookCall, shard: Tensor, known: ShardLayout | None
@@ -86,7 +86,7 @@ class LayoutFinder:
         if not found and len(registration.specs) < _REMEMBERED_SPECS:
             shapes, _ = check_call(self._communicator, call, shard, registration.kind)
             try:
-                found = [self.lookup(call, shapes, shard.dtype, known, shard)]
+                found = [self.lookup(call, shapes, shard.dtype, known, shard)[0]]
             except (IndexError, TypeError, ValueError):  # the end of the run raises it
                 return None
         return found[0].pick if len(found) == 1 and found[0].padding is None else None
@@ -106,7 +106,7 @@ class LayoutFinder:
         if len(found) == 1 and found[0].is_in_parts:
             return found[0]
         shapes, _ = check_call(self._communicator, call, shard, call.registration.kind)
-        return self.lookup(call, shapes, shard.dtype, known, shard)
+        return self.lookup(call, shapes, shard.dtype, known, shard)[0]
 
     @staticmethod
     def _earlier(call: HookCall, shard: Tensor, known: ShardLayout | None) -> list[TensorSpec]:
@@ -126,8 +126,10 @@ class LayoutFinder:
         dtype: torch.dtype,
         known: ShardLayout | None,
         shard: Tensor,
-    ) -> TensorSpec:
-        """Return the tensor's spec for these shapes, cached. Collective where the layout is new."""
+    ) -> tuple[TensorSpec, Tensor]:
+        """Return the tensor's spec for these shapes, cached, and the shard: where the layout is
+        new, with the first rank's values of replicas. Collective there.
+        """
         registration, forward = call.registration, call.evidence.key
         split_dim = registration.split_dim
         place = split_dim, call.num_past
@@ -137,9 +139,9 @@ class LayoutFinder:
             spec = self._of_recomputed(call, key[1:-1])
         call.run.keys.add(forward)
         if spec is not None:
-            return spec
+            return spec, shard
         try:
-            layout, all_padded = self._layout(call, shapes, known, shard)
+            layout, all_padded, shard = self._layout(call, shapes, known, shard)
             padded = list(shapes) if all_padded is None else [one.padded for one in all_padded]
             select = registration.select and registration.select.at(call.positions)
             spec = TensorSpec.of(self._communicator, layout, padded, dtype, select, split_dim)
@@ -159,13 +161,14 @@ class LayoutFinder:
         module = registration.living_module
         if module is not None and registration.kind == "forward":
             self.of_outputs[module] = layout.tp
-        return spec
+        return spec, shard
 
     def _layout(
         self, call: HookCall, shapes: Sequence[Shape], known: ShardLayout | None, shard: Tensor
-    ) -> tuple[ShardLayout, list[Padding] | None]:
+    ) -> tuple[ShardLayout, list[Padding] | None, Tensor]:
         """Resolve the placements from what all ranks have proven or stated; and the padding of all
-        ranks' tensors, where lengths differ. Collective.
+        ranks' tensors, where lengths differ; and the shard, of replicas the first rank's.
+        Collective.
         """
         registration, mesh = call.registration, self._mesh
         site = registration.layout_site
@@ -208,16 +211,17 @@ class LayoutFinder:
             statements=self._tracking.statements,
         )
         if known is not None or prints is None:
-            return layout, padded
+            return layout, padded, shard
         by_user = {axis: getattr(layout, axis) for axis in layout.sized_axes}
         by_user.update(of_gradient if is_gradient else stated)
         self._tracking.statements.check_parts(site, by_user, prints, shard)
         if is_gradient:
             own = {axis: p for axis, p in zip(AXES, call.stated) if p is not None}
-            return self._of_gradient(call, layout, {**of_gradient, **own}, shard, prints), padded
+            of_gradient = {**of_gradient, **own}
+            return self._of_gradient(call, layout, of_gradient, shard, prints), padded, shard
         for axis in resolve.differing_axes(layout, prints):
-            replicas.reconciled(self._communicator, site, shard, [axis], layout.source)
-        return layout, padded
+            shard = replicas.reconciled(self._communicator, site, shard, [axis], layout.source)
+        return layout, padded, shard
 
     def _padded(
         self,

@@ -31,7 +31,13 @@ _DELETED = {"deleted": True}  # in the place of a value
 
 def snapshot(context: Namespace) -> dict[str, Any]:
     """Return the state of each attribute, for ``written``."""
-    return {name: _state(value) for name, value in vars(context).items()}
+    found = {}
+    for name, value in vars(context).items():
+        try:
+            found[name] = _state(value)
+        except RecursionError:  # a container of itself
+            found[name] = id(value), value
+    return found
 
 
 def written(context: Namespace, before: dict[str, Any]) -> list[str]:
@@ -93,6 +99,8 @@ def encoded(context: Namespace, names: Sequence[str]) -> tuple[Encoded, list[Ten
             attributes[name] = encode(vars(context)[name], tensors)
         except TypeError as error:
             attributes[name] = {"unknown": str(error)}
+        except RecursionError:
+            attributes[name] = {"unknown": "a container of itself"}
     is_on_gpu = [tensor.device.type != "cpu" for tensor in tensors]
     return (attributes, describe(tensors), is_on_gpu), [tensor.cpu() for tensor in tensors]
 
@@ -100,13 +108,17 @@ def encoded(context: Namespace, names: Sequence[str]) -> tuple[Encoded, list[Ten
 def check_sendable(rank: int, attributes: dict[str, Any], to: str) -> None:
     """ValueError, on every rank, for attributes that can't be sent."""
     for name, value in attributes.items():
-        if isinstance(value, dict) and "unknown" in value:
+        if _is_unknown(value):
             raise agreed(
                 ValueError(
                     f"save_ctx.{name} is {value['unknown']} on rank {rank}, and can't be sent to "
                     f"{to}; keep tensors, numbers, text, and lists and dicts of them"
                 )
             )
+
+
+def _is_unknown(value: Any) -> bool:
+    return isinstance(value, dict) and "unknown" in value
 
 
 def set_received(
@@ -122,7 +134,7 @@ def set_received(
     for name, value in attributes.items():
         if value == _DELETED:
             vars(context).pop(name, None)
-        else:
+        elif not _is_unknown(value):
             vars(context)[name] = decode(value, list(tensors))
 
 
@@ -142,23 +154,21 @@ class SentToAll:
             self._before[id(context)] = context, snapshot(context)
 
     def send(self, context: Namespace) -> None:
-        """Send the attributes that were written since ``note`` to all ranks. Collective.
+        """Send the attributes that were written since ``note`` to all ranks: by this run, and by
+        those before it that failed. Collective.
 
         Raises:
-            ValueError: something that can't be sent; on every rank.
+            ValueError: something can't be sent, all else was; on every rank.
         """
-        before = self._before.pop(id(context), None)
+        before = self._before.get(id(context))
         names = [] if before is None else written(context, before[1])
         local, tensors = encoded(context, names)
         of_first = exchange_json(self._communicator, local, "save_ctx at the end of a run")[0]
-        check_sendable(self._communicator.mesh.rank_at(0), of_first[0], "the others")
         received = from_rank(self._communicator, 0, tensors, of_first[1])
         if self._communicator.mesh.group_rank > 0:
             set_received(context, of_first, received, self._device)
-
-    def forget(self) -> None:
-        """Drop the snapshots: the run failed, and its writes are not sent. Local."""
-        self._before.clear()
+        self._before.pop(id(context), None)
+        check_sendable(self._communicator.mesh.rank_at(0), of_first[0], "the others")
 
 
 # ---- Pipelines -----------------------------------------------------------------------------------

@@ -357,8 +357,8 @@ class _KnownLayouts:
     def pick_of_shard(self, *of_call: Any) -> None:
         """The end of the run takes it out: the same bytes move."""
 
-    def lookup(self, call: HookCall, *of_tensors: Any) -> TensorSpec:
-        return self._specs[call.registration.site]
+    def lookup(self, call: HookCall, *of_tensors: Any) -> tuple[TensorSpec, Tensor]:
+        return self._specs[call.registration.site], of_tensors[-1]
 
     def of_edit_gradient(
         self, call: HookCall, grad: Tensor | None, layout: ShardLayout

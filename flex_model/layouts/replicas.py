@@ -88,7 +88,11 @@ def reconciled(
                 "flex.layouts(why=True) has the proof"
             )
         )
-    return tensor + (first - tensor).detach() if tensor.requires_grad else first
+    if not tensor.requires_grad:
+        return first
+    made = tensor.clone()  # whose gradient is that of the tensor
+    made.detach().copy_(first)
+    return made
 
 
 def compared(
@@ -103,8 +107,10 @@ def compared(
         shapes = [(1, *tensor.shape)] * len(line)
         plan = ShardLayout(tp=Shard(0)).plan(shapes, 1, len(line), tensor.element_size())
         (stacked,) = communicator.all_gather((axis,), tensor.contiguous().unsqueeze(0), plan)
-        is_close &= all(_are_close(stacked[0], other) for other in stacked[1:])
-        tensor = stacked[0]
+        first, *others = stacked
+        # A row of gradients that cancel is rounding alone, so the scale is the whole tensor's.
+        is_close &= not any(values.beyond_rounding(other, first) for other in others)
+        tensor = first
     return tensor, bool(communicator.exchange(torch.tensor([is_close])).all())
 
 
@@ -117,26 +123,18 @@ def check_edit(communicator: Communicator, hook: str, full: Tensor, edited: Tens
     """
     edited = edited.detach()
     first = communicator.broadcast(edited, edited)
-    largest, scale = values.difference(edited, first)
-    scale = max(scale, values.difference(first, full.detach())[1])
-    own = torch.tensor([largest, values.tolerance(edited) * scale], dtype=torch.float64)
-    table = communicator.exchange(own).tolist()
-    ranks = [communicator.mesh.rank_at(i) for i, row in enumerate(table) if row[0] > row[1]]
+    # Relative to each row: one large value elsewhere must not hide what a rank adds.
+    largest = values.beyond_rounding(edited, first, full.detach(), dim=-1)
+    table = communicator.exchange(torch.tensor(largest, dtype=torch.float64)).tolist()
+    ranks = [communicator.mesh.rank_at(i) for i, largest in enumerate(table) if largest]
     if ranks:
         raise agreed(
             ReplicasDifferError(
                 f"{hook}: all ranks edit one full tensor, of shape {tuple(full.shape)}, and what "
                 f"the editing function makes of it on the ranks {ranks} differs from that on rank "
-                f"{communicator.mesh.rank_at(0)}, by up to {max(row[0] for row in table):.3g}. "
+                f"{communicator.mesh.rank_at(0)}, by up to {max(table):.3g}. "
                 "Make the values that it uses the same on all ranks: seed them, broadcast them "
                 "from one rank, take a weight by HookFunction(parameters=...), or let rank 0 alone "
                 f"run the function, with FlexModel(edit_on='rank0') ({see('replicas-differ')})"
             )
         )
-
-
-def _are_close(ours: Tensor, theirs: Tensor) -> bool:
-    if not (ours.is_floating_point() or ours.is_complex()):
-        return torch.equal(ours, theirs)
-    largest, scale = values.difference(theirs, ours)
-    return largest <= values.tolerance(ours) * scale

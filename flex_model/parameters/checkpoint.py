@@ -22,11 +22,9 @@ from flex_model.distributed import values
 from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import site_hash
-from flex_model.distributed.plain import kind_of
 from flex_model.distributed.serialization import decode, encode
 from flex_model.distributed.tensor_dicts import describe, from_rank
 from flex_model.errors import agreed
-from flex_model.integrations import dtensor
 from flex_model.parameters.trainable import refuse_different, tensors_of
 from flex_model.records.store.files import write_whole
 
@@ -88,10 +86,6 @@ def _hash(value: Any, name: str) -> int:
         encoded = encode(value, tensors)
     except TypeError as error:
         raise _not_saved(name, str(error)) from None
-    for tensor in tensors:
-        kind = "DTensor" if dtensor.is_dtensor(tensor) else kind_of(tensor)
-        if kind:
-            raise _not_saved(name, f"a {kind}")
     text = json.dumps([name, encoded, describe(tensors)])
     return site_hash(text, *map(values.fingerprint, tensors))
 

@@ -73,7 +73,7 @@ def drop(records: dict[Any, list[Any]], name: Any) -> None:
         del records[name]  # noqa: RUF051
 
 
-Resolve = Callable[..., TensorSpec]  # see `Records.join`
+Resolve = Callable[..., tuple[TensorSpec, Tensor]]  # see `Records.join`
 Deliveries = list[tuple[PendingRecord, TensorSpec]]  # records, and how each is gathered
 OnFailure = Callable[["Registration", Exception], None]
 
@@ -316,7 +316,7 @@ class Records:
             shard = snapshot.tensor
             try:
                 dtype = shard.dtype if record.shard is None else record.shard[0]
-                spec = resolve(record.call, shapes, dtype, record.known, shard)
+                spec, _ = resolve(record.call, shapes, dtype, record.known, shard)
             except ValueError as error:
                 if self._on_failure is None:
                     raise
@@ -330,7 +330,9 @@ class Records:
                 snapshot.change(spec.pick.take)
             if spec.layout.partial_axes:  # reducing needs the same device type on all ranks
                 self._snapshots.to_cpu([snapshot])
-                snapshot.change(lambda shard, spec=spec: spec.cast(spec.summed(shard)))
+                snapshot.change(spec.summed)
+                if not spec.axes or self.keeps_parts:  # else what is gathered is cast
+                    snapshot.change(spec.cast)
             found.append((record, spec))
         self._compare_replicas(found)
         return found
@@ -368,7 +370,7 @@ class Records:
             full = record.snapshot.tensor  # partial sums are reduced already
             if spec.axes:
                 full = self._communicator.all_gather(spec.axes, full, spec.plan, 1, 1)[0]
-            self._fill(record, full)
+            self._fill(record, spec.cast(full))
 
     def _deliver_to_first(self, found: Deliveries) -> None:
         """Gather all records in one transfer; only ranks whose shards rank 0 needs send."""
@@ -387,8 +389,8 @@ class Records:
                 for record, spec in split
             ]
             fulls = self._communicator.gather_to_first(GRID, tensors)
-            for (record, _), full in zip(split, fulls or []):
-                self._fill(record, full)
+            for (record, spec), full in zip(split, fulls or []):
+                self._fill(record, spec.cast(full))
         self._fill_whole([record for record, spec in found if not spec.axes and record.slot])
 
     def _fill_whole(self, records: list[PendingRecord]) -> None:

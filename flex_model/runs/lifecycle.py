@@ -476,8 +476,6 @@ class Runs:
         self._batch_failed(run)
         self._drop_records(run, error)
         self._table.forget_calls()
-        if self._executor.sent_to_all is not None:
-            self._executor.sent_to_all.forget()
         if self._communicator.is_local or not run.hooks_seen or is_agreed(error):
             return
         if not isinstance(error, Exception):

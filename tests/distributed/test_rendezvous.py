@@ -77,6 +77,24 @@ def test_ranks_that_do_not_come_are_named_and_may_come_later(store):
     assert outcomes(5, "place", [20] * 5) == dict.fromkeys(range(5), texts(5))
 
 
+def test_ctrl_c_leaves_the_rendezvous(store, monkeypatch):
+    """The rank counted as one that waits."""
+
+    def interrupted(*_):
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    meeting = Rendezvous(("test",), (0, 1), 0, 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous, "is_done", interrupted)
+        patch.setattr(BoundedStore, "call", lambda self, function: function(self._store))
+        with pytest.raises(KeyboardInterrupt):
+            meeting.all_gather("place", "left")
+    (error,) = outcomes(2, "place", [1] * 2, ranks=[1]).values()
+    assert "global ranks [0] have waited, and left" in str(error)
+    assert outcomes(2, "place", [20] * 2) == dict.fromkeys(range(2), texts(2))
+
+
 class NoStore:
     """A store whose host has ended, or can't be reached."""
 

@@ -3,9 +3,11 @@
 import copy
 from argparse import Namespace
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.testing import assert_close
 
@@ -189,22 +191,60 @@ def test_what_rank_0_wrote_goes_to_all_or_stays(name, save_ctx_on):
     alone.restore()
 
 
+def circle():
+    found = {}
+    found["itself"] = found
+    return found
+
+
+UNSENDABLE = {
+    "a builtins.object": object,
+    "a torch.sparse_coo": lambda: torch.eye(2).to_sparse(),
+    "a container of itself": circle,
+}
+
+
 @pytest.mark.ranks(2)
-def test_what_cannot_be_sent_is_an_error_on_every_rank_and_the_next_run_works():
+@pytest.mark.parametrize("what", UNSENDABLE)
+def test_what_cannot_be_sent_is_an_error_on_every_rank_and_the_next_run_works(what):
     def keep(module, full, save_ctx, modules):
-        save_ctx.odd = object()
+        save_ctx.odd, save_ctx.even = UNSENDABLE[what](), 2
 
     flex = models.replicas(
         FlexModel(models.mlp(), tensor_parallel_size=2, edit_on="rank0", save_ctx_on="all")
     )
     handle = flex.register_forward_hook(HookFunction("fc1", editing_function=keep))
-    with pytest.raises(ValueError, match=r"save_ctx.odd is a builtins.object on rank 0, and can't"):
+    with pytest.raises(ValueError, match=f"save_ctx.odd is {what} on rank 0, and can't"):
         flex(models.random(4, 6))
+    assert flex.save_ctx.even == 2
     handle.remove()
     flex.register_forward_hook(HookFunction("fc1", editing_function=capture("kept")))
     flex(models.random(4, 6))
     assert flex.save_ctx.kept.shape == (4, 8)
     flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_what_a_failed_run_wrote_is_sent_after_the_next_one():
+    """It never was, where the next run wrote the same."""
+
+    class Fails(nn.Module):
+        def forward(self, x):
+            if x.isnan().any():
+                raise RuntimeError("out of memory")
+            return x
+
+    def write(module, full, save_ctx, modules):
+        save_ctx.kept = numpy.array([full.numel(), 1], dtype=">f4"), numpy.float64(2)
+
+    model = nn.Sequential(nn.Identity(), Fails())
+    with FlexModel(model, data_parallel_size=2, edit_on="rank0", save_ctx_on="all") as flex:
+        flex.register_forward_hook(HookFunction("0", editing_function=write))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            flex(torch.full((2, 3), torch.nan))
+        flex(torch.ones(2, 3))
+        array, number = flex.save_ctx.kept
+        assert array.tolist() == [12, 1] and isinstance(number, numpy.float64)
 
 
 @pytest.mark.ranks(2)

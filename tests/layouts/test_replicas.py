@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import models
 from flex_model import FlexModel, HookFunction
 from flex_model.distributed import values
+from flex_model.errors import ReplicasDifferError
 from shared_edits import double
 
 
@@ -122,3 +123,63 @@ def test_nan_and_infinities_are_equal_to_themselves():
     assert values.difference(ours, ours.clone()) == (0.0, 1.0)
     assert values.difference(ours, torch.tensor([1.0, torch.inf, 1.0]))[0] == torch.inf
     assert values.tolerance(torch.zeros(1, dtype=torch.int64)) == 0.0
+
+
+def test_integers_beyond_the_bits_of_float64():
+    ours = torch.tensor([2**60 + 1])
+    assert values.apart(ours, ours - 1).item() and not values.beyond_rounding(ours, ours)
+    assert values.beyond_rounding(ours, ours - 1)
+
+
+class Masked(Noisy):
+    def forward(self, x):
+        return super().forward(x).masked_fill(torch.ones_like(x).triu(1).bool(), -torch.inf)
+
+
+@pytest.mark.ranks(2)
+def test_an_edit_of_replicas_that_differ_by_rounding_gets_the_first_rank_s():
+    """-inf became NaN in the second forward; in the first one each rank edited its own."""
+    x = models.random(4, 4).float().requires_grad_()
+    expected = Masked(0.0)(x.detach()) * 2
+    model = nn.Sequential(Masked(values.tolerance(x) * 0.1))
+    with FlexModel(model, {}, tensor_parallel_size=2) as flex:
+        flex.annotate_layout("moved", kind="parameter", tp=Replicate())
+        flex.register_forward_hook(HookFunction("0", editing_function=double))
+        for _ in range(2):
+            found = flex(x)
+            assert torch.equal(found, expected)
+            x.grad = None
+            found.tril().nan_to_num(neginf=0.0).sum().backward()
+            torch.testing.assert_close(x.grad, 2 * torch.ones(4, 4).tril(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.ranks(2)
+def test_a_large_value_does_not_hide_what_a_rank_adds():
+    """A tensor with one of 300 had ranks add vectors 3 apart."""
+
+    def edit(module, full, save_ctx, modules):
+        return full + models.random(8, seed=dist.get_rank()).bfloat16()
+
+    x = torch.ones(2, 8).bfloat16()
+    x[0, 3] = 300
+    with FlexModel(nn.Sequential(nn.Identity()), {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("0", editing_function=edit))
+        with pytest.raises(ReplicasDifferError, match="all ranks edit one full tensor"):
+            flex(x)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+def test_the_first_call_that_edits_is_compared(mode):
+    """The first call was, which left its tensor alone."""
+
+    def edit(module, full, save_ctx, modules):
+        save_ctx.calls = getattr(save_ctx, "calls", 0) + 1
+        return full + dist.get_rank() if save_ctx.calls > 2 else None
+
+    with FlexModel(nn.Sequential(nn.Identity()), {}, data_parallel_size=2) as flex, mode():
+        flex.register_forward_hook(HookFunction("0", editing_function=edit))
+        for _ in range(2):
+            flex(torch.ones(2, 8))
+        with pytest.raises(ReplicasDifferError, match="all ranks edit one full tensor"):
+            flex(torch.ones(2, 8))

@@ -6,6 +6,8 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing import assert_close
 
 import models
@@ -113,3 +115,16 @@ def test_a_backward_on_rank_0_alone_is_refused_while_the_others_are_elsewhere():
     dist.barrier()
     with pytest.raises(HookError, match="can't be used any more" if kept else REFUSED):
         flex(batch)
+
+
+@pytest.mark.ranks(2)
+def test_an_unknown_scale_of_gradients_is_an_error_on_every_rank():
+    """It was one on rank 0 alone."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    x = distribute_tensor(models.random(4, 3), mesh, [Shard(0)]).requires_grad_()
+    model = nn.Sequential(nn.Identity(), nn.Tanh())
+    with FlexModel(model, {}, data_parallel_size=2, edit_on="rank0") as flex:
+        flex.register_forward_hook(HookFunction("0", editing_function=lambda m, t, *_: t * 2))
+        loss = flex(x).to_local().sum()
+        with pytest.raises(HookError, match="the model computes with no parameter that is one"):
+            loss.backward()

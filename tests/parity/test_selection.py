@@ -4,9 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
@@ -366,3 +367,27 @@ def test_pipelines():
         flex(x)
         if torch.distributed.get_rank() == 0:
             assert_close(records["row"][0], outputs[names[-1]][-1:])
+
+
+class OwnSummands(nn.Module):
+    """What each tensor-parallel rank holds of a sum: its own columns times its rows of a weight."""
+
+    def forward(self, x):
+        return (
+            x.chunk(2, -1)[dist.get_rank() % 2] @ models.random(8, 6).chunk(2)[dist.get_rank() % 2]
+        )
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("output_ranks", ["rank0", "all"])
+def test_a_dtype_of_rows_of_a_sum(output_ranks):
+    """The plan of the gather was in another dtype than the rows."""
+    x, records = models.random(4, 8), {}
+    model = nn.Sequential(OwnSummands())
+    sizes = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+    with FlexModel(model, records, output_ranks=output_ranks, **sizes) as flex:
+        flex.annotate_layout("0", tp=Partial(), dp=Shard(0))
+        flex.register_forward_hook(HookFunction("0", select=Select(dtype=torch.bfloat16)))
+        flex(x.chunk(2)[dist.get_rank() // 2])
+    if output_ranks == "all" or dist.get_rank() == 0:
+        assert_close(records["0"][0], (x @ models.random(8, 6)).bfloat16())
