@@ -114,7 +114,7 @@ def beyond_rounding(
     """
     scale = torch.zeros((), dtype=torch.float64, device=ours.device)
     for one in (theirs, *sources):
-        size = one.to(_wide(one)).abs().nan_to_num(nan=0.0, posinf=0.0)
+        size = without_fills(ours, one).abs()
         scale = scale.maximum(size).maximum(size.square().mean(dim, keepdim=True).sqrt())
     found = apart(ours, theirs)
     return found.masked_fill(found <= tolerance(ours) * scale, 0.0).max().item()
