@@ -103,9 +103,7 @@ class LocalPath:
         call, leaf = inputs[-1].call, inputs[-1].leaf
         edits = self._function.run(call, [one.full for one in inputs], leaf, parameters)
         return [
-            None
-            if edited is None
-            else one.put_back(copy_for_model(edited, one.leaf) if one.pick is None else edited)
+            None if edited is None else one.put_back(copy_for_model(edited, one.leaf))
             for one, edited in zip(inputs, edits)
         ]
 

@@ -8,21 +8,25 @@ runs at the wrong time under split backward passes.
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from flex_model import _C
 from flex_model.errors import HookError
+from flex_model.hooks.container_copies import ContainerCopies, are_copied
 from flex_model.integrations import compiled, fsdp2
+from flex_model.integrations.torch_private import uncounted
+from flex_model.layouts import follow, memory_map
 
 if TYPE_CHECKING:
     from flex_model.hooks.handlers import HookHandlers
     from flex_model.hooks.registration import Registration
 
-_MAX_DEPTH = 64  # of nested calls of one module
 _NOT_PASSED = object()
 
 # When a parameter's hooks get its gradient: computed in a backward, before it is accumulated;
@@ -40,7 +44,7 @@ def _put_in_order(hooks: Any, number: int) -> None:
     """
     others = list(hooks)[:-1]
     for i, key in enumerate(others):
-        if getattr(hooks[key], "place_among_wraps", -1) > number:
+        if getattr(hooks[key], "place_among_wraps", -math.inf) > number:
             for later in others[i:]:
                 hooks[later] = hooks.pop(later)
             return
@@ -59,9 +63,8 @@ class ModuleSite:
         self.last_run = 0  # the number of the last run in which the module was called
         self._handles: dict[str, Any] = {}
         self._installed: set[str] = set()  # kinds
-        self._entered: list[
-            list[tuple[Tensor, Tensor, int]]
-        ] = []  # per call in progress: inputs with an edge
+        # Per call in progress: inputs, each with its edge and that one's node; what was copied.
+        self._entered: list[tuple[list[tuple[Tensor, Tensor, Any]], ContainerCopies | None]] = []
         self.sites: dict[str, _C.Site] = {}
 
     def site(self, kind: str) -> _C.Site:
@@ -128,7 +131,8 @@ class ModuleSite:
             is_input: Whether around the hook before the module's forward, not the one after it.
         """
         module = self._module()
-        own = [h for name, h in self._handles.items() if name.startswith("pre") == is_input]
+        name = "pre" if is_input else "post"
+        own = [handle for key, handle in self._handles.items() if key.startswith(name)]
         if module is None or not own:
             return []
         hooks = module._forward_pre_hooks if is_input else module._forward_hooks
@@ -171,9 +175,13 @@ class ModuleSite:
             self.last_run = runs.number
             if kwargs is None:
                 return self._was_taken_off()
-            tree = call(module, (args, kwargs))
+            own = args, kwargs
+            tree = call(module, own)
             if puts_edges and self._is_ours(module):
-                tree = self._put_input_edges(module, tree)
+                tree, edges = self._put_input_edges(module, tree)
+                self._enter(module, edges, own, tree)
+            elif tree is not own or "follow" in self._handles:
+                self._enter(module, [], own, tree)
             return tree
 
         hook.place_among_wraps = self._number  # type: ignore[attr-defined]
@@ -190,6 +198,27 @@ class ModuleSite:
                 "before or after the run"
             )
 
+    def _enter(self, module: nn.Module, edges: list[Any], own: Any, passed: Any) -> None:
+        """Begin a call, whose inputs are followed at its end if something was put into them."""
+        copies = None
+        if are_copied(own[0], passed[0]) or are_copied(own[1].values(), passed[1].values()):
+            copies = ContainerCopies(own, passed)
+        if "follow" not in self._handles:
+            if not edges and copies is None:
+                return
+            hook = compiled.outside_graphs(self._follow_hook())
+            self._handles["follow"] = module.register_forward_hook(hook, always_call=True)
+            _put_in_order(module._forward_hooks, hook.place_among_wraps)
+        self._entered.append((edges, copies))
+
+    def _follow_hook(self) -> Any:
+        def hook(module, args, output):
+            return self._follow_inputs(output) if self._is_ours(module) else output
+
+        # Before other hooks, and that of the FlexModel that was the last to enter before the rest.
+        hook.place_among_wraps = -1 - self._number  # type: ignore[attr-defined]
+        return hook
+
     def _edges_hook(self, inputs: bool, outputs: bool) -> Any:
         call = self.site("forward").call
         runs = self._owner.runs
@@ -200,8 +229,6 @@ class ModuleSite:
             self.last_run = runs.number
             if not self._is_ours(module):
                 return output
-            if inputs:
-                self._follow_inputs()
             output = call(module, output)
             if outputs:
                 output = self._put_output_edges(module, output, (args, kwargs))
@@ -210,46 +237,52 @@ class ModuleSite:
         hook.place_among_wraps = self._number  # type: ignore[attr-defined]
         return hook
 
-    def _put_input_edges(self, module: nn.Module, tree: Any) -> Any:
-        entered: list[tuple[Tensor, Tensor, int]] = []
-        self._entered.append(entered)
-        if len(self._entered) > _MAX_DEPTH:  # calls that a recomputation aborted
-            del self._entered[0]
+    def _put_input_edges(self, module: nn.Module, tree: Any) -> tuple[Any, list[Any]]:
+        edges: list[tuple[Tensor, Tensor, Any]] = []
         if not torch.is_grad_enabled():
             self._note_activations("full_backward", tree)
-            return tree
+            return tree, edges
         for index, registrations in self._by_tensor("full_backward", tree):
             leaf = self._leaf(registrations[0], tree)
             if leaf is None or not leaf.requires_grad:
                 continue
             edge = self._owner.put_edge(registrations, module, leaf, False)
-            entered.append((leaf, edge, edge._version))
+            edges.append((leaf, edge, edge.grad_fn))
             tree = _C.replace_leaf(tree, index, edge)
-        return tree
+        return tree, edges
 
-    def _follow_inputs(self) -> None:
-        """Copy inputs that the module changed in place, with their autograd history, to the
-        caller's tensors.
+    def _follow_inputs(self, output: Any) -> Any:
+        """Give the caller's tensors and containers what the module has written into its inputs.
+        Return its output, with the caller's tensors where it has their memory.
         """
-        for leaf, edge, version in self._entered.pop() if self._entered else ():
-            if edge._version != version:
-                with torch.autograd._unsafe_preserve_version_counter(
-                    leaf
-                ):  # its values do not change here
+        edges, copies = self._entered.pop() if self._entered else ([], None)
+        if copies is not None:
+            copies.write_back()
+        for leaf, edge, node in edges:
+            is_written = edge.grad_fn is not node
+            if is_written:  # its history is copied; its values are there
+                with torch.autograd._unsafe_preserve_version_counter(leaf):
                     leaf.copy_(edge)
+            for i, one in enumerate(_C.flatten(output)[0]):
+                if one is edge and is_written:
+                    output = _C.replace_leaf(output, i, leaf)
+                elif one.requires_grad and _memory(one) == _memory(edge):
+                    with uncounted(), follow.paused():
+                        output = _C.replace_leaf(output, i, _InputsMemory.apply(one, leaf))
+        return output
 
     def _put_output_edges(self, module: nn.Module, output: Any, inputs: Any) -> Any:
         if not torch.is_grad_enabled():
             self._note_activations("full_backward_pre", output)
             return output
-        input_ids = None
+        memories = None
         for index, registrations in self._by_tensor("full_backward_pre", output):
             leaf = self._leaf(registrations[0], output)
             if leaf is None or not leaf.requires_grad:
                 continue
-            if input_ids is None:
-                input_ids = {id(tensor) for tensor in _C.flatten(inputs)[0]}
-            edge = self._owner.put_edge(registrations, module, leaf, id(leaf) in input_ids)
+            if memories is None:
+                memories = {_memory(tensor) for tensor in _C.flatten(inputs)[0]}
+            edge = self._owner.put_edge(registrations, module, leaf, _memory(leaf) in memories)
             output = _C.replace_leaf(output, index, edge)
         return output
 
@@ -289,6 +322,29 @@ class ModuleSite:
     def forget_calls(self) -> None:
         """Drop the state of calls that ended in an exception."""
         self._entered.clear()
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Return what identifies the memory of a tensor; None if that is not known."""
+    storage = memory_map.storage_of(memory_map.plain(tensor))
+    return None if storage is None else storage._cdata
+
+
+class _InputsMemory(Function):
+    """Passes on a module's output that has the memory of its input ``leaf``, as a view of that:
+    torch refuses a later change of either in place, whose history the other would lack.
+    """
+
+    @staticmethod
+    def forward(ctx, output, leaf):
+        kinds = {(type(t), t.dtype, t.is_conj(), t.is_neg()) for t in (output, leaf)}
+        if kinds != {(Tensor, leaf.dtype, False, False)}:  # a DTensor, real numbers of complex ones
+            return output
+        return leaf.as_strided(output.size(), output.stride(), output.storage_offset())
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
 
 
 class ParameterSite:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from flex_model.hooks.registration import Registration
     from flex_model.runs.run import Run
 
-Kind = tuple[tuple[int, ...], torch.dtype, torch.device]
-Before = tuple[int, torch.Size, torch.dtype, torch.device]  # version and kind before a call
+Kind = tuple[tuple[int, ...], torch.dtype, torch.device, torch.layout]
+Before = tuple[int, tuple[int, ...], torch.dtype, torch.device, torch.layout]  # version, kind
 
 Observer = Callable[[str, HookCall], Callable[[], None]]  # see `HookExecutor`
 Parameters = dict[str, Tensor]  # the full parameters that the editing function named
@@ -81,7 +81,7 @@ class UserFunction:
             number = run.calls.get(index, 0)
             run.calls[index] = number + 1
         passed: Any = tuple(fulls) if function.members else fulls[0]
-        before: list[Before] = [(one._version, one.shape, one.dtype, one.device) for one in fulls]
+        before: list[Before] = [(one._version, *kind_of(one)) for one in fulls]
         references = _num_references(fulls) if torch.is_grad_enabled() else ()
         outer, random = communicator.edit_of, None
         ends = profiler.begun(self._observers, profiler.begin_span, "edit", call)
@@ -189,30 +189,31 @@ def changed(
     """Return the tensor that replaces ``full``; None if the model continues with its own.
 
     Args:
-        before: Version, shape, dtype and device of ``full`` before the call.
+        before: Version, shape, dtype, device and layout of ``full`` before the call.
         result: What the function returned, None for ``full`` itself.
         is_kept: Whether the function kept ``full``, or a hook on it: its gradient is then that of
             what the model continues with, as in torch's own hooks.
     """
-    version, shape, dtype, device = before
+    version, shape, dtype, device, layout = before
+    kind = tuple(shape), dtype, device, layout
     if result is None:
         result = full
-        if full.shape == shape and full.dtype == dtype and full.device == device:
+        if kind_of(full) == kind:
             return full if is_kept or full._version != version else None
     if isinstance(result, FakeTensor) and not isinstance(full, FakeTensor):
         raise TypeError(
             f"{_what(registration)} a tensor without values, which it kept when flex.dry_run() "
             "called it; delete what it keeps after a dry run, or keep it in save_ctx"
         )
-    check_result(registration, result, (tuple(shape), dtype, device))
+    check_result(registration, result, kind)
     assert isinstance(result, Tensor)
     # Transfers, and the model, take no class that the function brought in.
     return plain(result) if is_renamed(result) else result
 
 
 def kind_of(tensor: Tensor) -> Kind:
-    """Return what an edit must not change: shape, dtype and device."""
-    return tuple(tensor.shape), tensor.dtype, tensor.device
+    """Return what an edit must not change: shape, dtype, device and layout."""
+    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.layout
 
 
 def _number_of_replay(call: HookCall, leaf: Tensor) -> int:
@@ -240,7 +241,8 @@ def check_result(registration: Registration, result: object, expected: Kind) -> 
             f"{_what(registration)} a DTensor; expected a plain full torch.Tensor of shape "
             f"{expected[0]}"
         )
-    for attribute, needed, got in zip(("shape", "dtype", "device"), expected, kind_of(result)):
+    attributes = "shape", "dtype", "device", "layout"
+    for attribute, needed, got in zip(attributes, expected, kind_of(result)):
         if needed != got:
             raise ValueError(
                 f"{_what(registration)} a tensor of {attribute} {got}; expected {attribute} "

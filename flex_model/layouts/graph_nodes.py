@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 # Their hooks gather weights, reduce gradients of weights, or are FlexModel's: they return the
 # gradient that they receive.
 _FRAMEWORKS = ("torch.distributed.", "fairscale.", "flex_model.")
-_EDGE = "_EdgeBackward"  # the identity at which FlexModel's gradient hooks run
+# The identities at which FlexModel's gradient hooks run, and of what has the memory of an input.
+_EDGES = "_EdgeBackward", "_InputsMemoryBackward"
 _OF_CPP = "torch::autograd::CppNode<"
 _OF_MODULE = "BackwardHookFunctionBackward"  # where torch runs a module's backward hooks
 
@@ -58,7 +59,7 @@ class GraphNodes:
         if node is None:
             return value
         key = (_number_of(node), tensor.output_nr)
-        if key not in self._values and node.name() in (_EDGE, _OF_MODULE):
+        if key not in self._values and node.name() in (*_EDGES, _OF_MODULE):
             # If a module returns its input, the edge is on the tensor that goes into it.
             place = key[1] if node.name() == _OF_MODULE else 0
             source = self._source(*node.next_functions[place])

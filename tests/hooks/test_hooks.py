@@ -1,9 +1,11 @@
 """HookFunction, the five kinds of hooks, groups, save_ctx, records and names."""
 
+import contextlib
 import copy
 import pickle
 import re
 from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -310,6 +312,142 @@ def test_a_backward_hook_survives_an_in_place_successor():
     flex(x).sum().backward()
     assert_close(model[0].weight.grad, expected)
     assert lengths(records) == {"0": 1, "2": 1}
+
+
+class Reuses(nn.Module):
+    """The input of a module remains in use beside its output, which may have its memory."""
+
+    def __init__(self, middle, after=torch.relu, after_input=torch.sin):
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), middle, nn.Linear(4, 1)
+        self.after, self.after_input = after, after_input
+        self.double()
+
+    def forward(self, x):
+        hidden = self.first(x)
+        passed = self.middle(hidden)
+        passed, hidden = self.after(passed).reshape(hidden.shape), self.after_input(hidden)
+        return self.last(passed * 3 + hidden)
+
+
+def gradients(model, x, *hooks):
+    """The gradients of a model with these hooks, of a FlexModel each, and the hooks' records."""
+    model.zero_grad()
+    records = [{} for _ in hooks]
+    wraps = [FlexModel(model, kept) for kept in records]
+    for flex, (kind, name, function) in zip(wraps, hooks):
+        register = getattr(flex, f"register_{kind}_hook")
+        register(HookFunction(name, editing_function=function))
+    try:
+        model(x).sum().backward()
+    finally:
+        for flex in reversed(wraps):
+            flex.restore()
+    return [parameter.grad.clone() for parameter in model.parameters()], records
+
+
+@pytest.mark.parametrize("kind", ["full_backward", "full_backward_pre"])
+@pytest.mark.parametrize(
+    "middle", [nn.Identity(), nn.Flatten(1), nn.Unflatten(1, (2, 2))], ids=lambda one: str(one)[:6]
+)
+def test_memory_that_a_module_passes_on_is_changed_by_no_one(kind, middle):
+    """Torch refuses a change in place, of the input too; it would lack the other's history."""
+    x, hook = models.random(3, 4), (kind, "middle", None)
+    model = Reuses(middle)
+    assert_close(gradients(model, x, hook)[0], gradients(model, x)[0])
+    for after in ((torch.relu_,), (lambda passed: passed, torch.relu_)):
+        with pytest.raises(RuntimeError, match=r"is a view and i.* modified inplace"):
+            gradients(Reuses(middle, *after), x, hook)
+
+
+class Doubles(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("num_wraps", [1, 2])
+def test_a_module_that_changes_its_input_in_place_returns_it(num_wraps):
+    """It may be changed once more, and the caller has both changes."""
+    x, hook = models.random(8, 4), ("full_backward", "middle", None)
+    for after in (torch.neg, torch.neg_):
+        model = Reuses(Doubles(), after)
+        assert_close(gradients(model, x, *[hook] * num_wraps)[0], gradients(model, x)[0])
+
+
+class Writes(nn.Module):
+    """Layers that write into the containers that they are passed; their caller reads them there."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.layers, self.make = nn.ModuleList(WritesOnce() for _ in range(3)), make
+        self.double()
+
+    def forward(self, x):
+        state = self.make(x)
+        for layer in self.layers:
+            layer((state,), scale=[state])
+        return state["h"] + state["sum"] if isinstance(state, dict) else sum(vars(state).values())
+
+
+class WritesOnce(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, states, scale):
+        content = states[0] if isinstance(states[0], dict) else vars(states[0])
+        content["sum"] = content.get("sum", 0) + content["h"] * 2
+        content["h"] = self.linear(content["h"]).sin()
+
+
+@dataclass
+class State:
+    h: torch.Tensor
+
+
+@pytest.mark.parametrize("make", [lambda x: {"h": x * 1}, lambda x: State(x * 1)])
+@pytest.mark.parametrize("kind", ["full_backward", "forward_pre"])
+def test_what_a_module_writes_into_a_container_reaches_its_caller(make, kind):
+    x, model = models.random(2, 4), Writes(make)
+    plain, (records,) = gradients(model, x, (kind, "layers.1", None))
+    hooked = gradients(model, x, (kind, "layers.1", lambda m, full, c, d: full * 1))
+    assert_close(hooked, (gradients(model, x)[0], [records]))
+    assert_close(plain, hooked[0])
+    assert lengths(records) == {"layers.1": 1}
+    # The edit is of what the layer is passed, and of all that the layer makes of it.
+    if kind == "forward_pre":
+        edited = gradients(model, x, (kind, "layers.1", lambda m, full, c, d: full * 2))[0]
+        handle = model.layers[1].register_forward_pre_hook(doubles_state)
+        assert_close(edited, gradients(model, x)[0])
+        handle.remove()
+
+
+def doubles_state(module, args):
+    content = args[0][0] if isinstance(args[0][0], dict) else vars(args[0][0])
+    content["h"] = content["h"] * 2
+
+
+def test_a_call_that_fails_inside_a_call_of_the_same_module_leaves_that_alone():
+    class Recursive(nn.Module):
+        def forward(self, x, depth):
+            if depth == 0:
+                raise ValueError
+            with contextlib.suppress(ValueError):
+                self(x * 2, depth - 1)
+            return x.relu_()
+
+    model = nn.Module()
+    model.first, model.again = nn.Linear(4, 4).double(), Recursive()
+
+    def forward(x):
+        hidden = model.first(x)
+        model.again(hidden, 1)
+        return hidden
+
+    model.forward = forward
+    x = models.random(2, 4)
+    hook = ("full_backward", "again", None)
+    assert_close(gradients(model, x, hook)[0], gradients(model, x)[0])
 
 
 # ---- Records -------------------------------------------------------------------------------------

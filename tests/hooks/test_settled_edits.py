@@ -2,10 +2,12 @@
 
 import concurrent.futures
 import contextlib
+import itertools
 import random
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -520,3 +522,46 @@ def test_an_edit_on_some_ranks_only_is_an_error_on_all_where_it_is_settled():
         flex(x), flex(x), flex(x)
         with pytest.raises(HookMismatchError, match="run edits that do not do the same"):
             flex(x)
+
+
+class TransposedInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hooked = nn.Identity()
+
+    def forward(self, x):
+        return self.hooked(x.mT).add_(1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_model_may_change_what_a_function_returned(mode):
+    """Memory that numpy has, a part that is the whole, and elements that are one in memory."""
+    array = np.ones((4, 4), np.float32)
+    rows, x = torch.from_numpy(array), models.random(4, 4).float()
+    selected = Select(dtype=torch.float32)
+    for edit, select in (
+        (lambda m, full, c, d: torch.from_numpy(array), None),
+        (lambda m, full, c, d: rows, selected),
+        (lambda m, full, c, d: full.new_ones(1, 4).expand(4, 4), None),
+    ):
+        flex = FlexModel(TransposedInPlace(), {})
+        flex.register_forward_hook(HookFunction("hooked", None, edit, select=select))
+        with mode():
+            for _ in range(3):
+                assert flex(x).eq(2).all()
+        assert (array == 1).all()
+
+
+@pytest.mark.parametrize("num_dense", [0, 2])
+def test_a_sparse_result_is_refused_in_every_call(num_dense):
+    calls = itertools.count()
+
+    def edit(module, full, save_ctx, modules):
+        return full * 2 if next(calls) < num_dense else full.to_sparse()
+
+    flex = FlexModel(nn.Sequential(nn.Linear(4, 4)), {})
+    flex.register_forward_hook(HookFunction("0", None, edit))
+    for _ in range(num_dense):
+        flex(torch.ones(2, 4))
+    with pytest.raises(HookError, match=r"of layout torch\.sparse_coo; expected"):
+        flex(torch.ones(2, 4))

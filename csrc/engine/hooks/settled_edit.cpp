@@ -7,7 +7,8 @@ namespace {
 // to, and what an edit must not change.
 py::tuple kind_of(const py::object& leaf, long version) {
   const Names& of = names();
-  return py::make_tuple(version, of.shape.of(leaf), of.dtype.of(leaf), of.device.of(leaf));
+  return py::make_tuple(version, of.shape.of(leaf), of.dtype.of(leaf), of.device.of(leaf),
+                        of.layout.of(leaf));
 }
 
 // 0, but 1 of a copy of an inference tensor.
@@ -17,18 +18,20 @@ long version_of(const py::object& tensor) {
 
 bool has_kind_of(const py::object& leaf, bool is_on_cpu, const py::object& tensor) {
   const Names& of = names();
-  if (!of.shape.of(tensor).equal(of.shape.of(leaf)) || !of.dtype.of(tensor).is(of.dtype.of(leaf)))
+  if (!of.shape.of(tensor).equal(of.shape.of(leaf)) || !of.dtype.of(tensor).is(of.dtype.of(leaf)) ||
+      !of.layout.of(tensor).is(of.layout.of(leaf)))
     return false;
   return is_on_cpu ? is_true(of.is_cpu.of(tensor)) : of.device.of(tensor).equal(of.device.of(leaf));
 }
 
 // A copy of the function's result, unless nothing else has its memory: the model may change it in
-// place. Contiguous if the model's own tensor is, since views of that work.
+// place, where no two elements may be one. Contiguous if the model's own tensor is, since views of
+// that work.
 py::object for_model(const TorchAccess& torch, const py::object& leaf, py::object result) {
-  const bool keeps_strides =
-      is_true(names().is_contiguous.call(result)) || !is_true(names().is_contiguous.call(leaf));
-  if (!keeps_strides) return names().contiguous.call(result);
-  return is_alone(torch, result) ? result : names().clone.call(result);
+  const Names& of = names();
+  if (is_true(of.is_contiguous.call(result)))
+    return is_alone(torch, result) ? result : of.clone.call(result);
+  return is_true(of.is_contiguous.call(leaf)) ? of.contiguous.call(result) : of.clone.call(result);
 }
 
 }  // namespace

@@ -17,6 +17,8 @@ bool is_alone(const TorchAccess& torch, const py::object& tensor) {
   } catch (const py::error_already_set&) {
     return false;  // a wrapper of torch.func has none
   }
+  // Memory of others, as of numpy: who else has it is not counted.
+  if (!is_true(names().resizable.call(storage))) return false;
   const py::object uses =
       checked(PyObject_CallOneArg(torch.storage_uses.ptr(), names().cdata.of(storage).ptr()));
   return PyLong_AsLong(uses.ptr()) == 2;  // the tensor, and the object `storage`

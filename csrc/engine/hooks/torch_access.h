@@ -62,6 +62,7 @@ struct Names {
   Method detach{"detach"}, clone{"clone"}, contiguous{"contiguous"}, data_ptr{"data_ptr"};
   Method is_contiguous{"is_contiguous"}, untyped_storage{"untyped_storage"};
   Method is_conj{"is_conj"}, is_neg{"is_neg"};
+  Method resizable{"resizable"};  // of a storage
   Attribute is_cpu{"is_cpu"}, is_cuda{"is_cuda"}, device{"device"}, dtype{"dtype"};
   Attribute layout{"layout"}, is_quantized{"is_quantized"}, is_nested{"is_nested"};
   Attribute shape{"shape"}, nbytes{"nbytes"}, version{"_version"};
