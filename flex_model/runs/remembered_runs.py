@@ -63,10 +63,11 @@ class RememberedRuns:
         node = torch_private.current_node()
         if node is None:
             return self._runs[-1] if self._runs else None
-        run = next((run for run in reversed(self._runs) if run.holds(node)), None)
+        # First those that the pass is known to reach: each thread numbers its own nodes.
+        held = (run for run in self._served if run.holds(node))
+        run = max(held, key=lambda run: run.first_node, default=None)
         if run is None:
-            held = (run for run in self._served if run.holds(node))
-            run = max(held, key=lambda run: run.first_node, default=None)
+            run = next((run for run in reversed(self._runs) if run.holds(node)), None)
         if run is not None:
             self._note_replay(run)
             return run

@@ -3,6 +3,7 @@ case fell silently back to the unedited model before.
 """
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -80,8 +81,18 @@ def run_many_more(flex, handles, run):
     return result
 
 
+def run_without_hooks_in_another_thread(flex, handles, run):
+    """Each thread numbers its own nodes."""
+    results = []
+    for call in (run, lambda: flex(BATCH, groups=())):
+        thread = threading.Thread(target=lambda call=call: results.append(call()))
+        thread.start()
+        thread.join()
+    return results[0]
+
+
 AFTER = [restore, leave_a_context, remove_the_first, remove_all, remove_and_register_again]
-AFTER += [register_more, run_many_more]
+AFTER += [register_more, run_many_more, run_without_hooks_in_another_thread]
 
 
 def hooked(parallelism, recompute, **settings):
