@@ -81,19 +81,8 @@ class HookHandlers:
         run = self.runs.current or self.runs.begin_deferred()
         if run is not None:
             return self._call(run, registration, module, tree)
-        run = self.runs.begin_lone(registration)
-        error = None
-        try:
-            after = self._call(run, registration, module, tree)
-            if registration.edits and torch.is_grad_enabled():
-                self._graphs.watch(run, after)
-            return after
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            with uncounted():
-                self.runs.end(run, error)
+        with self.runs.of_hook(registration) as run:
+            return self._call(run, registration, module, tree)
 
     def _call(self, run: Run, registration: Registration, module: nn.Module, tree: Any) -> Any:
         if registration.edits and not run.is_recomputed and is_in_checkpoint():

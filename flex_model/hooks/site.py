@@ -172,6 +172,8 @@ class ModuleSite:
         runs = self._owner.runs
 
         def hook(module, args, kwargs=None):
+            if self.last_run != runs.number:
+                self._entered.clear()  # calls of an earlier run, which a recomputation aborted
             self.last_run = runs.number
             if kwargs is None:
                 return self._was_taken_off()

@@ -7,7 +7,7 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from flex_model.hooks.groups import ALL, HookGroups, as_names
 from flex_model.hooks.registration import Joint, Registration
 from flex_model.hooks.site import ModuleSite, Moment, ParameterSite
 from flex_model.integrations import compiled, torch_private
-from flex_model.records.records import drop
 
 if TYPE_CHECKING:
     from flex_model.hooks.handlers import HookHandlers
@@ -38,6 +37,7 @@ class ActiveHooks:
     Attributes:
         registrations: In the order in which they were made; ``indices``: their indices;
             ``parameters``: those on gradients of parameters.
+        names: Those of their records.
         acts_in_backward: Whether one of them makes ranks communicate in backward.
         digest: A hash of their sites, the same on all ranks.
         choice: A description of the choice for messages.
@@ -46,6 +46,7 @@ class ActiveHooks:
     registrations: tuple[Registration, ...] = ()
     indices: frozenset[int] = frozenset()
     parameters: tuple[Registration, ...] = ()
+    names: frozenset[str] = frozenset()
     acts_in_backward: bool = False
     digest: int = 0
     choice: str = ""
@@ -422,6 +423,7 @@ class HookTable:
             registrations,
             active,
             tuple(r for r in registrations if r.kind == "tensor"),
+            frozenset(r.hook_function.record_name for r in registrations),
             acts_in_backward,
             site_hash(*(r.site for r in registrations)),
             describe_choice(self.choices[0]),
@@ -445,15 +447,11 @@ class HookTable:
         places: Iterator[Any] = itertools.chain(self._modules.values(), self._parameters.values())
         return (site for place in places for site in place.all_sites)
 
-    def clear_records(self, indices: frozenset[int]) -> None:
-        """Empty the record lists of these hooks."""
+    def record_names(self, indices: Set[int]) -> Set[str]:
+        """Return the names of the records of these hooks."""
         if indices == self.active_hooks.indices:
-            self._dispatcher.clear_records()
-            self._parameter_dispatcher.clear_records()
-            return
-        for registration in self.registrations:
-            if registration.index in indices:
-                drop(self._output_ptr, registration.hook_function.record_name)
+            return self.active_hooks.names
+        return {r.hook_function.record_name for r in self.registrations if r.index in indices}
 
     def exchange_calls(self, calls: dict[int, Any]) -> dict[int, Any]:
         """Replace the calls in progress by those of another batch; return the former."""

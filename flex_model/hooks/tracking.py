@@ -131,7 +131,7 @@ class Tracking:
         Raises:
             ValueError: ranks along tp were given different inputs. On every rank.
         """
-        if self.is_local or self.forward.enter():
+        if self.forward.enter() or self.is_local:
             return
         parameters = [r for r in active.parameters if self._infers_gradient(r)]
         states = states_of((args, kwargs))
@@ -240,7 +240,7 @@ class Tracking:
         any rank.
         """
         forward = self.forward
-        if not forward.leave():
+        if not forward.leave() or self.is_local:
             return
         forward.close()
         awaited = [True] if failed else map(dtensor.is_awaited, _C.flatten(output)[0])
@@ -339,8 +339,9 @@ class Tracking:
 
     def reset(self) -> None:
         """Drop the running forward: a run begins, or has ended in whatever state."""
-        self.forward.close()
-        self.forward, self._has_failed = Forward(), False
+        if self.forward.depth or not self.is_local:
+            self.forward.close()
+            self.forward, self._has_failed = Forward(), False
 
     @property
     def has_failed(self) -> bool:

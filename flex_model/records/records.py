@@ -8,7 +8,7 @@ nothing is gathered: each rank keeps its shard, also for hooks that edit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -128,10 +128,11 @@ class Records:
         is_first = self._communicator.mesh.group_rank == 0
         self.keeps_full = self.on_all_ranks or (is_first and not keeps)
 
-    def clear(self, name: str) -> None:
-        """Drop the records of one name."""
-        drop(self.output_ptr, name)
-        self.lengths.pop(name, None)
+    def clear(self, names: Set[str]) -> None:
+        """Drop the records of these names."""
+        for lists in (self.output_ptr, self.lengths):
+            for name in names & lists.keys():
+                del lists[name]
 
     def note_lengths(self, call: HookCall, spec: TensorSpec) -> None:
         """Note the lengths of the rows in a tensor that is recorded. On every rank."""

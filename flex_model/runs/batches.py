@@ -100,7 +100,7 @@ class BatchRuns:
         table.keep_installed(True)  # what batches that wait have chosen, others may not
         table.choose(EVERYTHING, parameters)
         table.choose(self._choice, parameters)
-        table.clear_records(table.active)
+        self._core.records.clear(table.active_hooks.names)
         self._generator.set_state(torch.default_generator.get_state())
         self._has_edits = any(r.edits for r in table.active_hooks.registrations)
         return self

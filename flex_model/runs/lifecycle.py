@@ -139,7 +139,7 @@ class Runs:
             self.note_forward()
             self.watch.begin_run(self.thread)
             communicator.begin_run()
-            self._tracking.reset()
+        self._tracking.reset()
         run = Run(
             self._table.active_hooks.indices,
             set(beside),
@@ -186,15 +186,10 @@ class Runs:
             return self._deferred_run
         return None
 
-    def begin_lone(self, registration: Registration) -> Run:
-        """Begin a run at a hook of a part of the model that is called on its own."""
-        if self.session is not None:
-            self.session.begin_run()
-        self.current = self.lone_run()
-        self._read_divide_factor()
-        self.thread = threading.get_ident()
-        self._records.clear(registration.hook_function.record_name)
-        return self.current
+    def of_hook(self, registration: Registration) -> OutermostRun:
+        """Return a run of the one hook of a module that is called on its own, as a context."""
+        beside = self._table.active - {registration.index}
+        return OutermostRun(partial(self.begin, EVERYTHING, beside=beside), self.end)
 
     def lone_run(self) -> Run:
         """Make a run for a part of the model that is called on its own; it includes the autograd
@@ -226,12 +221,14 @@ class Runs:
                 communicator.fail(text, HookError(text))
         if not communicator.is_local:
             refused.check_context_parallel_run(run.num_contexts)
-        self._table.clear_records(new)
+        names = self._table.record_names(new) - run.names
         run.hooks_seen.update(new)
+        run.names.update(names)
         # Observers, and profilers, see only the hooks that Python runs, not the dispatcher.
         self._table.set_in_run(not self._executor.observers and not is_profiling())
-        if run.save_ctx is None:  # that of the FlexModel, with which functions have settled
-            self._table.settle_edits(run.is_recomputed)
+        if run.save_ctx is None:  # else a batch's, which has records of its own
+            self._records.clear(names)
+            self._table.settle_edits(run.is_recomputed)  # which save_ctx is a part of
         if not communicator.is_local:
             hooks = self._table.active_hooks
             communicator.publish_run(hooks.digest, hooks.choice, self._mode)
@@ -450,8 +447,8 @@ class Runs:
             self.session.fail_run()
 
     def _close(self, run: Run) -> None:
+        self._tracking.reset()
         if not self._communicator.is_local:
-            self._tracking.reset()
             self._communicator.forget_forward()
         run.end()
         self.current = None
@@ -465,12 +462,12 @@ class Runs:
         that are complete.
         """
         if isinstance(error, HookError) or is_agreed(error):
-            self._table.clear_records(frozenset(run.hooks_seen))
+            self._records.clear(run.names)
 
     def drop_gradients(self, run: Run) -> None:
         """Drop the records of a run's gradients, where a hook failed in its backward. Local."""
         gradients = {r.index for r in self._table.registrations if r.kind in _GRADIENTS}
-        self._table.clear_records(run.active & gradients)
+        self._records.clear(self._table.record_names(run.active & gradients))
 
     def _fail(self, run: Run, error: BaseException) -> None:
         self._batch_failed(run)

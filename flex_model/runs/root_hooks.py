@@ -1,6 +1,6 @@
 """Torch's hooks of the wrapped module itself: begin and end of its forwards. Where it is a wrapper
-(DDP, FSDP1), the module inside has them, too: its own methods, such as ``generate``, call that. On
-several ranks, so do the modules of hooks and those around them, which may be called on their own.
+(DDP, FSDP1), the module inside has them, too: its own methods, such as ``generate``, call that. So
+do the modules of hooks and those around them, which may be called on their own.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RootHooks:
     ) -> None:
         self._root, self.runs, self._table, self._tracking = module, runs, table, tracking
         self._graphs, self._watches = graphs, watches
-        self._has_parts = not tracking.is_local and has_parts
+        self._has_parts = has_parts
         self._hooked: dict[nn.Module, tuple[Any, Any]] = {}
         self._parts: dict[nn.Module, Part] = {}  # of those, the parts of the model
         self._installed: set[int] = set()  # the hooks whose modules are among them
@@ -70,12 +70,22 @@ class RootHooks:
                 continue
             self._installed.add(registration.index)
             path = registration.name.split(".")
-            names |= dict.fromkeys(".".join(path[: i + 1]) for i in range(len(path)))
+            num_parts = len(path) - self._is_a_run(registration)
+            names |= dict.fromkeys(".".join(path[: i + 1]) for i in range(num_parts))
         for name in names:
             module = find_module(self._root, name)
             if module not in chain:
                 self._parts.setdefault(module, Part(name, module))
                 self._install(module, self.begin_part, self.end_part)
+
+    def _is_a_run(self, registration: Registration) -> bool:
+        """Return whether a call of its module alone needs no run but that of its hook: most hooks
+        cost one torch hook, not three.
+        """
+        if not self._tracking.is_local or registration.kind != "forward" or registration.had_edit:
+            return False
+        num_hooks = sum(len(one.hooks) for place in registration.places for one in place.all_sites)
+        return num_hooks == 1 and registration.living_module not in self._parts
 
     def _install(self, module: nn.Module, begin: Any, end: Any) -> None:
         before, after = self._hooked.get(module, (None, None))
@@ -100,17 +110,22 @@ class RootHooks:
         self._parts.clear()
         self._installed.clear()
 
+    @compiled.outside_graphs
     def begin_part(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
-        """Begin a forward of a part, unless it is in one: torch's hook."""
-        if not torch.compiler.is_compiling() and not self._tracking.forward.depth:
+        """Begin a forward of a part, unless it is in one of another module: torch's hook."""
+        self.runs.end_left()
+        if not self._tracking.forward.depth:
             self._called = module
+        if module is self._called:
             self.begin(module, args, kwargs)
 
+    @compiled.outside_graphs
     def end_part(self, module: nn.Module, args: Any, output: Any) -> None:
         """End a forward of a part that was called on its own: torch's hook."""
-        if not torch.compiler.is_compiling() and module is self._called:
-            self._called = None
+        if module is self._called:
             self.end(module, args, output)
+            if not self._tracking.forward.depth:
+                self._called = None
 
     @compiled.outside_graphs
     def begin(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
@@ -131,12 +146,11 @@ class RootHooks:
 
     def _begin(self, part: Part | None, args: Any, kwargs: Any) -> None:
         self.runs.begin_direct(() if part is None else self._beside(part))
-        if not self._tracking.is_local:
-            run = self.runs.current
-            later = None if run is None else run.pending_replicas
-            self._tracking.begin(args, kwargs, self._table.active_hooks, part=part, later=later)
-            if run is not None:
-                run.note_rows(self._tracking.forward.rows)
+        run = self.runs.current
+        later = None if run is None else run.pending_replicas
+        self._tracking.begin(args, kwargs, self._table.active_hooks, part=part, later=later)
+        if run is not None:
+            run.note_rows(self._tracking.forward.rows)
 
     def _beside(self, part: Part) -> list[int]:
         """Return the hooks outside of a part of the model."""
@@ -156,14 +170,12 @@ class RootHooks:
         error = None if error is run.outer_error else error
         if isinstance(error, CutError):
             run.cut()
-            self.runs.end_direct(None, module in self._parts)
-            return
+            error = None
         with torch_private.uncounted():
             self._end(run, output, error, module in self._parts)
 
     def _end(self, run: Run, output: Any, error: BaseException | None, is_part: bool) -> None:
-        if not self._tracking.is_local:
-            self._tracking.end(output, failed=error is not None)
+        self._tracking.end(output, failed=error is not None)
         acts_in_backward = self._watches and self._table.active_hooks.acts_in_backward
         if acts_in_backward and torch.is_grad_enabled():
             self._graphs.watch(run, output)

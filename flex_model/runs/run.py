@@ -52,8 +52,8 @@ class Run:
 
     Attributes:
         active: Indices of the registrations that it chose, of any kind.
-        hooks_seen: Indices of all registrations chosen during one outermost run, whose lists the
-            run has cleared.
+        hooks_seen: Indices of all registrations chosen during one outermost run, and of those
+            outside of the part that it is of; ``names``: of the records that it has cleared.
         direct_depth: For a run begun by a direct call of the wrapped module: the depth of such
             calls inside each other.
         frame: That of the direct call which began it.
@@ -84,6 +84,7 @@ class Run:
 
     active: frozenset[int] = frozenset()
     hooks_seen: set[int] = field(default_factory=set)
+    names: set[str] = field(default_factory=set)
     direct_depth: int = 0
     frame: FrameType | None = None
     seed: int | None = None

@@ -686,6 +686,32 @@ def test_hooks_of_inactive_groups_keep_their_records():
     assert lengths(records) == {"fc1": 1, "act": 1}
 
 
+@pytest.mark.parametrize("way", ways("one", "ddp"))
+def test_a_hook_that_an_editing_function_removes_is_not_called(way):
+    records, handles = {}, []
+
+    def remove(module, full, save_ctx, modules):
+        while handles:
+            handles.pop().remove()
+
+    with FlexModel(way.shard(models.mlp()), records, **way.sizes) as flex:
+        flex.register_forward_hook(HookFunction("fc1", editing_function=remove, record=False))
+        handles.append(flex.register_forward_hook(HookFunction("fc1", output_name="removed")))
+        flex(way.my_rows(BATCH))
+    assert "removed" not in records
+
+
+def test_an_editing_function_that_runs_a_hooked_module_is_refused():
+    """It was recorded there, on one process."""
+    model = models.mlp()
+    with FlexModel(model) as flex:
+        edit = lambda module, full, save_ctx, modules: model.fc2(full)  # noqa: E731
+        flex.register_forward_hook(HookFunction("act", editing_function=edit))
+        flex.register_forward_hook(HookFunction("fc2"))
+        with pytest.raises(HookError, match="is run inside an editing function"):
+            flex(BATCH)
+
+
 def test_a_failed_forward_leaves_records_and_the_next_begins_afresh():
     class Picky(nn.Module):
         def forward(self, x):

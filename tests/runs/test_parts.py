@@ -1,5 +1,6 @@
 """Parts of the wrapped model that are called on their own: as in the unsharded model."""
 
+import contextlib
 import copy
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import models
 import pipelines
@@ -79,6 +81,72 @@ def run(root, call, stack, tokens, sites, edits, backward, **group):
             if backward:
                 found.square().mean().backward()
     return found.detach(), records
+
+
+class Cells(nn.Module):
+    """A cell that is called three times, each of them in a checkpoint or not."""
+
+    def __init__(self, recompute=None):
+        super().__init__()
+        self.cell, self.recompute = nn.Linear(6, 6), recompute
+
+    def forward(self, x):
+        for _ in range(3):
+            if self.recompute is None:
+                x = self.cell(x).tanh()
+            else:
+                call = lambda x: self.cell(x).tanh()  # noqa: E731
+                x = checkpoint(call, x, use_reentrant=self.recompute == "reentrant")
+        return x
+
+
+def random_mix(module, full, save_ctx, modules):
+    return full.flip(-1) * 2 + torch.rand_like(full)
+
+
+def run_cells(recompute=None, in_a_run=False, removed=False, compiled=False):
+    """Call a part of a model on one process, twice, and run backward; the input's gradient, and the
+    records.
+    """
+    model = models.seeded(lambda: nn.Sequential(Cells(recompute), nn.Linear(6, 2))).double()
+    records, x = {}, models.random(2, 6).requires_grad_()
+    flex = FlexModel(model, records)
+    for name in ("0.cell", "0"):  # one name of two hooks' records
+        flex.register_forward_hook(HookFunction(name, output_name="shared"))
+    edit = HookFunction("0.cell", editing_function=random_mix, record=False)
+    flex.register_full_backward_hook(HookFunction("0.cell", output_name="gradients"))
+    call = torch.compile(model[0], backend="eager") if compiled else model[0]
+    torch.manual_seed(3)
+    for _ in range(2):
+        handle = flex.register_forward_hook(edit)
+        with flex.active() if in_a_run else contextlib.nullcontext():
+            output = call(x)
+        if removed:
+            handle.remove()
+        output.square().sum().backward()
+        handle.remove()
+    flex.restore()
+    return x.grad, records
+
+
+CELLS = [
+    {"recompute": recompute, "removed": removed}
+    for recompute in (None, "reentrant", "not reentrant")
+    for removed in (False, True)
+]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("how", [*CELLS, {"compiled": True}])
+def test_a_part_is_one_run_on_one_process(how):
+    """One run for each hook: records of several were lost, and of several calls kept."""
+    expected, expected_records = run_cells(in_a_run=True)
+    assert [len(expected_records[name]) for name in ("shared", "gradients")] == [4, 3]
+    found, records = run_cells(**how)
+    torch.testing.assert_close(found, expected)
+    assert records.keys() == expected_records.keys()
+    for name, tensors in expected_records.items():
+        torch.testing.assert_close(records[name], tensors, msg=name)
 
 
 @pytest.mark.ranks(2)

@@ -68,6 +68,19 @@ def test_sharded(name):
 
 
 @pytest.mark.ranks(2)
+def test_the_forward_is_over_for_the_run_that_it_is_in():
+    """A part that was called after it was taken to be in it, and was not followed."""
+    whole, ways = models.mlp(), models.TWO_RANKS["ddp"]
+    records, model = {}, ways.shard(models.mlp())
+    with FlexModel(model, records, output_ranks="all") as flex, torch.no_grad():
+        flex.register_forward_hook(HookFunction("fc1"))
+        with flex.active():
+            flex.run_until("inp", ways.my_rows(BATCH))
+            model.module.fc1(ways.my_rows(BATCH))
+    assert_close(records["fc1"], [whole.fc1(BATCH).detach()])
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stop", [None, "fc2"])
 @pytest.mark.parametrize("detaches", [False, True])
 def test_a_backward_that_ddp_would_not_average_is_an_error(stop, detaches):

@@ -1,6 +1,7 @@
 """Runs inside runs, recomputation, and what happens between forward and backward."""
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -61,6 +62,41 @@ def test_many_calls_inside_one_run_are_all_recomputed_with_their_edits():
             sum(flex(x * (i + 1)) for i in range(70)).sum().backward()
 
     assert_recomputed_alike(run, {"sine": SINE})
+
+
+def test_hooks_that_join_a_run_keep_its_records_of_their_name():
+    records = {}
+    with FlexModel(models.mlp(), records) as flex:
+        first, second = (HookFunction(name, output_name="both") for name in ("fc1", "fc2"))
+        with flex.active():
+            for hook in (first, second):
+                handle = flex.register_forward_hook(hook)
+                flex(BATCH)
+                handle.remove()
+        assert [record.shape[-1] for record in records["both"]] == [
+            module.out_features for module in (models.mlp().fc1, models.mlp().fc2)
+        ]
+        for hook in (first, second):
+            flex.register_forward_hook(hook)
+            flex.update_hook_groups(hook, hook.module_name)
+        with flex.active("fc1"):
+            flex(BATCH)
+            flex(BATCH, groups="fc2")
+            flex(BATCH)
+        assert len(records["both"]) == 3
+
+
+def test_a_recomputation_that_stops_early_keeps_no_inputs():
+    inputs = []
+    flex = checkpointed("not reentrant")
+    flex.register_full_backward_hook(HookFunction("b.fc2"))
+    for _ in range(4):
+        x = BATCH.clone().requires_grad_()
+        output = flex(x)
+        inputs += [weakref.ref(x), weakref.ref(output)]
+        output.sum().backward()
+        del x, output
+    assert len([one for one in inputs if one() is not None]) <= 2  # those of the last run
 
 
 def test_a_recomputation_has_no_backward_hook_that_was_not_chosen():

@@ -123,8 +123,6 @@ void bind_hooks(py::module_& m) {
       .def("activate", &Dispatcher::activate,
            "Set the active groups; returns the sites that changed between active hooks and none.",
            py::arg("groups"), py::arg("complement"))
-      .def("clear_records", &Dispatcher::clear_records,
-           "Delete the record lists of the active hooks.")
       .def("settle", &Dispatcher::settle,
            "Let the rest of the run call settled functions from here. `is_recomputed`: the run "
            "knows "

@@ -147,7 +147,8 @@ py::object Site::run(PyObject* module, PyObject* tree) {
   if (!module_.is_none() && !refers_to(module_.ptr(), module)) return current;
   for (const auto& hook : *hooks) {
     if (dispatcher_ == nullptr) break;  // an editing function restored the model
-    if (dispatcher_->in_run() && !hook->replays) {
+    if (std::find(hooks_.begin(), hooks_.end(), hook) == hooks_.end()) continue;  // or removed it
+    if (dispatcher_->in_run() && !hook->replays && !dispatcher_->is_in_edit()) {
       const bool is_whole = hook->records_here || hook->edits_here;
       if (is_whole ? run_here(*hook, module, current)
                    : hook->settled.function && run_gathered(*hook, module, current))
@@ -197,6 +198,10 @@ void Dispatcher::settle(bool is_recomputed) {
   is_recomputed_ = is_recomputed;
 }
 
+bool Dispatcher::is_in_edit() const {
+  return py::len(names().edit_of.of(handlers->communicator)) > 0;
+}
+
 bool Dispatcher::is_settled(const Hook& hook) const {
   if (!hook.settled.function || settled_thread_ != PyThread_get_thread_ident()) return false;
   const auto returned = [](const py::object& function) {
@@ -204,20 +209,9 @@ bool Dispatcher::is_settled(const Hook& hook) const {
   };
   const py::object function = names().editing_function.of(names().given.of(hook.registration));
   if (!function.is(hook.settled.function)) return false;  // replaced, or taken off
-  if (py::len(names().edit_of.of(handlers->communicator)) > 0) return false;
   if (torch.has_dispatch_modes()) return false;
   return is_recomputed_ ||
          (is_true(returned(torch.is_grad_enabled)) && returned(torch.saved_hooks).is_none());
-}
-
-void Dispatcher::clear_records() {
-  for (const auto& site : sites_) {
-    for (const auto& hook : *site->active()) {
-      PyObject* name = hook->record_name.ptr();
-      const int present = PySequence_Contains(records.ptr(), name);
-      throw_if(present < 0 || (present && PyObject_DelItem(records.ptr(), name) < 0));
-    }
-  }
 }
 
 }  // namespace flex_model

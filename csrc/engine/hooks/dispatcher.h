@@ -122,8 +122,6 @@ class Dispatcher {
                                        [this](size_t group) { return active_.count(group) > 0; });
     return hook.replays || is_in_one != complement_;
   }
-  // Deletes the record lists of the active hooks, at the start of an outermost run.
-  void clear_records();
   // Begins or ends an outermost run, or the turn of a batch of one; returns whether it was in one.
   bool set_in_run(bool in_run);
   // Lets the rest of the run call settled functions from here. `is_recomputed`: the run knows that
@@ -132,6 +130,8 @@ class Dispatcher {
   // Whether the hook's function may be called from here now.
   bool is_settled(const Hook& hook) const;
   bool in_run() const { return in_run_; }
+  // Whether an editing function runs: it must not run the model.
+  bool is_in_edit() const;
 
   py::dict records;  // the user's output_ptr, of a subclass or not: never by PyDict_...
   std::shared_ptr<const Handlers> handlers;
