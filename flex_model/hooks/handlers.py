@@ -81,8 +81,11 @@ class HookHandlers:
         run = self.runs.current or self.runs.begin_deferred()
         if run is not None:
             return self._call(run, registration, module, tree)
-        with self.runs.of_hook(registration) as run:
-            return self._call(run, registration, module, tree)
+        with self.runs.of_hook(registration) as run:  # see `RootHooks.install`
+            after = self._call(run, registration, module, tree)
+            if registration.edits and torch.is_grad_enabled():
+                self._graphs.watch(run, after)
+            return after
 
     def _call(self, run: Run, registration: Registration, module: nn.Module, tree: Any) -> Any:
         if registration.edits and not run.is_recomputed and is_in_checkpoint():

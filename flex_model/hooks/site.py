@@ -326,10 +326,10 @@ class ModuleSite:
         self._entered.clear()
 
 
-def _memory(tensor: Tensor) -> int | None:
-    """Return what identifies the memory of a tensor; None if that is not known."""
+def _memory(tensor: Tensor) -> int:
+    """Return what identifies the memory of a tensor; where that is not known, the tensor."""
     storage = memory_map.storage_of(memory_map.plain(tensor))
-    return None if storage is None else storage._cdata
+    return id(tensor) if storage is None else storage._cdata
 
 
 class _InputsMemory(Function):

@@ -59,6 +59,12 @@ class ActiveHooks:
         return any(r.pads or r.kind == "tensor" for r in self.registrations)
 
 
+def _names(registrations: Iterable[Registration]) -> frozenset[str]:
+    """Return the names of the records of these hooks."""
+    functions = (registration.hook_function for registration in registrations)
+    return frozenset(function.record_name for function in functions if function.record)
+
+
 def describe_choice(choice: Choice) -> str:
     """Describe a choice for messages."""
     groups, complement = choice
@@ -423,7 +429,7 @@ class HookTable:
             registrations,
             active,
             tuple(r for r in registrations if r.kind == "tensor"),
-            frozenset(r.hook_function.record_name for r in registrations),
+            _names(registrations),
             acts_in_backward,
             site_hash(*(r.site for r in registrations)),
             describe_choice(self.choices[0]),
@@ -451,7 +457,7 @@ class HookTable:
         """Return the names of the records of these hooks."""
         if indices == self.active_hooks.indices:
             return self.active_hooks.names
-        return {r.hook_function.record_name for r in self.registrations if r.index in indices}
+        return _names(r for r in self.registrations if r.index in indices)
 
     def exchange_calls(self, calls: dict[int, Any]) -> dict[int, Any]:
         """Replace the calls in progress by those of another batch; return the former."""

@@ -82,7 +82,7 @@ class RootHooks:
         """Return whether a call of its module alone needs no run but that of its hook: most hooks
         cost one torch hook, not three.
         """
-        if not self._tracking.is_local or registration.kind != "forward" or registration.had_edit:
+        if not self._tracking.is_local or registration.kind != "forward":
             return False
         num_hooks = sum(len(one.hooks) for place in registration.places for one in place.all_sites)
         return num_hooks == 1 and registration.living_module not in self._parts
