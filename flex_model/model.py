@@ -1413,6 +1413,7 @@ class FlexModel(nn.Module):
         FlexModel keeps it alive until then.
         """
         self.__dict__.pop("fmps", None)  # with its connections
+        self._core.runs.end_left()
         try:
             if self._runner.session is not None:
                 self._runner.session.close()

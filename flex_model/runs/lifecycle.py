@@ -287,7 +287,8 @@ class Runs:
 
     @property
     def is_inside(self) -> bool:
-        """Whether a run or a backward pass is in progress."""
+        """Whether a run or a backward pass is in progress. Ends a call that Ctrl-C has left."""
+        self.end_left()
         return self.current is not None or backward_task() != -1
 
     def refusal(self) -> str:

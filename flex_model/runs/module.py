@@ -95,6 +95,7 @@ class ModuleRunner:
 
     @property
     def is_running(self) -> bool:
+        self.core.runs.end_left()
         return self.core.runs.current is not None
 
     # Running.

@@ -175,11 +175,15 @@ class RootHooks:
             self._end(run, output, error, module in self._parts)
 
     def _end(self, run: Run, output: Any, error: BaseException | None, is_part: bool) -> None:
-        self._tracking.end(output, failed=error is not None)
-        acts_in_backward = self._watches and self._table.active_hooks.acts_in_backward
-        if acts_in_backward and torch.is_grad_enabled():
-            self._graphs.watch(run, output)
-            self.runs.watch.watch_from(output)
+        try:
+            self._tracking.end(output, failed=error is not None)
+            acts_in_backward = self._watches and self._table.active_hooks.acts_in_backward
+            if acts_in_backward and torch.is_grad_enabled():
+                self._graphs.watch(run, output)
+                self.runs.watch.watch_from(output)
+        except BaseException as failure:  # of a rank's hook, which all ranks raise here
+            self.runs.end_direct(failure, is_part)
+            raise
         self.runs.end_direct(error, is_part)
 
     # The hooks are methods of this object, which is copied and pickled with the module.

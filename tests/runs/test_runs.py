@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import models
-from flex_model import FlexModel, HookError, HookFunction, HookMismatchError
+from flex_model import ActivationStore, FlexModel, HookError, HookFunction, HookMismatchError
 from flex_model.runs.stop_request import STOP_REQUEST
 from tiers import ways
 
@@ -233,9 +233,46 @@ def test_a_direct_call_that_ctrl_c_leaves_is_over(call):
         model[1].register_forward_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             model(BATCH)
+        flex.dry_run(BATCH)
         for _ in range(2):
             (model if call == "module" else flex)(BATCH)
             assert_close(records, {"0": [BATCH.tanh()]})
+
+
+def test_a_store_keeps_its_batches_after_a_direct_call_that_ctrl_c_left(tmp_path):
+    def interrupt(module, args, output):
+        raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.Tanh(), nn.Tanh())
+    flex = FlexModel(model, ActivationStore(tmp_path / "store"))
+    flex.register_forward_hook(HookFunction("0"))
+    model(BATCH)
+    model[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(BATCH)
+    flex.restore()
+    assert ActivationStore(tmp_path / "store").num_batches == 1
+
+
+@pytest.mark.ranks(2)
+def test_after_an_edit_failed_in_a_direct_call_the_model_runs_again():
+    def edit(module, x, save_ctx, modules):
+        if save_ctx.fails:
+            raise ZeroDivisionError
+        return x * 2
+
+    way = models.TWO_RANKS["ddp"]
+    model = way.shard(models.mlp())
+    with FlexModel(model, **way.sizes) as flex:
+        flex.register_forward_hook(HookFunction("act", editing_function=edit))
+        for flex.save_ctx.fails in (False, True, True, False):
+            ends = (
+                pytest.raises(HookError, match="Zero")
+                if flex.save_ctx.fails
+                else contextlib.nullcontext()
+            )
+            with ends:
+                model(way.my_rows(BATCH))
 
 
 @pytest.mark.parametrize("way", ways("one", "dtensor", "ddp"))
