@@ -134,7 +134,8 @@ def resample(
             chooses at each call, as in all random edits.
 
     Raises:
-        ValueError: in the call, in a pipeline with micro-batches: without ``source`` (the other
+        ValueError: in the call: without ``source`` the batch has one row; in a pipeline with
+            micro-batches: without ``source`` (the other
             rows are in other micro-batches) or ``seed`` (micro-batches would draw separately).
     """
     region = Region(**where)
@@ -155,6 +156,8 @@ def resample(
         num_rows = full.shape[dim] if microbatch is None else microbatch[1]
         generator = _generator(seed, microbatch is not None, "resample")
         if others is None:
+            if num_rows == 1:
+                raise ValueError("resample: the batch has one row only; give source=")
             others = full
             order = torch.randperm(num_rows, generator=generator)
             chosen = torch.empty_like(order)

@@ -30,9 +30,11 @@ from flex_model.editing.runs import (
     as_site,
     as_sites,
     check_count,
+    check_counts_in_call,
+    check_left_out,
     check_metric,
-    check_shapes,
     check_takes_gradients,
+    whole_site,
 )
 from flex_model.errors import agreed
 from flex_model.model import FlexModel
@@ -122,7 +124,7 @@ def activation_patching(
     """
     places = as_sites(sites, "sites")
     check_metric(metric)
-    check_shapes(clean, corrupted)
+    check_left_out(places, "positions", "activation_patching patches those of positions=")
     chosen = None if positions is None else _as_positions(positions)
     check_count(batch, "batch must be a positive number of patches")
     current: list[Edit] = [patch(Capture())] * len(places)
@@ -130,8 +132,9 @@ def activation_patching(
     def apply_current(i: int, full: Tensor, scope: Scope) -> Tensor:
         return current[i].apply(full, scope)
 
-    watched = as_site(output)
+    watched = whole_site(output)
     with Runs(flex, groups) as runs:
+        runs.check_shapes(clean, corrupted)
         runs.watch(watched, "output")
         number = batch if chosen is None else min(batch, len(places) * len(chosen))
         if number > 1:
@@ -142,8 +145,8 @@ def activation_patching(
             runs.register(site, Edit("patch", partial(apply_current, i)), f"site {i}")
         key = {
             "inputs": runs.exchange([described(clean), described(corrupted)]),
-            "sites": [repr(site) for site in (*places, watched)],
-            "positions": None if chosen is None else [repr(position) for position in chosen],
+            "sites": [[repr(site), described(site.where)] for site in (*places, watched)],
+            "positions": None if chosen is None else [repr(chosen), described(chosen)],
         }
         table = Table(runs, resume, key)
 
@@ -213,12 +216,12 @@ def path_patching(
 
     Collective over the ranks of the model. Raises: as `activation_patching`.
     """
-    check_shapes(inputs, other)
     check_metric(metric)
     sender = as_site(sender)
     receiver_sites, held = as_sites(receivers, "receivers"), as_sites(frozen, "frozen")
     with Runs(flex, groups) as runs:
-        runs.watch(as_site(output), "output")
+        runs.check_shapes(inputs, other)
+        runs.watch(whole_site(output), "output")
         sent = runs.capture(sender, "sender")
         received = [runs.capture(site, "held") for site in receiver_sites]  # before they are held
         for site in held:
@@ -266,7 +269,7 @@ def attribution_patching(
 
     Returns:
         ``values``: the estimated change of the metric ``(sites, positions)``, for every position
-        (of ``where``, if that selects positions).
+        (of ``where``, if that selects positions; outside of a mask ``(rows, positions)`` it is 0).
 
     Collective over the ranks of the model.
 
@@ -279,7 +282,7 @@ def attribution_patching(
     places = as_sites(sites, "sites")
     if metric is not None:
         check_metric(metric)
-    check_shapes(clean, corrupted)
+    check_counts_in_call(places, "attribution_patching")
     is_pipeline = "schedule" in vars(flex)
     if is_pipeline and (metric is not None or flex.schedule._loss_fn is None):
         raise ValueError(
@@ -296,12 +299,13 @@ def attribution_patching(
         runs.restored_gradients("attribution_patching"),
         torch.enable_grad(),
     ):
+        runs.check_shapes(clean, corrupted)
         for i, site in enumerate(places):
             runs.watch(site, f"{i}", "sites")
             runs.watch(site, f"{i}.grad", "gradients", is_gradient=True)
         if metric is not None:
             measure = Edit("metric", lambda full, scope: loss.append(metric(full.cpu())))
-            runs.register(as_site(output), measure, "metric")
+            runs.register(whole_site(output), measure, "metric")
         with torch.no_grad():
             runs.run(clean, "sites")
         before = [runs.record(f"{i}") for i in range(len(places))]
@@ -335,7 +339,9 @@ def _first_order(
     product = (clean - corrupted).double() * gradient.double()
     region = Region(**site.where)
     dim = region.dim("positions", product.shape)
-    return product[region.index(product)].movedim(dim, 0).flatten(1).sum(1).tolist()
+    by_position = region.only(product).movedim(dim, 0).flatten(1).sum(1).tolist()
+    chosen = region.numbers(product.shape).get(dim, range(len(by_position)))
+    return [by_position[position] for position in chosen]
 
 
 def _as_positions(positions: Sequence[Selector]) -> tuple[Selector, ...]:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +21,12 @@ from flex_model.editing.runs import (
     Metric,
     Runs,
     Site,
-    as_site,
     as_sites,
     check_count,
+    check_counts_in_call,
     check_metric,
-    check_shapes,
     check_takes_gradients,
+    whole_site,
 )
 from flex_model.model import FlexModel
 from flex_model.names import find_module
@@ -91,12 +90,13 @@ def integrated_gradients(
     from_sites, to_sites = as_sites(senders, "senders"), as_sites(receivers, "receivers", "input")
     check_metric(metric)
     check_count(steps, "steps must be a positive number of points")
-    check_shapes(clean, corrupted)
+    check_counts_in_call([*from_sites, *to_sites], "integrated_gradients")
     check_takes_gradients(flex, "integrated_gradients")
-    start, end = as_site(embedding), as_site(output)
+    start, end = whole_site(embedding), whole_site(output)
     # Sites that differ in what they select share a tensor.
     added, read = ({_place(site): site for site in sites} for sites in (from_sites, to_sites))
     found: dict[_Place, Tensor] = {}
+    without_graph: list[str] = []
     loss: list[Tensor] = []
     gradients: dict[_Place, Tensor] = {}
     with (
@@ -104,6 +104,7 @@ def integrated_gradients(
         runs.restored_gradients("integrated_gradients"),
         torch.enable_grad(),
     ):
+        runs.check_shapes(clean, corrupted)
         copies = Copies.of(runs, corrupted, (), steps)
         rows = copies.all_rows
         clean_values, corrupted_values = (
@@ -129,6 +130,8 @@ def integrated_gradients(
             gradients[place] = grad.detach()[rows].sum(0).double()
 
         def note(place: _Place, full: Tensor, scope: Scope) -> None:
+            if not torch.is_grad_enabled():
+                without_graph.append(place[0])
             found[place] = full  # so it is in the graph
 
         runs.register(start, Edit("interpolate", interpolate), "steps")
@@ -141,22 +144,26 @@ def integrated_gradients(
             runs.run(clean, "clean")
             runs.run(corrupted, "corrupted")
         runs.run(copies.inputs(corrupted), "steps")
-        before: dict[_Place, set[Any]] = {}  # the nodes of the graph that a receiver depends on
-        for place in read:
-            node = found[place].grad_fn
-            before[place] = set() if node is None else {node, *nodes_behind([node])}
+        if without_graph:
+            raise ValueError(
+                f"integrated_gradients: {without_graph[0]!r} runs without gradients (torch.no_grad,"
+                " a reentrant checkpoint); call checkpoint(..., use_reentrant=False), or leave the "
+                "site out"
+            )
+        edges: set[tuple[_Place, _Place]] = set()  # before a backward that recomputes the tensors
+        for to_place in read:
+            node = found[to_place].grad_fn
+            behind = set() if node is None else {node, *nodes_behind([node])}
+            edges |= {(one, to_place) for one in added if found[one].grad_fn in behind}
         runs.backward(loss[-1], "integrated_gradients")
     values = torch.zeros(len(from_sites), len(to_sites), dtype=torch.float64)
     for place, site in added.items():
         change = change_of(place).double()
         weight = _weight(flex, site.module) if site.side == "input" else None
         for j, to in enumerate(to_sites):
-            if _place(to) not in gradients or found[place].grad_fn not in before[_place(to)]:
+            if _place(to) not in gradients or (place, _place(to)) not in edges:
                 continue
-            grad = gradients[_place(to)]
-            index = Region(**to.where).index(grad)
-            masked = torch.zeros_like(grad)
-            masked[index] = grad[index]
+            masked = Region(**to.where).only(gradients[_place(to)])
             if weight is not None:
                 masked = masked @ weight.to(masked)
             if masked.shape != change.shape:
@@ -237,7 +244,8 @@ def jacobian_lens(
     is restored when it returns.
 
     Args:
-        batches: Inputs as in `activation_patching`, without padding: all rows count alike.
+        batches: Inputs as in `activation_patching`, without padding: all rows count alike. As many
+            on each data-parallel rank.
         layers: The sites by their numbers; all are ``(rows, positions, units)``.
         positions: Those that count, on both sides. The default is that of published lenses: not the
             first 16, which other positions use as sinks, nor the last.
@@ -251,8 +259,14 @@ def jacobian_lens(
         raise TypeError(
             f"jacobian_lens: layers must be a mapping of sites by number, got {layers!r}"
         )
-    sites = {layer: as_site(site) for layer, site in layers.items()}
+    sites, end = {layer: whole_site(site) for layer, site in layers.items()}, whole_site(target)
+    if any(_place(end) == _place(site) for site in sites.values()):
+        raise ValueError(
+            f"jacobian_lens: the target {end.module!r} is one of the layers, and its Jacobian the "
+            "identity; leave it out"
+        )
     region, loss = Region(positions=positions), list[Tensor]()
+    region.check_rectangular("jacobian_lens")
     found: dict[int, Tensor] = {}
     first = width = num_prompts = 0
     with Runs(flex, groups) as runs, runs.restored_gradients("jacobian_lens"), torch.enable_grad():
@@ -277,8 +291,8 @@ def jacobian_lens(
         for layer, site in sites.items():
             edit = Edit("jacobian", partial(keep, layer))
             runs.register(site, edit, "jacobian", is_gradient=True)
-        runs.register(as_site(target), Edit("target", measure), "jacobian")
-        for inputs in batches:
+        runs.register(end, Edit("target", measure), "jacobian")
+        for inputs in runs.in_step(batches):
             copies = Copies.of(runs, inputs, (), batch)
             rows, first = copies.all_rows, 0
             num_prompts += rows.shape[1]

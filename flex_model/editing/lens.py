@@ -80,11 +80,12 @@ class Lens(Edit):
         self._what, self._translator, self._kind, self._eps = what, translator, kind, eps
         self._weights, self._key, self._keep = weights, name + ":", keep
         self._region = Region(positions=positions)
+        self._region.check_rectangular(what)
 
     def _read(self, full: Tensor, scope: Scope) -> None:
         if scope.site is None:
             raise RuntimeError(f"{self!r} must be registered with lens.at(module_name)")
-        hidden = full[self._region.index(full)].detach()
+        hidden = full[self._region.index(full, keeps_repeats=True)].detach()
         if self._translator is not None:
             module = scope.trainable(self._translator, self._what)
             hidden = hidden + module(input_of(module, hidden)).to(hidden.device)
@@ -162,7 +163,7 @@ def logit_lens(
             bias)``. "rms" multiplies by the weight; Gemma's norms multiply by 1 + weight: give a
             function. What a model does to its logits (soft-capping) is not done.
         eps: The epsilon of the final norm, from the model's config (default 1e-6).
-        positions: The positions to read, as in all edits; None (the default): all.
+        positions: The positions to read, the same in each row; None (the default): all.
         keep: A function of the logits ``(rows, positions, vocabulary)``, row by row, whose result
             is kept instead: ``lambda logits: logits.topk(5).indices``.
         name: Distinguishes lenses at one module.

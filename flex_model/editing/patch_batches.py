@@ -16,7 +16,7 @@ from torch import Tensor
 from flex_model import pytree
 from flex_model.distributed.values import fingerprint
 from flex_model.editing.region import Region
-from flex_model.editing.runs import Inputs, Runs, Site, as_arguments
+from flex_model.editing.runs import Inputs, Runs, Site, as_arguments, check_left_out
 from flex_model.errors import agreed
 from flex_model.records.store.files import write_whole
 from flex_model.selection.selectors import SelectionArguments, Selector
@@ -46,8 +46,7 @@ class Copies:
             ValueError: rows can't be repeated here; on every rank.
         """
         dim = runs.rows_dim
-        if any(site.where.get("rows") is not None for site in sites):
-            raise ValueError("batch: rows are repeated, so leave rows= out of the sites' where=")
+        check_left_out(sites, "rows", "batch: rows are repeated")
         tensors = pytree.flatten(as_arguments(inputs))[0]
         found = runs.exchange(tensors[0].shape[dim] if tensors and tensors[0].dim() > dim else 0)
         if len(set(found)) > 1 or not found[0]:

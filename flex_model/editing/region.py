@@ -29,8 +29,6 @@ class Region(Selection):
         parts = [other.expand_as(full) for other in others]
         if self.is_whole:
             return change(full, *parts)
-        if self.mask_by_row is not None:
-            return torch.where(self._full_mask(full), change(full, *parts), full)
         index = self.index(full)
         part = full[index]
         if part.numel() == 0:
@@ -42,24 +40,43 @@ class Region(Selection):
         full[index] = changed
         return full
 
-    def index(self, full: Tensor) -> tuple[Any, ...]:
-        """Return an index for ``full[...]`` that keeps the number and order of its dims."""
+    def only(self, full: Tensor) -> Tensor:
+        """Return ``full`` with zeros outside of the part."""
+        index, kept = self.index(full), torch.zeros_like(full)
+        kept[index] = full[index]
+        return kept
+
+    def index(self, full: Tensor, keeps_repeats: bool = False) -> tuple[Any, ...]:
+        """Return an index for ``full[...]`` that keeps the number and order of its dims; of a mask
+        (rows, positions) the dim of positions has size 1, and that of rows the selected pairs.
+
+        Args:
+            keeps_repeats: Whether what is given twice is there twice. Where the part is written,
+                each copy would get the whole gradient.
+        """
         rows = self.rows_of_microbatch(full) if "rows" in self.arguments else None
         chosen: list[Any] = [slice(None)] * full.dim()
+        places = list(range(full.dim()))  # the dim of the part along which an index runs
         call = positions_of_forward(f"an edit of {self!r}") if self.counts_sequence else None
         for dim, numbers in self.numbers(full.shape, rows, call).items():
+            if not keeps_repeats and not isinstance(numbers, range):
+                numbers = list(dict.fromkeys(numbers))
             chosen[dim] = as_slice(numbers)
+        if self.mask_by_row is not None:
+            pair = self.dim("rows", full.shape), self.dim("positions", full.shape)
+            of_rows, of_positions = self._mask(full, *pair).nonzero(as_tuple=True)
+            chosen[pair[0]], chosen[pair[1]], places[pair[1]] = of_rows, of_positions, pair[0]
         listed = [dim for dim, item in enumerate(chosen) if not isinstance(item, slice)]
         if len(listed) < 2:  # one index tensor stays at its own dim
             for dim in listed:
                 chosen[dim] = torch.tensor(chosen[dim], dtype=torch.int64, device=full.device)
             return tuple(chosen)
         return tuple(
-            torch.tensor(
+            torch.as_tensor(
                 range(full.shape[dim])[item] if isinstance(item, slice) else item,
                 dtype=torch.int64,
                 device=full.device,
-            ).reshape([-1 if other == dim else 1 for other in range(full.dim())])
+            ).reshape([-1 if other == places[dim] else 1 for other in range(full.dim())])
             for dim, item in enumerate(chosen)
         )
 
@@ -111,9 +128,8 @@ class Region(Selection):
             return whole
         return whole.index_select(dim, torch.tensor(rows, device=whole.device))
 
-    def _full_mask(self, full: Tensor) -> Tensor:
+    def _mask(self, full: Tensor, rows: int, positions: int) -> Tensor:
         assert self.mask_by_row is not None
-        rows, positions = self.dim("rows", full.shape), self.dim("positions", full.shape)
         mask, microbatch = self.mask_by_row, self.rows_of_microbatch(full)
         expected = (
             full.shape[rows] if microbatch is None else microbatch[1],
@@ -124,16 +140,7 @@ class Region(Selection):
                 f"positions: the mask's shape is {tuple(mask.shape)}, and the whole batch has "
                 f"{expected[0]} rows of {expected[1]} positions in this call"
             )
-        if microbatch is not None:
-            mask = mask[microbatch[0]]
-        shape = [1] * full.dim()
-        shape[rows], shape[positions] = full.shape[rows], full.shape[positions]
-        mask = (mask if rows < positions else mask.T).reshape(shape).to(full.device)
-        if not self._selected:  # no indices of dims, beside the mask
-            return mask
-        inside = torch.zeros(full.shape, dtype=torch.bool, device=full.device)
-        inside[self.index(full)] = True
-        return mask & inside
+        return mask if microbatch is None else mask[microbatch[0]]
 
 
 def _check_kept(values: Tensor, full: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from flex_model import pytree
+from flex_model.distributed.agreement import check_equal, gather_checked
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.editing.edit import Edit, Scope
 from flex_model.editing.patching import Capture
@@ -18,7 +20,12 @@ from flex_model.editing.region import Region
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.groups import ALL, as_names
-from flex_model.inspection.second_core import check_backward, no_gradients_kept
+from flex_model.inspection.second_core import (
+    check_backward,
+    detached,
+    leaves_behind,
+    no_gradients_kept,
+)
 from flex_model.integrations import fsdp2
 from flex_model.integrations.torch_private import FakeTensor, current_graph_task
 from flex_model.model import FlexModel
@@ -26,7 +33,7 @@ from flex_model.names import check_name
 from flex_model.records.records import drop
 from flex_model.records.store import ActivationStore
 from flex_model.runs.step import current_microbatch
-from flex_model.selection.selectors import SelectionArguments, is_int
+from flex_model.selection.selectors import SelectionArguments, is_everything, is_int
 
 Inputs = Tensor | Sequence[Any] | Mapping[str, Any]
 Metric = Callable[[Tensor], Any]
@@ -73,6 +80,17 @@ def as_site(site: Site | str, side: str = "output") -> Site:
     return site
 
 
+def whole_site(site: Site | str) -> Site:
+    """Return a Site whose whole tensor is used; ValueError if it selects a part."""
+    site = as_site(site)
+    if not Region(**site.where).is_whole:
+        raise ValueError(
+            f"the whole tensor of {site.module!r} is used here; leave all but dims= out of its "
+            "where="
+        )
+    return site
+
+
 def as_sites(sites: Iterable[Site | str], what: str, side: str = "output") -> tuple[Site, ...]:
     if isinstance(sites, (str, Site)) or not isinstance(sites, Iterable):
         raise TypeError(
@@ -95,17 +113,18 @@ def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(inputs), {}
 
 
-def check_shapes(clean: Inputs, corrupted: Inputs) -> None:
-    """ValueError if the inputs of two runs differ in shape."""
-    shapes = [
-        [tuple(leaf.shape) for leaf in pytree.flatten(as_arguments(inputs))[0]]
-        for inputs in (clean, corrupted)
-    ]
-    if shapes[0] != shapes[1]:
-        raise ValueError(
-            f"the inputs of the two runs differ in shape: {shapes[0]} and {shapes[1]}; pad them, "
-            "so that a position means the same in both"
-        )
+def check_left_out(sites: Iterable[Site], name: str, why: str) -> None:
+    """ValueError if a site selects rows or positions, ``name``."""
+    for site in sites:
+        if not is_everything(site.where.get(name)):
+            raise ValueError(f"{why}; leave {name}= out of the where= of {site.module!r}")
+
+
+def check_counts_in_call(sites: Iterable[Site], what: str) -> None:
+    """ValueError if a site counts positions in a sequence: a forward is over when it is needed."""
+    for site in sites:
+        if Region(**site.where).counts_sequence:
+            raise ValueError(f"{what} counts positions in one call; leave out of='sequence'")
 
 
 def check_count(value: object, what: str) -> None:
@@ -171,6 +190,32 @@ class Runs:
         for name in self._sites:
             drop(self._records, name)
 
+    def check_shapes(self, clean: Inputs, corrupted: Inputs) -> None:
+        """ValueError, on every rank, if the inputs of two runs differ in shape. Collective."""
+
+        def check() -> None:
+            shapes = [
+                [tuple(leaf.shape) for leaf in pytree.flatten(as_arguments(inputs))[0]]
+                for inputs in (clean, corrupted)
+            ]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"the inputs of the two runs differ in shape: {shapes[0]} and {shapes[1]}; pad "
+                    "them, so that a position means the same in both"
+                )
+
+        gather_checked(self._flex._communicator, "an experiment", check)
+
+    def in_step(self, batches: Iterable[Inputs]) -> Iterator[Inputs]:
+        """Yield the batches; HookMismatchError, on every rank, if one has fewer. Collective."""
+        remaining = iter(batches)
+        while True:
+            batch = list(itertools.islice(remaining, 1))
+            check_equal(self.exchange(bool(batch)), "whether a batch is left")
+            if not batch:
+                return
+            yield batch[0]
+
     def register(
         self,
         site: Site,
@@ -221,7 +266,8 @@ class Runs:
         self.register(site, None, group or name, name, is_gradient)
 
     def run(self, inputs: Inputs, *groups: str, **further: Any) -> None:
-        args, kwargs = as_arguments(inputs)
+        # The caller's tensors keep their graph and `.grad`.
+        args, kwargs = detached(as_arguments(inputs), None)
         chosen = [*self._groups, *(f"{_PREFIX}.{group}" for group in groups)]
         self._calls.clear()
         self._flex(*args, groups=chosen, **kwargs, **further)
@@ -290,7 +336,8 @@ class Runs:
             raise ValueError(f"{what}: the metric must be a tensor of one number")
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT.format(what, "the metric"))
-        loss.backward()
+        with no_gradients_kept(leaves_behind(loss)):  # of a probe in the metric
+            loss.backward()
         self._check_calls()
 
     def record(self, name: str) -> Tensor | None:

@@ -35,6 +35,7 @@ from flex_model.integrations import dtensor, expert_units, fsdp2, transformers_p
 from flex_model.integrations.made_sites import MadeSites
 from flex_model.integrations.torch_private import accumulation_hooks
 from flex_model.names import clean, find_module
+from flex_model.runs.graphs import nodes_behind
 
 Loss = Callable[[Any], Tensor]
 Reference = nn.Module | Callable[[], nn.Module] | None
@@ -351,8 +352,8 @@ def run_once(
     for module in core.module.modules():
         if fsdp2.is_fsdp2(module):
             module.reshard()  # the root stays unsharded after a forward
-    with no_gradients_kept(core.module.parameters()):
-        value: Any = loss(output)
+    value: Any = loss(output)
+    with no_gradients_kept([*core.module.parameters(), *leaves_behind(value)]):
         value.backward()
         if after is not None:
             after()
@@ -389,8 +390,15 @@ def check_backward(core: HookCore, what: str) -> None:
         gather_checked(core.communicator, what, check)
 
 
+def leaves_behind(loss: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors whose ``.grad`` a backward of the loss adds to."""
+    for node in nodes_behind([] if loss.grad_fn is None else [loss.grad_fn]):
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable
+
+
 @contextlib.contextmanager
-def no_gradients_kept(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+def no_gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Set the parameters' gradients to None inside, and restore them afterwards."""
     before = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in before:

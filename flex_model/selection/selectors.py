@@ -132,7 +132,7 @@ class SelectionArguments(TypedDict, total=False):
 
     Each of rows, positions, heads and units is an int, a slice, a sequence of ints, or a boolean
     mask of that dim; negative ints count from the end. An int out of range is an IndexError; a
-    slice is clipped, as in Python.
+    slice is clipped, as in Python. An edit counts an int once that is given twice.
 
     rows: Dim 0: rows of the whole batch, over all data-parallel ranks and micro-batches.
     positions: Dim 1 of ``(rows, positions, units)``, counted within one call of the module. In
@@ -236,6 +236,14 @@ class Selection:
             )
         if units is not None:
             raise ValueError("give heads= or units=, not both: they select along the same dim")
+
+    def check_rectangular(self, what: str) -> None:
+        """Raise TypeError for a mask (rows, positions)."""
+        if self.mask_by_row is not None:
+            raise TypeError(
+                f"{what}: a mask with other positions in each row selects no rectangular part of a "
+                "tensor; give positions"
+            )
 
     @property
     def is_whole(self) -> bool:
@@ -381,11 +389,7 @@ class Select(Selection):
             parse("experts", experts)
             if not set(arguments) <= {"units"}:
                 raise TypeError("Select: beside experts only units can be selected")
-        if self.mask_by_row is not None:
-            raise TypeError(
-                "Select: a mask with other positions in each row selects no rectangular part of a "
-                "tensor; give positions"
-            )
+        self.check_rectangular("Select")
         if self.is_whole and dtype is None and experts is None:
             raise ValueError("Select: nothing is selected; give rows, positions, heads or units")
 

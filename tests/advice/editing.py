@@ -299,6 +299,22 @@ ROWS = {
         lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2"),
         lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2", positions=[1, 2]),
     ),
+    "{}; leave {}= out of the where= of": (
+        lambda: patching(site=editing.Site("0", where={"positions": [1]})),
+        lambda: patching(positions=[1]),
+    ),
+    "is used here; leave all but dims= out of its where=": (
+        lambda: patching(output=editing.Site("2", where={"units": 3})),
+        lambda: patching(output=editing.Site("2", where={"dims": {"rows": 0}})),
+    ),
+    "and its Jacobian the identity; leave it out": (
+        lambda: editing.jacobian_lens(layers(), [X], {0: "0", 2: "2"}, "2", positions=[1, 2]),
+        lambda: editing.jacobian_lens(layers(), [X], {0: "0"}, "2", positions=[1, 2]),
+    ),
+    "has one row only; give source=": (
+        lambda: edited(editing.resample(), X[:1]),
+        lambda: edited(editing.resample(X[1:]), X[:1]),
+    ),
     "choose sites of one stream": (lambda: edge("last"), lambda: edge("norm")),
     "choose modules that are called once": (lambda: of_twice("layer"), lambda: of_twice("after")),
 }

@@ -137,6 +137,7 @@ def test_nothing_chosen_is_no_edit():
         (lambda: editing.patch([1.0]), "Tensor or a Capture"),
         (lambda: editing.splice("m", latents=3.0), "splice: latents must be an Edit"),
         (lambda: editing.logit_lens(None), "weights are given by name"),
+        (lambda: editing.logit_lens("w", positions=torch.ones(3, 5) > 0), "no rectangular part"),
         (lambda: editing.logit_lens("w", eps="x"), "logit_lens: eps must be a number, got 'x'"),
         (lambda: editing.logit_lens("w", name=3), "logit_lens: name must be a str, got int"),
         (lambda: editing.tuned_lens(None, "w"), "translator must be a str, got NoneType"),
@@ -274,6 +275,7 @@ def test_gradients():
         editing.resample(seed=1),
         editing.splice("linear", positions=[1, 3]) | editing.scale(2.0, rows=0),
         editing.steer("vector", 2.0, positions="last"),
+        editing.steer("vector", 2.0, positions=[2, 4, -1], rows=[0, 0]),
     ):
         modules = {"linear": linear, "vector": vector}
         parameters = [*linear.parameters(), *vector.parameters()]
@@ -296,6 +298,20 @@ def test_a_spliced_autoencoder():
     without = call(editing.splice("sae", error=True, latents=editing.zero(units=4)), sae=sae)
     active = sae.encode(X.float())[..., 4, None] * sae.decoder.weight[:, 4]
     assert_close(without, (X - active.double()), rtol=1e-4, atol=1e-4)
+
+
+def test_a_module_gets_the_tokens_of_a_mask_only():
+    class Largest(nn.Module):
+        def forward(self, x):
+            return x * (x > x.flatten().topk(4).values[-1])
+
+    mask = torch.arange(15).reshape(3, 5) % 3 == 0
+    expected = X.clone()
+    expected[mask] = Largest()(X[mask])
+    assert_close(call(editing.splice("largest", positions=mask), largest=Largest()), expected)
+    turned = editing.splice("largest", positions=mask, dims={"positions": 0, "rows": 1})
+    turned = call(turned, X.transpose(0, 1), largest=Largest())
+    assert_close(turned.transpose(0, 1), expected)
 
 
 def test_how_edits_show_themselves():

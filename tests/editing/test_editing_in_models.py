@@ -135,6 +135,39 @@ def test_activation_and_attribution_patching(flex):
     )
 
 
+def test_attribution_of_a_mask_and_of_repeated_positions(flex):
+    clean, corrupted, name = {}, {}, "model.layers.0"
+    mask = torch.arange(15).reshape(3, 5) % 4 != 0
+    probe = nn.Linear(64, 1).double()
+
+    def measure(logits):
+        return probe(logits).square().mean()
+
+    wheres = {"positions": mask, "units": slice(3, 20)}, {"positions": [4, 1, -1, 0, 2]}
+    sites = [editing.Site(name, where=where) for where in wheres]
+    found = editing.attribution_patching(flex, TOKENS, OTHER, sites, measure).values
+    assert probe.weight.grad is None
+    by_hand(flex.module, TOKENS, [keeping(clean, name)])
+    by_hand(flex.module, OTHER, [keeping(corrupted, name), keeping(out := {}, "lm_head")])
+    measure(out["lm_head"]).backward()
+    change = (clean[name] - corrupted[name]) * corrupted[name].grad
+    masked = (change * mask[..., None])[..., 3:20].sum((0, 2))
+    assert_close(found, torch.stack([masked, change.sum((0, 2))[[4, 1, 4, 0, 2]]]))
+
+
+def test_a_map_is_not_resumed_with_other_units(tmp_path):
+    flex = FlexModel(nn.Sequential(nn.Linear(8, 1200), nn.Linear(1200, 8)).double(), {})
+    x, file = models.random(2, 5, 8), tmp_path / "map.json"
+
+    def patching(first):
+        site = editing.Site("0", where={"units": torch.arange(1200).ge(first)})
+        return editing.activation_patching(flex, x, -x, [site], torch.sum, resume=file)
+
+    patching(500)
+    with pytest.raises(ValueError, match="another experiment, with other sites"):
+        patching(600)
+
+
 def test_batches_of_patches_and_an_interrupted_map(flex, tmp_path):
     """Rows of one forward carry patches of other sites, positions, heads and units."""
     file, calls, failing = tmp_path / "map.json", [], []
@@ -359,6 +392,9 @@ def test_what_experiments_refuse(flex):
         editing.attribution_patching(flex, TOKENS, OTHER, site, lambda logits: logits.mean(0))
     with pytest.raises(TypeError, match="expected a Site"):
         editing.activation_patching(flex, TOKENS, OTHER, [3], metric)
+    counted = editing.Site(*site, where={"positions": [2], "of": "sequence"})
+    with pytest.raises(ValueError, match="counts positions in one call; leave out of="):
+        editing.attribution_patching(flex, TOKENS, OTHER, [counted], metric)
     flex.wrapped_module_requires_grad(False)
     with pytest.raises(ValueError, match="no gradient reaches the metric"):
         editing.attribution_patching(flex, TOKENS, OTHER, site, metric)

@@ -1,16 +1,16 @@
 """Edge scores by integrated gradients, and the Jacobian lens: beside plain torch, and sharded."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 import models
 import pipelines
-from flex_model import FlexModel, HookFunction, editing
+from flex_model import FlexModel, HookFunction, HookMismatchError, editing
 from tiers import grid_but
 
 pytest.importorskip("transformers")
@@ -164,6 +164,8 @@ def test_branches_beside_each_other_have_no_edge():
         ({"batch": 0}, "batch must be a positive number of units, got 0"),
         ({"batches": []}, "batches is empty"),
         ({"layers": {2: "lm_head"}}, "'model.layers.1' does not depend on 'lm_head'"),
+        ({"layers": {1: "model.layers.1"}}, "is one of the layers"),
+        ({"positions": torch.ones(2, 6) > 0}, "jacobian_lens: a mask .* no rectangular part"),
         ({"layers": ["model.layers.0"]}, "layers must be a mapping"),
         ({"steps": 0}, "steps must be a positive number of points, got 0"),
         ({"clean": TOKENS[:1]}, "differ in shape"),
@@ -172,7 +174,7 @@ def test_branches_beside_each_other_have_no_edge():
 def test_wrong_arguments(wrong, message):
     flex = FlexModel(models.llama().double(), {})
     settings = {"batches": [TOKENS], "layers": {0: "model.layers.0"}, "target": "model.layers.1"}
-    call = partial(editing.jacobian_lens, positions=slice(None))
+    settings["positions"], call = slice(None), editing.jacobian_lens
     if wrong.keys() & {"steps", "clean"}:
         settings = {"clean": TOKENS, "corrupted": OTHER, "metric": metric}
         settings |= {"senders": MLP, "receivers": READERS, "embedding": "model.embed_tokens"}
@@ -180,6 +182,55 @@ def test_wrong_arguments(wrong, message):
     with pytest.raises((TypeError, ValueError), match=message):
         call(flex, **{**settings, **wrong})
     assert not flex.hook_functions
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # other names of one method
+def test_recomputed_layers():
+    model = models.llama().double().train()
+    expected = scores_of(FlexModel(copy.deepcopy(model), {}))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_close(scores_of(FlexModel(model, {})), expected)
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(ValueError, match="'model.layers.0.self_attn.o_proj' runs without gradie"):
+        scores_of(FlexModel(model, {}))
+
+
+def test_edges_of_a_mask():
+    flex, mask = FlexModel(models.llama().double(), {}), torch.arange(12).reshape(2, 6) % 5 != 0
+
+    def edge(sender=None, reader=None):
+        sites = [editing.Site("model.layers.0.mlp", where={"positions": sender})]
+        readers = [editing.Site("model.norm", "input", {"positions": reader})]
+        arguments = TOKENS, OTHER, sites, readers, metric
+        return editing.integrated_gradients(flex, *arguments, embedding="model.embed_tokens")
+
+    for kind in ("sender", "reader"):
+        assert_close(edge(**{kind: mask}) + edge(**{kind: ~mask}), edge())
+        assert not edge(**{kind: mask}).allclose(edge())
+
+
+def test_the_inputs_keep_their_graph_and_gradients():
+    flex = FlexModel(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).double(), {})
+    prompt = models.random(2, 5, 8).requires_grad_()
+    hidden = prompt.sin()
+    editing.attribution_patching(flex, hidden, prompt, ["0"], torch.sum)
+    editing.jacobian_lens(flex, [hidden], {0: "0"}, "2", positions=slice(None), batch=3)
+    assert prompt.grad is None
+    hidden.sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_inputs_of_one_rank_that_do_not_fit_are_an_error_on_every_rank():
+    flex, mine = sharded("ddp", models.llama().double())
+    rank = torch.distributed.get_rank()
+    layers, settings = {0: "model.layers.0"}, {"positions": slice(None)}
+    with pytest.raises(HookMismatchError, match="rank 0: True; rank 1: False"):
+        batches = [mine(TOKENS)] * (2 - rank)
+        editing.jacobian_lens(flex, batches, layers, "model.layers.1", **settings)
+    with pytest.raises(ValueError, match=r"differ in shape: .*\(on rank 1\)"):
+        other = mine(OTHER)[:, rank:]
+        editing.attribution_patching(flex, mine(TOKENS), other, ["model.layers.0"], metric)
+    lens_of(flex, mine)
 
 
 @pytest.mark.ranks(2)
