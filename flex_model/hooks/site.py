@@ -8,7 +8,6 @@ runs at the wrong time under split backward passes.
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,20 +33,33 @@ _NOT_PASSED = object()
 # or on request, at the end of a pipeline's step.
 Moment = Literal["computed", "accumulated", "gathered", "requested"]
 
+# Where hooks of a kind need torch's: before or after the module's forward.
+_SIDES = {
+    "forward_pre": ("pre",),
+    "forward": ("post",),
+    "full_backward": ("pre", "post"),
+    "full_backward_pre": ("post",),
+}
 
 _numbers = itertools.count()
 
 
-def _put_in_order(hooks: Any, number: int) -> None:
-    """Move a hook that was just registered before those of FlexModels that hooked the module later:
-    torch's hooks come and go, the order of edits stays.
+def _put_in_order(hooks: Any, number: int, before: set[int]) -> None:
+    """Move a hook that was just registered behind the user's that had their place ``before`` it and
+    those of FlexModels that hooked the module earlier: torch's hooks come and go, the order stays.
     """
-    others = list(hooks)[:-1]
+    *others, _ = hooks
+    place = 0
     for i, key in enumerate(others):
-        if getattr(hooks[key], "place_among_wraps", -math.inf) > number:
-            for later in others[i:]:
-                hooks[later] = hooks.pop(later)
-            return
+        wrap = getattr(hooks[key], "place_among_wraps", None)
+        if key in before if wrap is None else wrap < number:
+            place = i + 1
+    for later in others[place:]:
+        hooks[later] = hooks.pop(later)
+
+
+def _keys_before(hooks: Any, handle: Any) -> set[int]:
+    return set(itertools.takewhile(lambda key: key != handle.id, hooks))
 
 
 class ModuleSite:
@@ -63,6 +75,7 @@ class ModuleSite:
         self.last_run = 0  # the number of the last run in which the module was called
         self._handles: dict[str, Any] = {}
         self._installed: set[str] = set()  # kinds
+        self._before: dict[str, set[int]] = {}  # by side: the hooks that are called before ours
         # Per call in progress: inputs, each with its edge and that one's node; what was copied.
         self._entered: list[tuple[list[tuple[Tensor, Tensor, Any]], ContainerCopies | None]] = []
         self.sites: dict[str, _C.Site] = {}
@@ -89,6 +102,11 @@ class ModuleSite:
         module = self._module()
         if module is None:
             return
+        tables: dict[str, Any] = {"pre": module._forward_pre_hooks, "post": module._forward_hooks}
+        sides = {side for kind, site in self.sites.items() if site.hooks for side in _SIDES[kind]}
+        # A place lasts from the first registration to the last, whatever is active meanwhile.
+        new = {side: set(tables[side]) for side in sides - self._before.keys()}
+        self._before = new | {side: self._before[side] for side in sides & self._before.keys()}
         kinds = {kind for kind, site in self.sites.items() if site.is_active}
         kinds = kinds | self._installed if keeps else kinds
         if kinds == self._installed:
@@ -103,19 +121,22 @@ class ModuleSite:
         elif "forward" in kinds:
             required["post"] = self._forward_hook()
         for name in [name for name in self._handles if name not in required]:
-            self._handles.pop(name).remove()
+            handle, side = self._handles.pop(name), name.partition("+")[0]
+            if side in sides:
+                self._before[side] = _keys_before(tables[side], handle)
+            handle.remove()
         for name, hook in required.items():
             if name in self._handles:
                 continue
             hook = compiled.outside_graphs(hook)
-            if name.startswith("pre"):
+            side = name.partition("+")[0]
+            if side == "pre":
                 self._handles[name] = module.register_forward_pre_hook(hook, with_kwargs=True)
-                _put_in_order(module._forward_pre_hooks, self._number)
             else:
                 self._handles[name] = module.register_forward_hook(
                     hook, with_kwargs=name.startswith("post+")
                 )
-                _put_in_order(module._forward_hooks, self._number)
+            _put_in_order(tables[side], self._number, self._before[side])
 
     @property
     def module(self) -> nn.Module | None:
@@ -210,7 +231,7 @@ class ModuleSite:
                 return
             hook = compiled.outside_graphs(self._follow_hook())
             self._handles["follow"] = module.register_forward_hook(hook, always_call=True)
-            _put_in_order(module._forward_hooks, hook.place_among_wraps)
+            _put_in_order(module._forward_hooks, hook.place_among_wraps, set())
         self._entered.append((edges, copies))
 
     def _follow_hook(self) -> Any:
@@ -364,6 +385,8 @@ class ParameterSite:
         self.parameter = weakref.ref(parameter)
         self._moment = moment
         self._handle: Any = None
+        self._number = next(_numbers)
+        self._before = set(parameter._backward_hooks or ())
         self.site = dispatcher.add_site(None)
 
     @property
@@ -375,6 +398,8 @@ class ParameterSite:
         parameter = self.parameter()
         if not self.site.is_active or parameter is None or self._moment == "requested":
             if self._handle is not None:
+                if self._moment == "computed" and parameter is not None:
+                    self._before = _keys_before(parameter._backward_hooks or (), self._handle)
                 self._handle.remove()
                 self._handle = None
         elif self._handle is None:
@@ -386,6 +411,7 @@ class ParameterSite:
                 self._handle = gathered.register_hook(self._hook(), self._refuse)
             else:
                 self._handle = parameter.register_hook(self._hook())
+                _put_in_order(parameter._backward_hooks, self._number, self._before)
 
     def _hook(self):
         owner, site = self._owner, self.site
@@ -393,6 +419,7 @@ class ParameterSite:
         def hook(grad):
             return owner.run_parameter_hooks(site.active, grad)
 
+        hook.place_among_wraps = self._number  # type: ignore[attr-defined]
         return hook
 
     def _refuse(self, problem: str) -> None:

@@ -191,7 +191,7 @@ def test_recomputed_layers():
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_close(scores_of(FlexModel(model, {})), expected)
     model.gradient_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(ValueError, match="'model.layers.0.self_attn.o_proj' runs without gradie"):
+    with pytest.raises(ValueError, match="runs without gradients"):
         scores_of(FlexModel(model, {}))
 
 
@@ -224,11 +224,10 @@ def test_inputs_of_one_rank_that_do_not_fit_are_an_error_on_every_rank():
     flex, mine = sharded("ddp", models.llama().double())
     rank = torch.distributed.get_rank()
     layers, settings = {0: "model.layers.0"}, {"positions": slice(None)}
+    batches, other = [mine(TOKENS)] * (2 - rank), mine(OTHER)[:, rank:]
     with pytest.raises(HookMismatchError, match="rank 0: True; rank 1: False"):
-        batches = [mine(TOKENS)] * (2 - rank)
         editing.jacobian_lens(flex, batches, layers, "model.layers.1", **settings)
     with pytest.raises(ValueError, match=r"differ in shape: .*\(on rank 1\)"):
-        other = mine(OTHER)[:, rank:]
         editing.attribution_patching(flex, mine(TOKENS), other, ["model.layers.0"], metric)
     lens_of(flex, mine)
 

@@ -861,6 +861,48 @@ def test_groups_follow_the_graph_into_its_backward():
     assert lengths(records) == {"fc1": 1, "fc2": 1, "act": 1}
 
 
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda flex, other: flex.dry_run(BATCH),
+        lambda flex, other: flex(BATCH, groups=()),
+        lambda flex, other: flex.register_full_backward_hook(other),
+        lambda flex, other: flex.register_full_backward_hook(other).remove(),
+    ],
+    ids=["dry run", "no groups", "another kind", "another kind that is removed"],
+)
+def test_a_hook_keeps_its_place_among_torch_hooks_of_the_user(happens):
+    """It was called behind those that were registered later."""
+    flex, records = wrap("fc1", edit=doubled)
+    flex.register_hook(HookFunction("fc1.bias", editing_function=doubled))
+    module, bias = flex.module.fc1, flex.module.fc1.bias
+    bias.register_hook(lambda gradient: gradient + 10)
+    module.register_forward_hook(lambda module, args, output: output + 10)
+    module.register_forward_hook(lambda module, args, output: output * 2 + 1, prepend=True)
+    second = FlexModel(flex.module, others := {})  # on the same model
+    second.register_forward_hook(HookFunction("fc1", editing_function=plus_one))
+    seen = []
+    for _ in range(2):
+        bias.grad = None
+        flex(BATCH).sum().backward()
+        seen.append([bias.grad, *records["fc1"], *records["fc1.bias"], *others["fc1"]])
+        happens(flex, HookFunction("fc1", output_name="other"))
+        happens(second, HookFunction("fc1", output_name="other"))
+    assert_close(seen[1], seen[0], rtol=0, atol=0)
+
+
+def test_a_hook_that_is_registered_anew_is_called_last():
+    flex, records = wrap()
+    handle = flex.register_forward_hook(HookFunction("fc1"))
+    flex.module.fc1.register_forward_hook(lambda module, args, output: output + 10)
+    flex(BATCH)
+    before = records["fc1"][0]
+    handle.remove()
+    flex.register_forward_hook(HookFunction("fc1"))
+    flex(BATCH)
+    assert_close(records["fc1"][0], before + 10)
+
+
 def test_no_backward_hook_runs_for_a_graph_without_groups():
     flex, records = wrap()
     flex.register_full_backward_hook(HookFunction("fc1"))
