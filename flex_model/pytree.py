@@ -34,6 +34,7 @@ import dataclasses
 import inspect
 from collections import OrderedDict, UserDict, UserList, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ __all__ = [
     "unregister",
 ]
 
+_with_counters = ContextVar("whether counters of caches are opened", default=False)
 BUILT_IN = (tuple, list, dict, type(None), bool, int, float, str)
 
 
@@ -151,6 +153,19 @@ def _named(name: str, tree: Any) -> Iterator[tuple[str, int]]:
         yield from _named(f"{name}.{key}" if name else str(key), child)
 
 
+def copied(tree: Any, twin_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of a tree with ``twin_of(tensor)`` in place of each tensor, and of each token
+    counter of a cache, which a forward changes in place. A tensor that is there twice has one twin.
+    """
+    token = _with_counters.set(True)
+    try:
+        leaves, spec = flatten(tree)
+    finally:
+        _with_counters.reset(token)
+    twins = {id(leaf): twin_of(leaf) for leaf in leaves}
+    return unflatten([twins[id(leaf)] for leaf in leaves], spec)
+
+
 def _check_type(operation: str, type: type) -> None:
     if not inspect.isclass(type):
         raise TypeError(f"{operation}: expected a class, got {type!r}; pass the container's type")
@@ -190,10 +205,9 @@ def _is_from(type: type, *packages: str) -> bool:
 
 def _cache_attributes(cache: Any) -> tuple[str, ...]:
     """Return the attributes of a Hugging Face cache or cache layer, except its token counters."""
+    suffix = () if _with_counters.get() else "cumulative_length"
     return tuple(
-        name
-        for name in vars(cache)
-        if not name.startswith("_") and not name.endswith("cumulative_length")
+        name for name in vars(cache) if not name.startswith("_") and not name.endswith(suffix)
     )
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from flex_model import pytree
 from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.gather import TensorSpec
 from flex_model.distributed.mesh import Mesh
@@ -98,7 +98,7 @@ def sites_to_edit(core: HookCore, with_loss: bool) -> list[Site]:
 def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
     """Return the inputs of the whole batch, on rank 0. Collective."""
     communicator = core.communicator
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves, spec = pytree.flatten((args, kwargs))
     states = any(map(dtensor.is_dtensor, leaves)) or core.tracking.statements.of_inputs(
         "", core.module
     )
@@ -106,11 +106,9 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
         return args, kwargs  # the run compares those of tensor-parallel ranks
     follower = core.tracking.follower()
     core.tracking.seed(follower, args, kwargs)
-    values = [follower.recorder.value(x) if isinstance(x, Tensor) else None for x in leaves]
+    values = [follower.recorder.value(leaf) for leaf in leaves]
     follower.sync(communicator)
     for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            continue
         dp, tp = follower.placements(values[i])
         shard = dtensor.to_local(leaf.detach())
         row = torch.tensor(shard.shape, dtype=torch.int64)
@@ -127,7 +125,7 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
         full = gather_spec.gather_to_first(shard)
         if full is not None:
             leaves[i] = full.requires_grad_(leaf.requires_grad)
-    return tree_unflatten(leaves, spec)
+    return pytree.unflatten(leaves, spec)
 
 
 def _twin(hook: HookFunction, number: int) -> HookFunction:
@@ -411,10 +409,13 @@ def no_gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def detached(inputs: Any, like: Tensor | None) -> Any:
-    """Return the inputs on the device of ``like``, detached from the caller's tensors."""
+    """Return a copy of the inputs for one run, on the device of ``like``, detached from the caller's
+    tensors: the run may change its inputs in place, and add to a cache.
+    """
 
     def twin_of(tensor: Tensor) -> Tensor:
-        twin = tensor.detach() if like is None else tensor.detach().to(like.device)
+        twin = tensor.detach().clone()
+        twin = twin if like is None else twin.to(like.device)
         return twin.requires_grad_(tensor.requires_grad)
 
-    return tree_map_only(Tensor, twin_of, inputs)
+    return pytree.copied(inputs, twin_of)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from flex_model import pytree
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import DTYPES, site_hash
 from flex_model.distributed.mesh import Mesh
@@ -79,7 +79,7 @@ def shapes_only(root: nn.Module, mesh: Mesh, follower: Follower, arguments: Any)
                 follower.note_substitute(fake, tensor)
             return fake
 
-        given = tree_map_only(Tensor, faked, arguments)
+        given = pytree.copied(arguments, faked)
         stack.enter_context(fake_mode)
         stack.enter_context(_NoTransfers())
         stack.enter_context(follower)
@@ -120,14 +120,28 @@ class _NoTransfers(compiled.DispatchMode):
         return results[0] if len(results) == 1 else tuple(results)
 
 
-def _tables(root: nn.Module) -> Iterator[dict[Any, Any]]:
+def _tables(root: nn.Module) -> Iterator[dict[Any, Any] | list[Any]]:
     """Yield where modules may keep fake tensors (caches, tables of positions)."""
+    seen: set[int] = set()
     for module in root.modules():
-        yield from (module.__dict__, module._parameters, module._buffers, module._modules)
+        yield from (module._parameters, module._buffers, module._modules)
         yield from (module._forward_hooks, module._forward_pre_hooks)
+        yield from _containers(module.__dict__, seen)
     state = sys.modules.get("megatron.core.parallel_state")
     if state is not None and state.is_initialized():  # its layers share buffers
         yield state.get_global_memory_buffer().buffer
+
+
+def _containers(value: Any, seen: set[int], depth: int = 4) -> Iterator[dict[Any, Any] | list[Any]]:
+    """Yield the dicts and lists in a value, and the attributes of objects."""
+    if isinstance(value, (nn.Module, Tensor, type)) or id(value) in seen or depth == 0:
+        return
+    found = value if isinstance(value, (dict, list)) else getattr(value, "__dict__", None)
+    if isinstance(found, (dict, list)):
+        seen.add(id(value))
+        yield found
+        for item in list(found.values() if isinstance(found, dict) else found):
+            yield from _containers(item, seen, depth - 1)
 
 
 def _clear_caches() -> None:

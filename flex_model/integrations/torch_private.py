@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
@@ -430,16 +431,21 @@ tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 
 
 @contextlib.contextmanager
-def restored(tables: Iterable[dict[Any, Any]]) -> Iterator[None]:
-    """A context after which tables of modules (parameters, buffers, attributes, hooks) have the
-    entries that they had before, in their order.
+def restored(tables: Iterable[dict[Any, Any] | list[Any]]) -> Iterator[None]:
+    """A context after which tables of modules (parameters, buffers, attributes, hooks, containers
+    in these) have the entries that they had before, in their order.
     """
-    before = [(table, dict(table)) for table in tables]
+    before: list[Any] = [
+        (table, list(table) if isinstance(table, list) else dict(table)) for table in tables
+    ]
     try:
         yield
     finally:
         for table, old in before:
-            if list(table) != list(old) or any(table[key] is not old[key] for key in old):
+            if isinstance(table, list):
+                if len(table) != len(old) or any(map(operator.is_not, table, old)):
+                    table[:] = old
+            elif list(table) != list(old) or any(table[key] is not old[key] for key in old):
                 table.clear()
                 table.update(old)
 

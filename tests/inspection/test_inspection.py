@@ -121,6 +121,52 @@ def test_a_dry_run_tells_what_a_run_settles(name, tmp_path):
         flex.restore()
 
 
+class Tables(nn.Module):
+    """Fills containers of its own while it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache, self.lists, self.held = {}, {"of": [[]]}, models.Parallelism("one")
+
+    def forward(self, x):
+        number = x.shape[1]
+        if number not in self.cache:
+            self.cache[number] = torch.arange(number) * 1.0
+            self.lists["of"][0].append(torch.ones(number))
+            object.__setattr__(self.held, "bias", torch.ones(number))
+        return x + self.cache[number] + self.lists["of"][0][-1] + self.held.bias
+
+
+def test_a_dry_run_leaves_containers_of_modules_as_they_were():
+    x, model = models.random(2, 5), nn.Sequential(Tables())
+    flex = FlexModel(model, {})
+    flex.register_forward_hook(HookFunction("0"))
+    flex.dry_run(x)
+    assert not model[0].cache
+    assert_close(model(x), Tables()(x))
+
+
+def test_runs_beside_that_of_the_user_leave_its_cache_and_inputs_alone():
+    transformers = pytest.importorskip("transformers")
+    model = models.llama()
+    tokens, cache = torch.arange(8).reshape(1, 8), transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens, past_key_values=cache)
+        flex = FlexModel(model, {})
+        flex.register_forward_hook(HookFunction("model.layers.0"))
+        flex.dry_run(tokens[:, :3], past_key_values=cache)
+        assert flex.verify(copy.deepcopy(model), tokens[:, :3], past_key_values=cache).is_equal
+        assert cache.get_seq_length() == 8
+        model(tokens[:, :3], past_key_values=cache)
+
+    class InPlace(nn.Module):
+        def forward(self, x):
+            return x.mul_(3)
+
+    flex = FlexModel(nn.Sequential(InPlace(), nn.Tanh()), {})
+    assert flex.verify(copy.deepcopy(flex.module), models.random(2, 3)).is_equal
+
+
 @pytest.mark.ranks(2)
 def test_a_dry_run_without_hooks_costs_nothing():
     flex = FlexModel(models.mlp(), {}, tensor_parallel_size=2)
