@@ -409,7 +409,7 @@ def no_gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def detached(inputs: Any, like: Tensor | None) -> Any:
-    """Return a copy of the inputs for one run, on the device of ``like``, detached from the caller's
+    """Return a copy of the inputs for one run, on the device of ``like``, apart from the caller's
     tensors: the run may change its inputs in place, and add to a cache.
     """
 
