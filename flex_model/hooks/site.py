@@ -386,7 +386,8 @@ class ParameterSite:
         self._moment = moment
         self._handle: Any = None
         self._number = next(_numbers)
-        self._before = set(parameter._backward_hooks or ())
+        # FSDP1's gathered ones have no hooks of torch's.
+        self._before = set(parameter._backward_hooks or ()) if moment == "computed" else set()
         self.site = dispatcher.add_site(None)
 
     @property

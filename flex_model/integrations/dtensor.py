@@ -55,6 +55,20 @@ def range_in_dim(tensor: Any, dim: int) -> tuple[int, int] | None:
     return offsets[dim], sizes[dim]
 
 
+def indices_in_dim(tensor: Any, dim: int) -> Tensor:
+    """Return the indices of a dim that this rank has, in the order of its part. Of a
+    ``_StridedShard`` each rank has a piece of each of ``split_factor`` parts.
+    """
+    found, mesh = torch.arange(tensor.shape[dim]), tensor.device_mesh
+    for i, placement in enumerate(tensor.placements):
+        if not _is_shard(placement) or placement.dim % tensor.dim() != dim:
+            continue
+        parts = found.chunk(placement.split_factor) if _is_strided(placement) else [found]
+        of_ranks = [[*part.chunk(mesh.size(i)), *[part[:0]] * mesh.size(i)] for part in parts]
+        found = torch.cat([pieces[mesh.get_local_rank(i)] for pieces in of_ranks])
+    return found
+
+
 def wait(tensor: Tensor) -> Tensor:
     """Return a plain tensor for an AsyncCollectiveTensor, in the graph; other tensors unchanged.
 

@@ -18,6 +18,7 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.groups import as_names
 from flex_model.hooks.random_state import advance_generator
 from flex_model.integrations.compiled import is_compiled_itself
+from flex_model.integrations.fsdp2 import is_fsdp2
 from flex_model.model import FlexModel
 from flex_model.records.store import ActivationStore
 from flex_model.runs.batches import BatchRuns
@@ -103,8 +104,8 @@ def run(
         weights: None: the model's own. Else a safetensors file, a Hugging Face folder or a
             ``WeightSource``: the model may be on meta, gradients are off, and weights outside
             targets (embedding, norm, head) are loaded once. The model's parameters are put back.
-        window: The number of batches in progress at once (default: all, at most 256). Memory grows
-            with it.
+        window: The number of batches in progress at once (default: all, at most 256; 1 with FSDP2).
+            Memory grows with it.
         targets_per_step: The number of neighbouring targets that are loaded together.
         prefetch: The number of steps that are read ahead in a thread; 0: none.
         offload_activations: Where a waiting batch's activations are: ``"none"`` (where they were
@@ -157,6 +158,13 @@ def run(
     module: nn.Module = model.module if isinstance(model, FlexModel) else model
     check_device(device)
     check_counts(window, targets_per_step, prefetch)
+    if any(map(is_fsdp2, module.modules())):
+        if window not in (None, 1):
+            raise ValueError(
+                "sequential.run: FSDP2 drops what it has gathered at the end of a batch, while "
+                f"others wait inside the model; got window={window}, use window=1"
+            )
+        window = 1
     window = _MOST_BATCHES if window is None else window
     check_offload(offload_activations, weights is not None)
     store = store_of(store, core)

@@ -73,6 +73,11 @@ class StoredRecords(AbstractContextManager["StoredRecords"]):
             self._difference(index, batch)
             for index, batch in enumerate(itertools.islice(source, self.num_stored))
         ]
+        if len(problems) < self.num_stored:
+            problems.append(
+                f"ActivationStore: {self._store.folder} has {self.num_stored} batches, and "
+                f"{len(problems)} are given; give all of them again, or another folder"
+            )
         if self.num_stored:
             first = next((text for text in problems if text), None)
             texts = exchange_json(self._core.communicator, first, "the batches that a store has")
@@ -99,7 +104,7 @@ class StoredRecords(AbstractContextManager["StoredRecords"]):
         batch.hooks.records.clear()
         arguments = batch.arguments if isinstance(batch.arguments, Mapping) else {}
         notes = {
-            name: arguments[key].detach().cpu()
+            name: arguments[key].detach().cpu().clone()  # the caller may use its memory again
             for key, name in _NOTES.items()
             if isinstance(arguments.get(key), Tensor)
         }
@@ -153,4 +158,5 @@ def _add(digest: Any, value: Any) -> None:
             digest.update(value.tobytes())
     else:
         is_plain = value is None or isinstance(value, (bool, int, float, str, bytes))
-        digest.update((repr(value) if is_plain else type(value).__qualname__).encode())
+        text = repr(value) if is_plain else type(value).__qualname__
+        digest.update(f"{text};".encode())  # [1, 23] is not [12, 3]

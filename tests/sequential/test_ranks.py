@@ -133,6 +133,40 @@ def test_weights_of_dtensors_are_read_in_parts(prefetch):
 
 
 @pytest.mark.ranks(2)
+def test_packed_projections_are_read_in_the_parts_that_a_rank_has(tmp_path):
+    """Each rank has a piece of each of the fused projections: ``_StridedShard``."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.distributed import DistributedConfig
+
+    settings = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_local_experts=2, **settings
+    )
+    if dist.get_rank() == 0:
+        models.seeded(transformers.MixtralForCausalLM, config).save_pretrained(tmp_path)
+    dist.barrier()
+    model = transformers.MixtralForCausalLM.from_pretrained(
+        tmp_path, distributed_config=DistributedConfig(tp_size=2)
+    ).eval()
+    batch = {"input_ids": torch.arange(8)[None], "use_cache": False}
+    (output,) = sequential.run(model, [batch], weights=tmp_path)
+    with torch.no_grad():
+        assert_close(output.logits, model(**batch).logits)
+
+
+@pytest.mark.ranks(2)
+def test_fsdp2_keeps_its_weights_and_one_batch_at_a_time():
+    model, batches = models.TWO_RANKS["fsdp2"].shard(unsharded()), BATCHES[1:2] * 2
+    with torch.no_grad():
+        outputs = sequential.run(model, batches)
+        assert all(torch.equal(one, model(batches[0])) for one in outputs)
+    with pytest.raises(ValueError, match="use window=1"):
+        sequential.run(model, batches, window=2)
+    with pytest.raises(ValueError, match="can't replace those that FSDP gathers"):
+        sequential.run(model, batches, weights=unsharded().state_dict())
+
+
+@pytest.mark.ranks(2)
 def test_rank_0_writes_the_store_and_all_go_on_from_it(tmp_path):
     way = SHARDED["tp"]
     flex = FlexModel(way.shard(unsharded()), {}, **way.sizes)

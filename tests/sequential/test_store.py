@@ -115,6 +115,8 @@ def test_a_run_that_failed_goes_on_where_it_was(tmp_path):
     ran.clear()
     assert sequential.run(flex, BATCHES, store=ActivationStore(tmp_path)) == [None] * 5
     assert ran == []
+    with pytest.raises(ValueError, match="has 5 batches, and 4 are given"):
+        sequential.run(flex, BATCHES[:4], store=ActivationStore(tmp_path))
 
 
 def assert_holds_first(store, expected, num_batches):
@@ -139,6 +141,7 @@ def test_other_inputs_of_any_kind_have_another_hash():
         (Namespace(ids=torch.zeros(3)), Namespace(ids=torch.ones(3))),
         (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
         ({1, 2}, {1, 3}),
+        ([1, 23], [12, 3]),
     ):
         assert hash_of([one]) == hash_of([copy.deepcopy(one)]) != hash_of([other])
 

@@ -254,6 +254,29 @@ def test_a_model_that_accelerate_dispatched_is_run_as_it_is():
     with torch.no_grad():
         outputs = sequential.run(model, BATCHES, window=2)
     assert all(torch.equal(one, other) for one, other in zip(outputs, expected))
+    with pytest.raises(ValueError, match="can't replace those that accelerate loads"):
+        sequential.run(model, BATCHES, weights=Stack(3).state_dict())
+
+
+class CountsIn(nn.Module):
+    """Writes into its batch, and reads what the model keeps on its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6)])
+        self.blocks[0].weight.factor = 2.0
+
+    def forward(self, x, seen):
+        seen.append(len(seen))
+        return self.blocks[0](x) * self.blocks[0].weight.factor
+
+
+def test_a_batch_is_the_callers_own_and_weights_keep_their_attributes():
+    model, seen = CountsIn(), []
+    x = models.random(2, 6, dtype=torch.float32)
+    outputs = sequential.run(model, [(x, seen)] * 2, weights=model.state_dict(), window=1)
+    assert seen == [0, 1]
+    assert all(torch.equal(one, model(x, [])) for one in outputs)
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from flex_model import pytree
 from flex_model.distributed.transports.buffer_layout import same_bits
 from flex_model.hooks.core import HookCore
-from flex_model.integrations import dtensor, offload, quantized, torch_private
+from flex_model.integrations import dtensor, fsdp1, fsdp2, offload, quantized, torch_private
 from flex_model.runs.interrupts import deferred
 from flex_model.sequential.targets import Target
 from flex_model.sequential.weights.source import WeightSource, as_source
@@ -44,6 +44,8 @@ def loaded(
 ) -> Iterator[WeightLoader]:
     """A context in which weights are loaded and dropped; the model is as it was afterwards."""
     source = None if weights is None else as_source(weights, module)
+    if source is not None:
+        _check_replaceable(module)
     inventory = take_inventory(module, targets, _finder(module, source), needed)
     _check_complete(inventory, is_given=source is not None)
     loader = WeightLoader(source, inventory, targets, place, prefetch)
@@ -52,6 +54,18 @@ def loaded(
             yield loader
     finally:
         loader.close()
+
+
+def _check_replaceable(model: nn.Module) -> None:
+    """ValueError for a model whose forward takes its weights from elsewhere than its modules."""
+    by_fsdp = [n for n, one in model.named_modules() if fsdp2.is_fsdp2(one) or fsdp1.is_fsdp1(one)]
+    moved = [name for name, _ in model.named_parameters() if offload.is_offloaded(model, name)]
+    if by_fsdp or moved:
+        what = "FSDP gathers" if by_fsdp else f"accelerate loads ({moved[0]!r}, ...)"
+        raise ValueError(
+            f"sequential.run: weights= can't replace those that {what}; load them into the model "
+            "before, and leave weights= out"
+        )
 
 
 def _finder(module: nn.Module, source: WeightSource | None) -> Callable[[list[str]], str | None]:
@@ -124,6 +138,8 @@ def needs_loading(
 def moved(batch: Any, place: torch.device) -> Any:
     """Return a batch with its tensors on ``place``."""
     leaves, spec = pytree.flatten(batch)
+    if all(leaf.device == place for leaf in leaves):
+        return batch  # itself: a cache in it grows, and what reads the batch may write into it
     return pytree.unflatten([leaf.to(place) for leaf in leaves], spec)
 
 
@@ -428,7 +444,9 @@ def _as_weight(local: Tensor, weight: Weight) -> Tensor:
     if not weight.is_parameter:
         return tensor
     # Also where gradients are off, torch may choose its kernels by it.
-    return nn.Parameter(tensor, weight.tensor.requires_grad)
+    parameter = nn.Parameter(tensor, weight.tensor.requires_grad)
+    vars(parameter).update(vars(weight.tensor))  # what the model keeps on it
+    return parameter
 
 
 def _size_of(weight: Weight) -> int:
@@ -496,12 +514,16 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def part_of(full: Tensor, tensor: Any) -> Tensor:
-    """Return this rank's part of ``full``, sharded as ``tensor`` is: a view."""
+    """Return this rank's part of ``full``, sharded as ``tensor`` is: a view, if it is one."""
     if not dtensor.is_dtensor(tensor):
         return full
-    sizes, starts = torch_private.local_shape_and_offset(tensor)
-    for dim, (size, start) in enumerate(zip(sizes, starts)):
-        full = full.narrow(dim, start if size else 0, size)
+    for dim in range(full.dim()):
+        taken = dtensor.range_in_dim(tensor, dim)
+        if taken is None:
+            full = full.index_select(dim, dtensor.indices_in_dim(tensor, dim).to(full.device))
+        else:
+            start, size = taken
+            full = full.narrow(dim, start if size else 0, size)
     return full
 
 
