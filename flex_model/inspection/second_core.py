@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -310,8 +311,7 @@ class TwoRuns:
                         f"verify: the reference has no module {self.sites[i].name!r} for the edit "
                         "there; give a model that has it, or remove the hook"
                     )
-            run_once(second, inputs, self.loss)
-            second.take_gradients(self.sites)
+            run_once(second, inputs, self.loss, partial(second.take_gradients, self.sites))
         finally:
             second.close()
         return has_site

@@ -291,17 +291,15 @@ def test_a_cache_whose_first_layer_holds_no_positions():
 @torch.no_grad()
 def test_a_part_that_generates_is_wrapped_itself():
     """As BLIP-2 calls its language model's ``generate``."""
-    outer = nn.ModuleDict({"language_model": llama()})
-    with FlexModel(outer) as flex:
-        select = Select(positions=[LENGTH], of="sequence")
-        flex.register_forward_hook(HookFunction("language_model.model.layers.0", select=select))
-        with flex.active(), pytest.raises(HookError, match="wrap the part that generates"):
-            outer["language_model"].generate(prompts(2), **SETTINGS)
-    with FlexModel(outer["language_model"], records := {}) as flex:
-        flex.register_forward_hook(of_sequence([LENGTH]))
-        with flex.active():
-            outer["language_model"].generate(prompts(2), **SETTINGS)
-    assert lengths(records) == [0, 1, 0, 0]
+    outer, select = nn.ModuleDict({"language_model": llama()}), of_sequence([LENGTH]).select
+    for model, name in (outer, "language_model.model"), (outer["language_model"], "model"):
+        with FlexModel(model, records := {}) as flex:
+            flex.register_forward_hook(
+                HookFunction(f"{name}.layers.0", output_name="model.layers.0", select=select)
+            )
+            with flex.active():
+                outer["language_model"].generate(prompts(2), **SETTINGS)
+        assert lengths(records) == [0, 1, 0, 0]
 
 
 class Chat(nn.Module):

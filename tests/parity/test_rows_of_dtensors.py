@@ -267,6 +267,6 @@ def test_numbers_that_differ_are_refused():
     model = nn.Sequential(model, nn.Linear(8, 8))
     fully_shard(model, mesh=models.mesh(2, 1)["dp"], ignored_params={*model[0].parameters()})
     with FlexModel(model, {}) as flex:
-        flex.register_forward_hook(HookFunction("1"))
+        flex.register_full_backward_hook(HookFunction("1"))
         with pytest.raises(HookError, match=r"divided: of '0.bias' by 1, of '' by 2 .*one number"):
             flex(half(BATCH))
