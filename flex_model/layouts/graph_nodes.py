@@ -63,6 +63,8 @@ class GraphNodes:
             # If a module returns its input, the edge is on the tensor that goes into it.
             place = key[1] if node.name() == _OF_MODULE else 0
             source = self._source(*node.next_functions[place])
+            if isinstance(value, tuple) and source in value:
+                value = source  # of the values at its place, that of the tensor that goes into it
             value = self._named(tensor, value, source)
             self.linked.add(value)
             if node.name() == _OF_MODULE:
