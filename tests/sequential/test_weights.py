@@ -312,7 +312,9 @@ def test_llama_with_dynamic_rope_on_meta_runs_twice():
         **(models.SIZES | {"max_position_embeddings": 8}), rope_parameters=rope
     )
     model = transformers.LlamaForCausalLM(config).eval()
-    batches = [{"input_ids": torch.arange(2 * n).view(2, n), "use_cache": False} for n in (16, 4)]
+    batches = [
+        {"input_ids": torch.arange(2 * n).view(2, n), "use_cache": False} for n in (16, 4, 16)
+    ]
     empty, state = on_meta(model), model.state_dict()
     with torch.no_grad():
         expected = [model(**batch).logits for batch in batches * 2]
