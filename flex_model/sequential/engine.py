@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.integrations import torch_private
+from flex_model.layouts.memory_map import version_of
 from flex_model.runs.batches import BatchRun, BatchRuns
 from flex_model.runs.interrupts import Deferral, deferrable
 from flex_model.sequential.suspension import (
@@ -116,6 +117,7 @@ class Engine:
         self._changes_thread = False
         self._safe_depths: set[int] = set()  # of calls that can be suspended
         self._followers: dict[int, int] = {}  # the step that came after a step, as last seen
+        self._read: list[tuple[Any, list[tuple[Tensor, int]]]] = []  # with what is in each
         self.has_drawn = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -129,7 +131,8 @@ class Engine:
         begin_of = ProcessState.now(self._cuda_device).seeder()
         reads_ahead = self._loader is not None and self._loader.prefetch > 0
         with self._suspending():
-            following = list(itertools.islice(source, window))
+            with self._reading([], first):
+                following = list(itertools.islice(source, window))
             while following:
                 self._caller = self._ended_from or ThreadState.now()
                 self._are_several = len(following) > 1
@@ -137,14 +140,15 @@ class Engine:
                     self._made(index, arguments, begin_of(index))
                     for index, arguments in enumerate(following, first)
                 ]
-                first += len(following)
                 failure: Exception | None = None
                 following = []
                 if reads_ahead:
-                    try:  # so that the first weights of the next window are read ahead
-                        following += itertools.islice(source, 1)
-                    except Exception as error:  # it is not this window's
-                        failure = error
+                    with self._reading([batch.arguments for batch in under_way], first):
+                        try:  # so that the first weights of the next window are read ahead
+                            following += itertools.islice(source, 1)
+                        except Exception as error:  # it is not this window's
+                            failure = error
+                first += len(under_way)
                 self._run_window(under_way, bool(following))
                 self._attributes.end_window()
                 self.has_drawn |= any(batch.process.has_drawn for batch in under_way)
@@ -152,7 +156,25 @@ class Engine:
                     self._on_window_end()
                 if failure is not None:
                     raise failure
-                following += itertools.islice(source, window - len(following))
+                with self._reading(following, first):
+                    following += itertools.islice(source, window - len(following))
+
+    @contextlib.contextmanager
+    def _reading(self, waiting: list[Any], first: int) -> Iterator[None]:
+        """A context in which batches are read. ValueError if that changes one that has not run:
+        one of ``waiting``, the first of which has the number ``first``, or one just read.
+        """
+        self._read = [(batch, _tensors_in(batch)) for batch in waiting]
+        yield
+        read, self._read = self._read, []
+        for index, (batch, before) in enumerate(read, first):
+            pairs = itertools.zip_longest(before, _tensors_in(batch), fillvalue=(None, 0))
+            if any(old is not new or was != now for (old, was), (new, now) in pairs):
+                raise ValueError(
+                    f"sequential.run: batch {index} was changed by reading a later one, before it "
+                    "has run; give each batch tensors and a container of its own, or read one at "
+                    "a time, window=1 and prefetch=0"
+                )
 
     def _drawn(self, batches: Iterator[Any]) -> Iterator[Any]:
         end = object()
@@ -164,6 +186,7 @@ class Engine:
                 if ThreadState.now() != before:  # a generator's contexts, its batches' ones, too
                     self._ended_from = before
                 return
+            self._read.append((batch, _tensors_in(batch)))
             yield batch
 
     def _made(self, index: int, arguments: Any, process: ProcessState) -> Batch:
@@ -406,6 +429,10 @@ class Engine:
             if self._loader.holds(leaf):
                 output = _C.replace_leaf(output, index, leaf.clone())
         return output
+
+
+def _tensors_in(batch: Any) -> list[tuple[Tensor, int]]:
+    return [(leaf, version_of(leaf)) for leaf in _C.flatten(batch)[0]]
 
 
 class ActivationOffloader:

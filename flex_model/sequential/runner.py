@@ -404,13 +404,14 @@ def store_of(store: ActivationStore | None, core: HookCore | None) -> Activation
 
 
 def check_not_compiled(module: nn.Module, found: list[Target]) -> None:
-    """ValueError for targets inside compiled modules."""
+    """ValueError for targets that are, or are inside, compiled modules."""
     targets = {target.module for target in found}
     for name, part in module.named_modules():
         if is_compiled_itself(part) and not targets.isdisjoint(part.modules()):
             raise ValueError(
                 f"sequential.run: {name or 'the model'} is compiled, and compiled code can't be "
-                "suspended at a target inside; run the module that was compiled (._orig_mod)"
+                "suspended at a target inside; run the module that was compiled (._orig_mod), or "
+                "call its .compile() after the run"
             )
 
 

@@ -358,6 +358,29 @@ def test_batches_of_a_generator_are_run_in_its_contexts(window):
     assert not any(output.requires_grad for output in found)
 
 
+@pytest.mark.parametrize("what", ["dict", "tensor"])
+def test_batches_that_are_one_object_are_read_one_at_a_time(what):
+    model = Stack(3)
+
+    def batches():
+        batch = {"x": torch.empty(2, 6)}
+        for i in range(3):
+            value = models.random(2, 6, seed=i, dtype=torch.float32)
+            batch["x"] = value if what == "dict" else batch["x"].copy_(value)
+            yield batch
+
+    with torch.no_grad():
+        expected = [model(**batch) for batch in batches()]
+        loading = {"weights": model.state_dict()}
+        for settings in ({}, {"window": 2}, {"window": 1} | loading):
+            with pytest.raises(ValueError, match="batch 0 was changed by reading a later one"):
+                sequential.run(model, batches(), **settings)
+        for settings in ({}, {"prefetch": 0} | loading):
+            assert_equal(sequential.run(model, batches(), window=1, **settings), expected)
+        batch = next(batches())
+        assert_equal(sequential.run(model, [batch] * 3), [model(**batch)] * 3)
+
+
 def test_a_copy_of_the_model_is_made_inside_a_batch():
     model = Stack(3)
     outputs = sequential.run(model, BATCHES, call=lambda m, batch: copy.deepcopy(m)(m(batch)))

@@ -279,6 +279,49 @@ def test_a_batch_is_the_callers_own_and_weights_keep_their_attributes():
     assert all(torch.equal(one, model(x, [])) for one in outputs)
 
 
+class Grows(nn.Module):
+    """A table that the first longer input scales, and the attribute that says for what length."""
+
+    def __init__(self, is_persistent):
+        super().__init__()
+        self.lin, self.longest = nn.Linear(6, 6), 1
+        self.register_buffer("scale", torch.ones(1), persistent=is_persistent)
+
+    def forward(self, x):
+        if x.shape[0] > self.longest:
+            self.longest, self.scale = x.shape[0], self.scale / x.shape[0]
+        return self.lin(x) * self.scale
+
+
+@pytest.mark.parametrize("is_persistent", [False, True])
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_buffer_that_a_forward_replaces_stays_with_its_attributes(is_persistent, window):
+    model = Stack(2)
+    model.blocks = nn.ModuleList(Grows(is_persistent) for _ in range(2))
+    looped = copy.deepcopy(model)
+    with torch.no_grad():
+        expected = [looped(batch) for batch in [*BATCHES, BATCHES[0]]]
+    outputs = sequential.run(model, BATCHES, weights=model.state_dict(), window=window)
+    assert_equal([*outputs, model(BATCHES[0])], expected)
+
+
+def test_llama_with_dynamic_rope_on_meta_runs_twice():
+    transformers = pytest.importorskip("transformers")
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    config = transformers.LlamaConfig(
+        **(models.SIZES | {"max_position_embeddings": 8}), rope_parameters=rope
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    batches = [
+        {"input_ids": torch.arange(2 * n).view(2, n), "use_cache": False} for n in (16, 4, 16)
+    ]
+    empty, state = on_meta(model), model.state_dict()
+    with torch.no_grad():
+        expected = [model(**batch).logits for batch in batches * 2]
+    found = [sequential.run(empty, batches, weights=state) for _ in range(2)]
+    assert_equal([output.logits for outputs in found for output in outputs], expected)
+
+
 # ---- what goes wrong ---------------------------------------------------------------------------
 
 

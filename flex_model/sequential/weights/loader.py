@@ -14,6 +14,7 @@ import ctypes
 import itertools
 import os
 import platform
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -235,8 +236,11 @@ def _made(weight: Weight, initialize: Callable[[nn.Module], Any]) -> Tensor | No
     tables = module._parameters, module._buffers
     with torch_private.restored(tables), torch.random.fork_rng(devices=[]):
         for key, buffer in module._buffers.items():  # they are written together
-            if buffer is not None and buffer.is_meta:
-                module._buffers[key] = torch.empty_like(buffer, device="cpu")
+            if buffer is not None:
+                is_meta = buffer.is_meta
+                module._buffers[key] = (
+                    torch.empty_like(buffer, device="cpu") if is_meta else buffer.clone()
+                )
         module._buffers[name] = made
         for key, parameter in module._parameters.items():
             if parameter is not None:  # it is drawn, too: on meta, into nothing
@@ -535,6 +539,7 @@ class Weight:
         names: Its names in the model, the first one first.
         places: ``(module, name in it)``.
         steps: The step of the innermost target around each place; None outside of targets.
+        present: What was put at each place; weak, since it may be in memory that is used again.
     """
 
     tensor: Tensor
@@ -542,12 +547,17 @@ class Weight:
     names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
     steps: set[int | None] = field(default_factory=set)
+    present: list[weakref.ref[Tensor]] = field(default_factory=list)
 
     def put(self, tensor: Tensor) -> None:
-        """Replace it by this tensor in the modules."""
-        for module, name in self.places:
-            table = module._parameters if self.is_parameter else module._buffers
-            table[name] = tensor  # type: ignore[assignment]
+        """Replace it by this tensor in the modules. What a forward has put there itself stays, as
+        do the attributes that it has set with it, which say how long a table is, say.
+        """
+        with deferred():  # else what was put would be taken for a forward's
+            for i, (module, name) in enumerate(self.places):
+                table: dict[str, Any] = module._parameters if self.is_parameter else module._buffers
+                if table.get(name) is self.present[i]():
+                    table[name], self.present[i] = tensor, weakref.ref(tensor)
 
 
 @dataclass
@@ -617,6 +627,7 @@ def _collect(
                 weight = weights.setdefault(id(tensor), Weight(tensor, is_parameter))
                 weight.names.append(prefix + leaf)
                 weight.places.append((module, leaf))
+                weight.present.append(weakref.ref(tensor))
                 weight.steps.add(step)
     for name, child in module._modules.items():
         if child is not None:
