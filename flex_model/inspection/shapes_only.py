@@ -54,6 +54,8 @@ def without_values(*roots: nn.Module) -> Iterator[FakeTensorMode]:
         stack.callback(setattr, mode, "allow_non_fake_inputs", False)
         stack.callback(_clear_caches)
         for root in roots:
+            # An operation of buffers and numbers alone runs with values: `num_batches_tracked`.
+            stack.enter_context(torch_private.buffers_unchanged(root))
             stack.enter_context(torch_private.restored(_tables(root)))
         stack.enter_context(same_torch_random_state())
         stack.enter_context(compiled.nothing_compiled())

@@ -451,20 +451,31 @@ def restored(tables: Iterable[dict[Any, Any] | list[Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unchanged(*modules: torch.nn.Module) -> Iterator[None]:
-    """No gradients; afterwards buffers and random states are what they were before."""
+def buffers_unchanged(*modules: torch.nn.Module) -> Iterator[None]:
+    """A context after which buffers have the values that they had before."""
     own = [buffer for one in modules for _, buffer in one.named_buffers()]
     buffers = [(buffer, buffer.clone()) for buffer in own]
-    tensors = [*own, *(tensor for one in modules for tensor in one.parameters())]
-    devices = {tensor.device.index or 0 for tensor in tensors if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)), torch.no_grad():
-        try:
-            yield
-        finally:
+    try:
+        yield
+    finally:
+        with torch.no_grad():
             for tensor, before in buffers:  # what has not changed is not written to
                 is_known = not tensor.is_meta and tensor.shape == before.shape
                 if is_known and not torch.equal(tensor, before):
                     tensor.copy_(before)
+
+
+@contextlib.contextmanager
+def unchanged(*modules: torch.nn.Module) -> Iterator[None]:
+    """No gradients; afterwards buffers and random states are what they were before."""
+    tensors = [one for module in modules for one in (*module.buffers(), *module.parameters())]
+    devices = {tensor.device.index or 0 for tensor in tensors if tensor.is_cuda}
+    with (
+        torch.random.fork_rng(devices=sorted(devices)),
+        torch.no_grad(),
+        buffers_unchanged(*modules),
+    ):
+        yield
 
 
 def is_held_once(tensor: torch.Tensor) -> bool:

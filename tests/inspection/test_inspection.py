@@ -138,12 +138,12 @@ class Tables(nn.Module):
 
 
 def test_a_dry_run_leaves_containers_of_modules_as_they_were():
-    x, model = models.random(2, 5), nn.Sequential(Tables())
+    x, model = models.random(2, 5), nn.Sequential(Tables(), nn.BatchNorm1d(5).double())
     flex = FlexModel(model, {})
     flex.register_forward_hook(HookFunction("0"))
     flex.dry_run(x)
-    assert not model[0].cache
-    assert_close(model(x), Tables()(x))
+    assert not model[0].cache and not model[1].num_batches_tracked
+    assert_close(model[0](x), Tables()(x))
 
 
 def test_runs_beside_that_of_the_user_leave_its_cache_and_inputs_alone():
