@@ -135,8 +135,8 @@ def resample(
 
     Raises:
         ValueError: in the call: without ``source`` the batch has one row; in a pipeline with
-            micro-batches: without ``source`` (the other
-            rows are in other micro-batches) or ``seed`` (micro-batches would draw separately).
+            micro-batches: without ``source`` (the other rows are in other micro-batches) or
+            ``seed`` (micro-batches would draw separately).
     """
     region = Region(**where)
     check_seed(seed, "resample")

@@ -16,10 +16,9 @@ _Contents = dict[tuple[bool, Any], Any]  # by (whether it is an attribute, its n
 
 def are_copied(own: Any, passed: Any) -> bool:
     """Whether a container among the arguments ``own`` is another one in ``passed``."""
-    for before, after in zip(own, passed):
-        if before is not after and not isinstance(after, Tensor):
-            return True
-    return False
+    return any(
+        before is not after and not isinstance(after, Tensor) for before, after in zip(own, passed)
+    )
 
 
 class ContainerCopies:

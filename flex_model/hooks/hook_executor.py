@@ -116,8 +116,8 @@ class HookExecutor:
 
     def gradient(self, call: HookCall, grad: Tensor) -> Tensor:
         """Run a hook on one ``summed`` gradient. An activation's gradient is passed as that of the
-        mean loss over data-parallel ranks (see ``Communicator.divisor_at``). A
-        parameter's is summed over dp and divided alike; the backward continues with the average.
+        mean loss over data-parallel ranks (see ``Communicator.divisor_at``). A parameter's is
+        summed over dp and divided alike; the backward continues with the average.
         """
         ends = profiler.begun(self.observers, profiler.begin_span, "hook", call)
         try:

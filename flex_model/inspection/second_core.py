@@ -414,8 +414,7 @@ def detached(inputs: Any, like: Tensor | None) -> Any:
     """
 
     def twin_of(tensor: Tensor) -> Tensor:
-        twin = tensor.detach().clone()
-        twin = twin if like is None else twin.to(like.device)
-        return twin.requires_grad_(tensor.requires_grad)
+        device = tensor.device if like is None else like.device
+        return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
     return pytree.copied(inputs, twin_of)

@@ -197,6 +197,8 @@ def layout(tensor: Any, mesh: Mesh, site: str, *, by_fsdp2: bool = False) -> Sha
         if _is_shard(placement)
         for name in _names(axis)
     ]
+    if order != sorted(order, key=order.index):  # one axis is between dims of the other
+        raise _not_gathered(tensor, site)
     first, last = order[0], order[-1]
     outer, inner = (dp, tp) if first == "dp" else (tp, dp)
     outer_size, inner_size = outer.pieces or mesh.size(first), inner.pieces or mesh.size(last)
@@ -206,8 +208,6 @@ def layout(tensor: Any, mesh: Mesh, site: str, *, by_fsdp2: bool = False) -> Sha
     elif inner.parts > 1 and outer.parts == 1:
         inner, tp_first = replace(inner, parts=inner.parts * outer_size), not tp_first
     elif inner.parts > 1 or (outer.parts > 1 and outer.parts % inner_size):
-        raise _not_gathered(tensor, site)
-    if order != sorted(order, key=order.index):
         raise _not_gathered(tensor, site)
     dp, tp = (outer, inner) if first == "dp" else (inner, outer)
     return replace(found, dp=dp, tp=tp, tp_first=tp_first)

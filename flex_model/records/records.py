@@ -130,9 +130,9 @@ class Records:
 
     def clear(self, names: Set[str]) -> None:
         """Drop the records of these names."""
-        for lists in (self.output_ptr, self.lengths):
-            for name in names & lists.keys():
-                del lists[name]
+        for name in names:
+            drop(self.output_ptr, name)
+            drop(self.lengths, name)
 
     def note_lengths(self, call: HookCall, spec: TensorSpec) -> None:
         """Note the lengths of the rows in a tensor that is recorded. On every rank."""
