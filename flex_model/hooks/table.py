@@ -453,7 +453,7 @@ class HookTable:
         places: Iterator[Any] = itertools.chain(self._modules.values(), self._parameters.values())
         return (site for place in places for site in place.all_sites)
 
-    def record_names(self, indices: Set[int]) -> Set[str]:
+    def record_names(self, indices: Set[int]) -> frozenset[str]:
         """Return the names of the records of these hooks."""
         if indices == self.active_hooks.indices:
             return self.active_hooks.names

@@ -221,9 +221,8 @@ class Runs:
                 communicator.fail(text, HookError(text))
         if not communicator.is_local:
             refused.check_context_parallel_run(run.num_contexts)
-        names = self._table.record_names(new) - run.names
+        names = run.take_names(self._table.record_names(new))
         run.hooks_seen.update(new)
-        run.names.update(names)
         # Observers, and profilers, see only the hooks that Python runs, not the dispatcher.
         self._table.set_in_run(not self._executor.observers and not is_profiling())
         if run.save_ctx is None:  # else a batch's, which has records of its own

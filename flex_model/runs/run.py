@@ -120,6 +120,14 @@ class Run:
         """Add hooks that were chosen during the run."""
         self.active |= active
 
+    def take_names(self, names: frozenset[str]) -> frozenset[str]:
+        """Return those of these names whose records the run, or a part of it, has not cleared; it
+        will.
+        """
+        new = names - self.names if self.names else names  # most runs have one choice of hooks
+        self.names.update(new)
+        return new
+
     def enter_call(self) -> None:
         """Enter the wrapped module again, inside a run that a direct call of it began."""
         self.direct_depth += 1
