@@ -1273,7 +1273,7 @@ class FlexModel(nn.Module):
 
         Raises:
             ValueError, TypeError: a name that ``nn.ModuleDict`` can't have; no module; with several
-                ranks, one of DTensors, or without values.
+                ranks, one of DTensors, without values, or with tensors of the wrapped model itself.
             HookMismatchError: the ranks' modules have different parameters.
         """
         if not isinstance(module, nn.Module):
@@ -1282,7 +1282,8 @@ class FlexModel(nn.Module):
             )
         self._check_collective()
         check_name(self.trainable_modules, name)
-        send_from_rank_0(self._communicator, name, module)
+        what = f"register_trainable_module({name!r})"
+        send_from_rank_0(self._communicator, what, module, self.module)
         self.trainable_modules[name] = module
 
     def sync_trainable_modules(self) -> None:
@@ -1296,7 +1297,7 @@ class FlexModel(nn.Module):
             flex.sync_trainable_modules()
         """
         self._check_collective()
-        send_from_rank_0(self._communicator, "all trainable modules", self.trainable_modules)
+        send_from_rank_0(self._communicator, "sync_trainable_modules", self.trainable_modules)
 
     def save_trainable_modules(
         self, path: str | os.PathLike[str], optimizer: Any = None, extra: Any = None

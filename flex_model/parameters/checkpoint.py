@@ -25,7 +25,7 @@ from flex_model.distributed.header import site_hash
 from flex_model.distributed.serialization import decode, encode
 from flex_model.distributed.tensor_dicts import describe, from_rank
 from flex_model.errors import agreed
-from flex_model.parameters.trainable import refuse_different, tensors_of
+from flex_model.parameters.trainable import refuse_different
 from flex_model.records.store.files import write_whole
 
 _FILE_TIMEOUT_S = 1800.0  # for other ranks' wait while rank 0 writes or reads
@@ -211,8 +211,8 @@ def _check(path: Path, contents: dict[str, Any], modules: nn.ModuleDict, optimiz
             f"{where}not in the file: {missing}; only in the file: {unexpected}; register the "
             "modules that were saved, by the same names"
         )
-    for name, tensor in tensors_of(modules).items():
-        if _kind(saved[name]) != _kind(tensor):
+    for name, tensor in state.items():
+        if isinstance(tensor, Tensor) and _kind(saved[name]) != _kind(tensor):
             raise ValueError(
                 f"{where}{name!r} is {_kind(saved[name])} in the file, and {_kind(tensor)} here; "
                 "make it as it was saved"

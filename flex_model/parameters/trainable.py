@@ -9,18 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
+from flex_model.distributed.values import fingerprint, hash_on_device
 from flex_model.errors import HookMismatchError, agreed, check_type, see
 
 _HALF = (1 << 31) - 1
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers in the module's state, by name."""
-    state = module.state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers, by name: all that is sent and compared."""
+    return dict((*module.named_parameters(), *module.named_buffers()))
 
 
 def check_name(modules: nn.ModuleDict, name: str) -> None:
@@ -33,56 +34,58 @@ def check_name(modules: nn.ModuleDict, name: str) -> None:
         )
 
 
-def send_from_rank_0(communicator: Communicator, name: str, module: nn.Module) -> None:
+def send_from_rank_0(
+    communicator: Communicator, what: str, module: nn.Module, model: nn.Module | None = None
+) -> None:
     """Send rank 0's parameters and buffers of ``module`` to every rank. Collective over the grid.
 
+    Args:
+        what: The call, for messages.
+        model: The wrapped model, whose own tensors are refused: a rank may have a part of them.
+
     Raises:
-        TypeError: one that is not a plain tensor with values.
+        TypeError: one that is not a plain tensor with values, or that is the wrapped model's.
         HookMismatchError: the ranks' modules have different parameters.
     """
     if communicator.is_local:
         return
-    tensors = tensors_of(module)
-    for key, value in tensors.items():
-        if not _has_values(value):
-            raise TypeError(
-                f"register_trainable_module: {key!r} of {name!r} is a "
-                f"{type(value.detach()).__name__} on {value.device}; trainable modules are whole "
-                "on every rank, give them plain dense tensors with values"
-            )
-    described = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
-    digest = site_hash(name, described)
-    communicator.check_consistency(
-        Header("trainable module", site=digest),
-        f"register_trainable_module({name!r}) with {described or 'no tensors'}",
-    )
+    tensors = _tensors_of(module)
+
+    def check() -> None:
+        # By memory: what is written to a view of it, or to its ``.data``, is the model's, too.
+        own = {_memory(tensor) for tensor in _tensors_of(model or nn.Module()).values()} - {0}
+        for key, value in tensors.items():
+            if not _has_values(value):
+                raise TypeError(
+                    f"{what}: {key!r} is a {type(value.detach()).__name__} on {value.device}; "
+                    "trainable modules are whole on every rank, give them plain dense tensors with "
+                    "values"
+                )
+            if _memory(value) in own:
+                raise TypeError(
+                    f"{what}: {key!r} is the wrapped model's own, of which each rank may have a "
+                    "part; give the editing function the whole with HookFunction(parameters=...), "
+                    "or register a copy of a module that is whole on every rank"
+                )
+
+    listed = ", ".join(f"{key} {tuple(t.shape)} {t.dtype}" for key, t in tensors.items())
+    gather_checked(communicator, what, check, {f"the tensors of {what}": listed})
     with torch.no_grad():
         for value in tensors.values():
             value.copy_(communicator.broadcast(value.detach(), value.detach()))
 
 
 class Replicas:
-    """This rank's trainable modules, as hashes of their values, recomputed only where a tensor was
-    changed.
+    """This rank's trainable modules, as hashes of their values, which are read each time: fused
+    optimizers and writes to ``.data`` don't raise a tensor's version.
     """
 
     def __init__(self, communicator: Communicator, modules: nn.ModuleDict) -> None:
         self._communicator, self._modules = communicator, modules
-        # By name: the tensor, its version and address, and its hash at that version.
-        self._hashes: dict[str, tuple[Tensor, tuple[int, int], int]] = {}
 
     def digests(self) -> dict[str, int]:
         """Return by name a hash of the tensor's dtype, shape and values. Local."""
-        found = {}
-        for name, tensor in (*self._modules.named_parameters(), *self._modules.named_buffers()):
-            version = 0 if tensor.is_inference() else tensor._version
-            state = version, tensor.data_ptr() if _has_values(tensor) else 0
-            known = self._hashes.get(name)
-            if known is None or known[0] is not tensor or known[1] != state:
-                known = tensor, state, _digest(tensor)
-            found[name] = known
-        self._hashes = found
-        return {name: digest for name, (_, _, digest) in found.items()}
+        return {name: _digest(tensor) for name, tensor in _tensors_of(self._modules).items()}
 
     def digest(self) -> int:
         """Return one hash of all of them. Local."""
@@ -128,17 +131,15 @@ def refuse_different(per_rank: list[dict[str, int] | None]) -> None:
 
 
 def _digest(tensor: Tensor) -> int:
-    """Return a hash of the sum of the tensor's bytes as integers: read once, on its device, and the
-    same on all kinds of devices.
-    """
-    kind = tensor.dtype, tuple(tensor.shape)
-    if not _has_values(tensor):
-        return site_hash(*kind)
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    words = flat.numel() // 8 * 8
-    aligned = flat[:words] if flat.storage_offset() % 8 == 0 else flat[:words].clone()
-    total = aligned.view(torch.int64).sum() + flat[words:].sum(dtype=torch.int64)
-    return site_hash(*kind, int(total))
+    value = None
+    if _has_values(tensor):  # a GPU's are not copied to the host
+        value = fingerprint(tensor) if tensor.is_cpu else int(hash_on_device(tensor))
+    return site_hash(tensor.dtype, tuple(tensor.shape), value)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the address of the tensor's memory; 0 if it has none of its own."""
+    return tensor.untyped_storage().data_ptr() if _has_values(tensor) else 0
 
 
 def _has_values(tensor: Tensor) -> bool:

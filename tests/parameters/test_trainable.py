@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import models
@@ -217,12 +218,57 @@ def test_what_is_not_whole_on_every_rank_is_refused():
     flex = FlexModel(models.mlp(), tensor_parallel_size=2)
     sharded = distribute_module(nn.Linear(4, 4), models.mesh(1, 2)["tp"])
     for module, kind in ((sharded, "DTensor on cpu"), (nn.Linear(4, 4, device="meta"), "meta")):
-        with pytest.raises(TypeError, match=rf"'weight' of 'probe' is a .*{kind}; trainable"):
+        with pytest.raises(TypeError, match=rf"'probe'\): 'weight' is a .*{kind}; trainable"):
             flex.register_trainable_module("probe", module)
     flex.register_trainable_module("probe", nn.Linear(4, 4))
     flex.trainable_modules["probe"] = sharded
-    with pytest.raises(TypeError, match=r"'probe.weight' of 'all trainable modules' is a DTensor"):
+    with pytest.raises(TypeError, match=r"sync_trainable_modules: 'probe.weight' is a DTensor"):
         flex.sync_trainable_modules()
+    flex.restore()
+
+
+@pytest.mark.ranks(2)
+def test_the_models_own_tensors_are_never_written():
+    model = nn.Linear(4, 4)
+    nn.init.constant_(model.weight, dist.get_rank())  # a shard of each rank's
+    flex, view = FlexModel(model, tensor_parallel_size=2), nn.Linear(4, 2)
+    view.weight.data = model.weight.data[:2]
+    for module in (nn.Sequential(nn.Tanh(), model), nn.ModuleList([nn.Tanh(), view])):
+        with pytest.raises(TypeError, match=r"'probe'\): '1.weight' is the wrapped model's own"):
+            flex.register_trainable_module("probe", module)
+    assert_close(model.weight, torch.full((4, 4), float(dist.get_rank())), rtol=0, atol=0)
+    flex.register_trainable_module("probe", copy.deepcopy(view))
+    flex.restore()
+
+
+class Scaled(nn.Linear):
+    """Has a buffer that is not in its state."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.register_buffer("scale", torch.full((4,), 1.0 + dist.get_rank()), persistent=False)
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.ranks(2)
+def test_all_that_modules_compute_with_is_sent_and_compared_in_each_run():
+    x = torch.ones(2, 4)
+    flex = FlexModel(DistributedDataParallel(nn.Linear(4, 4)))
+    flex.register_trainable_module("probe", Scaled())
+    flex.register_forward_hook(
+        HookFunction("", editing_function=lambda m, t, c, ms: ms["probe"](t))
+    )
+    flex(x)
+    probe = flex.trainable_modules["probe"]
+    for tensor in (probe.weight.data, probe.scale):
+        if dist.get_rank() == 0:  # as fused kernels, its version stays; the sum of its bytes, too
+            tensor.copy_(tensor.flip(0) + (tensor is probe.scale))
+        with pytest.raises(HookMismatchError, match="the trainable modules differ"):
+            flex(x)
+        flex.sync_trainable_modules()
+        flex(x)
     flex.restore()
 
 
