@@ -90,6 +90,7 @@ def filled(folder, *names, **settings):
 def again(folder, action=None, **settings):
     """A store of one batch gets another one, by other settings; what would do, if anything."""
     filled(folder, key={"data": 1})
+    settings.setdefault("key", {"data": 1})
     if action == "delete":
         shutil.rmtree(folder)
     where = folder / "other" if action == "another folder" else folder

@@ -41,7 +41,7 @@ class ActivationStore:
         folder: Made if it does not exist; on a file system that all ranks share. One FlexModel at a
             time writes into it.
         key: What the records depend on besides model and hooks (the data, say): any JSON value. To
-            continue a store, pass an equal one.
+            continue a store, pass an equal one; to read it, none is needed.
         shard_bytes: A new file is begun when the full tensors of a file's batches have so many
             bytes.
         max_bytes: The most that a rank holds for its writer; a run faster than the disk waits.
@@ -55,7 +55,7 @@ class ActivationStore:
 
     Raises:
         ValueError: the folder holds something else, or records with another key. Reading raises it
-            too, if a file was changed.
+            too, if a file is missing, or an index was changed.
     """
 
     def __init__(
@@ -93,13 +93,18 @@ class ActivationStore:
                 self._check_never_begun(names)
         if found is None:
             return
-        if self.key is not None and found.key != self.key:
-            raise ValueError(
-                f"ActivationStore: {self.folder} holds records with key {found.key!r}, not "
-                f"{self.key!r}; give another folder, or delete that one"
-            )
+        if self.key is not None:  # one that only reads needs none
+            self.check_key(found)
         if found != self._manifest:
             self._manifest, self._reader = found, Reader(self.folder, found)
+
+    def check_key(self, manifest: Manifest) -> None:
+        """ValueError if the records of a manifest have another key. Local."""
+        if manifest.key != self.key:
+            raise ValueError(
+                f"ActivationStore: {self.folder} holds records with key {manifest.key!r}, not "
+                f"{self.key!r}; give another folder, or delete that one"
+            )
 
     def _check_never_begun(self, names: list[str]) -> None:
         """ValueError for files in the folder, besides the manifest that a store writes first."""

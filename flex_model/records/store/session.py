@@ -28,6 +28,7 @@ from flex_model.distributed.padding import RankRows
 from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import HookError, agreed, see
 from flex_model.layouts.sources import BatchDim
+from flex_model.names import wrapped_chain
 from flex_model.records.store.activation_store import ActivationStore
 from flex_model.records.store.annotations import described, parts_of, parts_of_first
 from flex_model.records.store.files import FolderLock, Writer, safetensors_of, write_whole
@@ -459,8 +460,11 @@ _IGNORED = ("_name_or_path", "transformers_version")
 
 
 def config_hash(module: nn.Module) -> str | None:
-    """Return a hash of the values of ``module.config``; None if there is none."""
-    config = getattr(module, "config", None)
+    """Return a hash of the values of ``module.config``, of a wrapper (DDP) or of what is inside;
+    None if there is none.
+    """
+    configs = (getattr(one, "config", None) for one in wrapped_chain(module))
+    config = next((one for one in configs if one is not None), None)
     to_dict = getattr(config, "to_dict", None)
     fields = to_dict() if callable(to_dict) else getattr(config, "__dict__", config)
     if not isinstance(fields, Mapping):
@@ -512,6 +516,7 @@ def _prepared(store: ActivationStore, config: str | None) -> FolderLock:
     try:
         store.reload()
         manifest = store._manifest
+        store.check_key(manifest)
         if not manifest.id:
             manifest = replace(manifest, id=uuid.uuid4().hex)
         if manifest.num_batches and manifest.config != config:
@@ -520,7 +525,7 @@ def _prepared(store: ActivationStore, config: str | None) -> FolderLock:
                 "configuration; give another folder, or delete that one"
             )
         _delete_leftovers(store, manifest)
-        replace(manifest, config=config).write(store.folder)
+        replace(manifest, config=config, is_complete=False).write(store.folder)
         store.reload()
     except BaseException:
         lock.release()

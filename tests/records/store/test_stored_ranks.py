@@ -129,6 +129,20 @@ def test_two_ranks_write_what_one_reads(name, tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_a_store_of_ddp_has_the_configuration_of_the_model_inside(tmp_path):
+    for width, is_ddp in ((4, True), (4, False), (5, True)):
+        model = exact()
+        model.config = {"width": width}
+        way = models.TWO_RANKS["ddp" if is_ddp else "tp"]
+        if width == 4:
+            write(tmp_path, way, model)
+            continue
+        with pytest.raises(ValueError, match="a model with another configuration"):
+            FlexModel(way.shard(model), ActivationStore(tmp_path))
+    assert ActivationStore(tmp_path).num_batches == 2 * len(BATCHES)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", models.TWO_RANKS)
 def test_rows_and_statistics_are_those_of_the_full_tensors(name, tmp_path):
     write(tmp_path, models.TWO_RANKS[name], exact(), shard_bytes=1000)

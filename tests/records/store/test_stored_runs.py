@@ -234,9 +234,12 @@ def test_another_session_goes_on(tmp_path):
     for _ in range(2):
         store = ActivationStore(tmp_path, key={"data": 1})
         with wrapped(store) as flex:
+            assert not ActivationStore(tmp_path).is_complete  # also if it is killed now
             for batch in batches(4)[store.num_batches : store.num_batches + 2]:
                 flex(batch)
     assert_holds(tmp_path, expected(4))
+    with pytest.raises(ValueError, match=r"records with key \{'data': 1\}, not None"):
+        wrapped(ActivationStore(tmp_path))
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path):
