@@ -485,9 +485,9 @@ class FlexModel(nn.Module):
                 part on each rank along tp (sequence parallelism; found by a run on shapes where no
                 hook has seen it) or may do so, or a model whose forward can't run in part (FSDP1,
                 DeepSpeed ZeRO-3, ``torch.compile``).
-            RuntimeError: what the model returns, or a value that its code reads, depends on what a
-                skipped module returns; a skipped module is called again after this one; or a
-                pipeline, whose stages run by their schedule.
+            RuntimeError: what the model returns, or a value or size that its code reads, depends
+                on what a skipped module returns; a skipped module is called again after this one;
+                or a pipeline, whose stages run by their schedule.
         """
         self._check_whole("run_from")
         return self._runner.run_from(module_name, value, args, kwargs, groups, complement)

@@ -14,6 +14,7 @@ from torch.utils import _pytree
 
 from flex_model.integrations import torch_private
 
+_SIZELESS = (Tensor.dim, Tensor.ndim.__get__, Tensor.get_device)  # type: ignore[attr-defined]
 _SIZES_ONLY = re.compile(r"new_.*|.*_like")  # `zeros_like(x)` needs no value of x
 
 
@@ -73,6 +74,7 @@ class Absent(Tensor):
         found = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
         names = names_in(found)
         device = kwargs.get("device") or found[0].device
+        made = Unsized if any(isinstance(one, Unsized) for one in found) else Absent
         if _SIZES_ONLY.fullmatch(func.overloadpacket.__name__):
             return func(*_pytree.tree_map_only(Absent, _blank, args), **kwargs)
         is_meta = any(one.elem.is_meta for one in found)
@@ -96,7 +98,22 @@ class Absent(Tensor):
             )
         except RuntimeError as error:  # it has no meta kernel, or one that takes less
             raise _read_error(names) from error
-        return _pytree.tree_map_only(Tensor, lambda one: Absent(one, names, device), result)
+        return _pytree.tree_map_only(Tensor, lambda one: made(one, names, device), result)
+
+
+class Unsized(Absent):
+    """One whose sizes are not known either. A call that returns sizes, or what depends on them (a
+    number, a plain tensor such as of ``expand_as``, a tuple of so many tensors), is an error.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        result = torch_private.no_torch_function(func, types, args, kwargs or {})
+        has_sizes = isinstance(result, int | tuple | list) and not isinstance(result, bool)
+        is_known = isinstance(result, Tensor) and not isinstance(result, Unsized)
+        if (has_sizes or is_known) and func not in _SIZELESS:
+            raise _read_error(names_in((args, kwargs)))
+        return result
 
 
 def present(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Runs a forward from a module's output on (``run_from``). The modules before it in its list are
-not computed: they return tensors without values, so that what needs more of them than the output
-that is given is an error.
+not computed: they return tensors without values or sizes, so that what needs more of them than the
+output that is given is an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flex_model import _C
 from flex_model.distributed.placement import Placement, Replicate
 from flex_model.hooks.registration import Registration
 from flex_model.integrations import cut, dtensor
-from flex_model.integrations.absent_tensor import Absent, names_in
+from flex_model.integrations.absent_tensor import Absent, Unsized, names_in
 from flex_model.names import clean, find_module
 
 # The argument by which the root module's outermost hook gets the value: as its inputs, along dp in
@@ -132,7 +132,7 @@ class Skip:
     def _forward_of(self, name: str, is_target: bool) -> Callable[..., Any]:
         def absent(tensor: Tensor) -> Tensor:
             what = f"the output of {name!r}, which run_from skips"
-            return Absent(tensor.detach().to("meta"), [what], tensor.device)
+            return Unsized(tensor.detach().to("meta"), [what], tensor.device)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self.is_reached:

@@ -95,6 +95,13 @@ class Deep(nn.Module):
         for i, layer in enumerate(self.layers):
             x = layer(x).tanh()
             first = x if i == 0 else first
+        assert first.ndim == x.dim() and first.dtype == x.dtype  # which they share
+        if self.bypass == "size":
+            return x * first.shape[0]
+        if self.bypass == "as":
+            return x + x.new_ones(()).expand_as(first)
+        if self.bypass == "like":
+            return x + torch.ones_like(first.tanh())
         if self.bypass == "read" and first.sum() > 0:
             return x
         return x + first if self.bypass == "skip" else x
@@ -141,7 +148,10 @@ def test_the_gradient_of_the_value_and_hooks_on_it():
     ("bypass", "error", "message"),
     [
         ("skip", RuntimeError, "depends on the output of 'layers.0'"),
-        ("read", RuntimeError, "does not have .*the output of 'layers.0', which run_from skips"),
+        *(
+            (bypass, RuntimeError, "does not have .*the output of 'layers.0', which run_from skips")
+            for bypass in ("read", "size", "as", "like")
+        ),
     ],
 )
 def test_what_needs_more_than_the_value_is_an_error(bypass, error, message):
