@@ -112,7 +112,13 @@ class Unsized(Absent):
         has_sizes = isinstance(result, int | tuple | list) and not isinstance(result, bool)
         is_known = isinstance(result, Tensor) and not isinstance(result, Unsized)
         if (has_sizes or is_known) and func not in _SIZELESS:
-            raise _read_error(names_in((args, kwargs)))
+            names = names_in((args, kwargs))
+            raise AbsentError(
+                names,
+                f"the sizes of what depends on {', '.join(sorted(names))} are not known, and are "
+                "read; call flex(...), which computes all",
+                is_read=True,
+            )
         return result
 
 

@@ -484,8 +484,12 @@ ROWS = {
         lambda: run(HookFunction("layers.1"), model=Layers("again")),
     ),
     "what the model returns depends on {}, not only on": (
-        lambda: run_from("layers.1", Layers("residual")),
+        lambda: run_from("layers.1", Layers("residual"), hook="layers.1"),
         lambda: run(HookFunction("layers.1"), model=Layers("residual")),
+    ),
+    "are not known, and are read; call flex(...)": (
+        lambda: run_from("layers.1", Layers("residual")),
+        lambda: run(HookFunction("layers.2"), model=Layers("residual")),
     ),
     "may need what that does otherwise; call flex(...)": (
         lambda: run_from("layers.1", Layers("in place")),
