@@ -50,6 +50,11 @@ def ended_at(
                 register: Any = getattr(module, f"register_{kind}_hook")
                 handles.append(register(lambda *_, number=number: reach(number)))
         yield
+        if sites and not missing:
+            raise RuntimeError(
+                "run_until: the model caught the exception that ends its forward, and went on; "
+                "call flex(...), or catch exceptions of other types there"
+            )
     except Exception as error:  # of torch's stages, too, which raise one of their own from it
         if missing or not isinstance(error.__cause__ or error, CutError):  # another forward's
             raise

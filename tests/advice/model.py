@@ -1,5 +1,6 @@
 """Advice about wrapping, hooks, runs, selections and verify()."""
 
+import contextlib
 import copy
 import operator
 import pickle
@@ -225,6 +226,23 @@ class Layers(nn.Module):
             y = x + layer(x) if self.kind == "residual" else layer(x)
             x = x if self.kind == "in place" else y
         return self.layers[0](x) if self.kind == "again" else x
+
+
+class Catches(Layers):
+    def __init__(self, kind):
+        super().__init__()
+        self.caught = kind
+
+    def forward(self, x):
+        with contextlib.suppress(self.caught):
+            x = self.layers[0](x)
+        return self.layers[1](x)
+
+
+def until_caught(kind):
+    flex = FlexModel(Catches(kind), {})
+    flex.register_forward_hook(HookFunction("layers.0"))
+    flex.run_until("layers.0", BATCH)
 
 
 class Reports(Layers):
@@ -477,6 +495,10 @@ ROWS = {
     "give the name of a module that this forward calls": (
         lambda: until("unused"),
         lambda: (until("fc1"), run()),
+    ),
+    "or catch exceptions of other types there": (
+        lambda: until_caught(Exception),
+        lambda: (until_caught(ValueError), run(HookFunction("layers.0"), model=Catches(Exception))),
     ),
     "forward can't run in part": (lambda: until("fc1", compiled=True), lambda: run()),
     "so it can't be skipped; call flex(...)": (
