@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flex_model.distributed import values
 from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.tensor_dicts import exchange_json
-from flex_model.distributed.values import fingerprint, hash_on_device
 from flex_model.errors import HookMismatchError, agreed, check_type, see
 
 _HALF = (1 << 31) - 1
@@ -85,7 +85,13 @@ class Replicas:
 
     def digests(self) -> dict[str, int]:
         """Return by name a hash of the tensor's dtype, shape and values. Local."""
-        return {name: _digest(tensor) for name, tensor in _tensors_of(self._modules).items()}
+        tensors = _tensors_of(self._modules)
+        hashes = {key: values.hashed(t, t.is_cuda) for key, t in tensors.items() if _has_values(t)}
+        read = values.on_host(list(hashes.values())).tolist() if hashes else ()  # waits once
+        by_name = dict(zip(hashes, read, strict=True))
+        return {
+            key: site_hash(t.dtype, tuple(t.shape), by_name.get(key)) for key, t in tensors.items()
+        }
 
     def digest(self) -> int:
         """Return one hash of all of them. Local."""
@@ -128,13 +134,6 @@ def refuse_different(per_rank: list[dict[str, int] | None]) -> None:
             f"flex.sync_trainable_modules() after it ({see('trainable-modules-differ')})"
         )
     )
-
-
-def _digest(tensor: Tensor) -> int:
-    value = None
-    if _has_values(tensor):  # a GPU's are not copied to the host
-        value = fingerprint(tensor) if tensor.is_cpu else int(hash_on_device(tensor))
-    return site_hash(tensor.dtype, tuple(tensor.shape), value)
 
 
 def _memory(tensor: Tensor) -> int:
