@@ -133,6 +133,18 @@ def test_weights_of_dtensors_are_read_in_parts(prefetch):
 
 
 @pytest.mark.ranks(2)
+def test_a_dtensor_that_is_used_outside_of_its_target_has_no_values():
+    sharded = SHARDED["dtensor"].shard(unsharded())
+
+    def after(module, args, output):
+        return output + module.blocks[0].fc1.weight.to_local().sum()
+
+    sharded.register_forward_hook(after)
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        sequential.run(sharded, BATCHES[:1], weights=unsharded().state_dict())
+
+
+@pytest.mark.ranks(2)
 def test_packed_projections_are_read_in_the_parts_that_a_rank_has(tmp_path):
     """Each rank has a piece of each of the fused projections: ``_StridedShard``."""
     transformers = pytest.importorskip("transformers")

@@ -504,9 +504,11 @@ class AbsentWeight(Tensor):
 
 
 def absent(weight: Weight) -> Tensor:
-    """Return the stand-in for a weight. A sharded one is its own: no operation mixes it with plain
-    tensors.
+    """Return the stand-in for a weight: a DTensor's is on meta, so that no value comes of it. Other
+    classes of tensors, as of quantised weights, are their own.
     """
+    if dtensor.is_dtensor(weight.tensor):
+        return _as_weight(local_of(weight.tensor).to("meta"), weight)
     is_plain = type(weight.tensor) in (Tensor, nn.Parameter)
     return AbsentWeight(weight) if is_plain else weight.tensor
 
