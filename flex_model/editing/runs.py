@@ -20,18 +20,14 @@ from flex_model.editing.region import Region
 from flex_model.errors import HookError, agreed
 from flex_model.hooks.function import HookFunction
 from flex_model.hooks.groups import ALL, as_names
-from flex_model.inspection.second_core import (
-    check_backward,
-    detached,
-    leaves_behind,
-    no_gradients_kept,
-)
+from flex_model.inspection.second_core import check_backward, detached, no_gradients_kept
 from flex_model.integrations import fsdp2
 from flex_model.integrations.torch_private import FakeTensor, current_graph_task
 from flex_model.model import FlexModel
 from flex_model.names import check_name
 from flex_model.records.records import drop
 from flex_model.records.store import ActivationStore
+from flex_model.runs.graphs import leaves_between
 from flex_model.runs.step import current_microbatch
 from flex_model.selection.selectors import SelectionArguments, is_everything, is_int
 
@@ -336,7 +332,7 @@ class Runs:
             raise ValueError(f"{what}: the metric must be a tensor of one number")
         if not loss.requires_grad:
             raise ValueError(NO_GRADIENT.format(what, "the metric"))
-        with no_gradients_kept(leaves_behind(loss)):  # of a probe in the metric
+        with no_gradients_kept(leaves_between([], loss)):  # of a probe in the metric
             loss.backward()
         self._check_calls()
 

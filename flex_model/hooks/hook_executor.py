@@ -81,6 +81,11 @@ class HookExecutor:
                 communicator, records, layouts, function, not self.settles, sent_to_all
             )
         self.full_parameter, self.sent_to_all = full_parameter, sent_to_all
+        self._num_microbatches = 1
+
+    def average_over(self, num_microbatches: int) -> None:
+        """Pass gradients of the mean loss over this many micro-batches, from now on."""
+        self._num_microbatches = num_microbatches
 
     def activation(self, call: HookCall, leaf: Tensor, tree: Any) -> Any:
         """Run a forward or forward-pre hook on one tensor of a tree; return the tree that the model
@@ -116,8 +121,8 @@ class HookExecutor:
 
     def gradient(self, call: HookCall, grad: Tensor) -> Tensor:
         """Run a hook on one ``summed`` gradient. An activation's gradient is passed as that of the
-        mean loss over data-parallel ranks (see ``Communicator.divisor_at``). A parameter's is
-        summed over dp and divided alike; the backward continues with the average.
+        mean loss over data-parallel ranks (see ``Communicator.divisor_at``) and micro-batches. A
+        parameter's is summed over dp and divided alike; the backward continues with the average.
         """
         ends = profiler.begun(self.observers, profiler.begin_span, "hook", call)
         try:
@@ -128,7 +133,8 @@ class HookExecutor:
             cuda_graphs.check(call, grad, communicator.is_local, moves)
             is_dtensor = self._is_dtensor_along_dp(call, grad)
             if not is_of_parameter:
-                scale = communicator.divisor_at(call.describe(), is_dtensor)
+                divisor = communicator.divisor_at(call.describe(), is_dtensor)
+                scale = divisor * self._num_microbatches
             elif is_dtensor:  # FSDP2 has averaged it, or autograd has summed it, as for activations
                 scale = 1.0
             else:

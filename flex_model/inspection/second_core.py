@@ -36,7 +36,7 @@ from flex_model.integrations import dtensor, expert_units, fsdp2, transformers_p
 from flex_model.integrations.made_sites import MadeSites
 from flex_model.integrations.torch_private import accumulation_hooks
 from flex_model.names import clean, find_module
-from flex_model.runs.graphs import nodes_behind
+from flex_model.runs.graphs import leaves_between
 
 Loss = Callable[[Any], Tensor]
 Reference = nn.Module | Callable[[], nn.Module] | None
@@ -351,7 +351,7 @@ def run_once(
         if fsdp2.is_fsdp2(module):
             module.reshard()  # the root stays unsharded after a forward
     value: Any = loss(output)
-    with no_gradients_kept([*core.module.parameters(), *leaves_behind(value)]):
+    with no_gradients_kept([*core.module.parameters(), *leaves_between([], value)]):
         value.backward()
         if after is not None:
             after()
@@ -386,13 +386,6 @@ def check_backward(core: HookCore, what: str) -> None:
 
     with core.table.nothing_chosen():  # its own hooks on gradients are not among those
         gather_checked(core.communicator, what, check)
-
-
-def leaves_behind(loss: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors whose ``.grad`` a backward of the loss adds to."""
-    for node in nodes_behind([] if loss.grad_fn is None else [loss.grad_fn]):
-        if node.name() == "torch::autograd::AccumulateGrad":
-            yield node.variable
 
 
 @contextlib.contextmanager

@@ -4,10 +4,10 @@ the unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.group_pool import GRID
@@ -17,23 +17,43 @@ from flex_model.integrations import fsdp2
 
 
 class Gradients:
-    """The gradients of one step. Those that parameters had before are added again at its end."""
+    """The gradients of one step. Those that parameters had before are added again at its end.
 
-    def __init__(self, core: HookCore) -> None:
-        self._core = core
+    Args:
+        divisor: Makes gradients of the mean loss of sums over micro-batches. The loss itself is not
+            divided, since not all gradients come from it: a Function may add those of an auxiliary
+            loss in its backward.
+        inputs: The step's, on this rank; they may have gradients, too.
+    """
+
+    def __init__(self, core: HookCore, divisor: int, inputs: Iterable[Tensor]) -> None:
+        self._core, self.divisor = core, divisor
         self._hooked = core.table.parameters()
         # Each stage whose editing functions use a trainable module has a part of its gradient.
         self._trainable = [p for p in core.modules.parameters() if p.requires_grad]
-        self._before: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._before: dict[Tensor, Tensor | None] = {}
         stages = [
             parameter
             for stage in core.module.children()
             for parameter in fsdp2.kept_parameters(stage)
             if parameter.requires_grad
         ]
-        for parameter in {id(p): p for p in [*stages, *self._trainable]}.values():
-            self._before.append((parameter, parameter.grad))
-            parameter.grad = None
+        self.include([*stages, *self._trainable])
+        # Before autograd adds them up: an input may be computed from others, outside of the step.
+        of_inputs = {id(one): one for one in inputs if one.requires_grad and divisor > 1}
+        self._handles = [one.register_hook(lambda g: g / divisor) for one in of_inputs.values()]
+
+    def include(self, leaves: Iterable[Tensor]) -> None:
+        """Scale the gradients of these, too: leaves that editing functions close over."""
+        for leaf in leaves:
+            if leaf not in self._before:
+                self._before[leaf], leaf.grad = leaf.grad, None
+
+    def scale(self) -> None:
+        """Divide the sums over micro-batches. Local."""
+        for leaf in self._before if self.divisor > 1 else ():
+            if leaf.grad is not None:
+                leaf.grad.div_(self.divisor)
 
     def run_hooks(self) -> None:
         """Call the hooks on parameters' gradients, with those of the whole batch. Collective over
@@ -69,7 +89,9 @@ class Gradients:
 
     def restore(self, is_failed: bool) -> None:
         """Add the gradients from before the step; if it failed, restore them. Local."""
-        for parameter, before in self._before:
+        for handle in self._handles:
+            handle.remove()
+        for parameter, before in self._before.items():
             if is_failed or parameter.grad is None:
                 parameter.grad = before
             elif before is not None:

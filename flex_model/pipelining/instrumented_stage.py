@@ -26,9 +26,11 @@ from flex_model.hooks.core import HookCore
 from flex_model.hooks.table import Choice
 from flex_model.integrations import torch_pipelining
 from flex_model.integrations.torch_pipelining import to_meta
+from flex_model.pipelining.gradients import Gradients
 from flex_model.pipelining.row_proofs import StageRecording
 from flex_model.pipelining.stages import accepted_kwargs
 from flex_model.pipelining.stand_ins import OwnTensor
+from flex_model.runs.graphs import leaves_between
 from flex_model.runs.step import MicrobatchState
 from flex_model.runs.until import Site, ended_at
 
@@ -100,15 +102,13 @@ class StageStep(NamedTuple):
     Attributes:
         is_skipped: Whether the step needs nothing of the stage.
         sites: The modules after which its forwards end; None: they run to their end.
-        is_edited: Whether hooks edit activations of this rank's stages.
-        divisor: Makes the mean loss of a sum over micro-batches.
+        edited: The step's gradients, where hooks edit activations of this rank's stages.
     """
 
     has_backward: bool = False
     is_skipped: bool = False
     sites: list[Site] | None = None
-    is_edited: bool = False
-    divisor: int = 1
+    edited: Gradients | None = None
 
 
 class InstrumentedStage:
@@ -159,7 +159,7 @@ class InstrumentedStage:
         self._num_backwards = 0
         # A split backward finds the parameters behind what the stage received, and an edit may put
         # another tensor in its place.
-        self._splits_backward = self._may_split_backward and not step.is_edited
+        self._splits_backward = self._may_split_backward and step.edited is None
         self.stage.has_backward = step.has_backward
         self.stage.clear_runtime_states()
 
@@ -216,14 +216,14 @@ class InstrumentedStage:
                             save_forward_output=save_forward_output,
                         )
                         given += pytree.tree_leaves(args) if self.stage.is_first else []
-                        self._keep_tensors(fwd_chunk_id, given)
+                        self._keep_tensors(fwd_chunk_id, given, output)
                         return output
             except BaseException as error:
                 self._fail(fwd_chunk_id, error)
             torch_pipelining.drop_received(self.stage.args_recv_info, fwd_chunk_id)
             return self._make_zero_output(fwd_chunk_id, save_forward_output)
 
-    def _keep_tensors(self, microbatch: int, of_step: Sequence[Any]) -> None:
+    def _keep_tensors(self, microbatch: int, of_step: Sequence[Any], output: Any) -> None:
         """Drop the inputs that are not tensors: a split backward reads ``requires_grad`` of each.
         After a backward torch sets their gradients to None, which those of the step's own inputs
         (``of_step``) are to keep.
@@ -232,6 +232,8 @@ class InstrumentedStage:
 
         def keep(inputs: list[Any]) -> list[Tensor]:
             tensors = [value for value in inputs if isinstance(value, Tensor)]
+            if self._step.edited is not None:
+                self._step.edited.include(leaves_between([*of_step, *tensors], output))
             return [value.detach() if id(value) in own else value for value in tensors]
 
         torch_pipelining.keep_inputs(self.stage, microbatch, keep)
@@ -266,8 +268,6 @@ class InstrumentedStage:
         if not stage.has_backward:
             return
         self._num_backwards += 1
-        # Gradients are those of the mean loss from here on, wherever they go.
-        loss = None if loss is None else loss / self._step.divisor
         if not self._splits_backward:
             full_backward, last_backward = True, self._num_backwards == stage.chunks
         if self._run_backward(
@@ -317,7 +317,9 @@ class InstrumentedStage:
             self._of_torch("set_local_bwd_input", next_stage_bwd_outputs, mb_index)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Do nothing: the loss is divided."""
+        """Do nothing: ``Gradients`` scales, once for a parameter of two stages, and not what was
+        there before the step.
+        """
 
     def validate_fwd_input(self, args: Any, kwargs: Any) -> None:
         """Do nothing: all ranks agreed on the inputs before the step."""

@@ -62,14 +62,20 @@ class LocalStages(nn.Module):
     named_parameters = functools.partialmethod(_named, "named_parameters")
     named_buffers = functools.partialmethod(_named, "named_buffers")
 
-    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        found: dict[str, Any] = {}
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {} if destination is None else destination
+        seen: set[str] = set()
         for stage in self.children():
             own = stage.state_dict(*args, prefix=prefix, **kwargs)
-            for name in found.keys() & own.keys():
-                if not same_bits(found[name], own[name]):
+            for name in seen & own.keys():
+                one, other = (dtensor.to_local(held[name]) for held in (found, own))
+                if isinstance(one, Tensor) and not same_bits(one, other):
                     raise ValueError(_several_values(name, "stages of this rank"))
+            seen |= own.keys()
             found.update(own)
+            getattr(found, "_metadata", {}).update(getattr(own, "_metadata", {}))
         return found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -383,13 +389,12 @@ class StageParameters:
 
     Attributes:
         by_stage: By index of the stage: its parameters, collective over the ranks of the stage.
-        modules: By index of the stage: its module.
     """
 
     def __init__(
         self, root: LocalStages, communicator: Communicator, statements: Statements
     ) -> None:
-        self.modules = root.by_index
+        self._modules = root.by_index
         self.by_stage = {
             index: Parameters(module, communicator, statements)
             for index, module in root.by_index.items()
@@ -408,7 +413,7 @@ class StageParameters:
         """Return the placements stated for a parameter, by the first stage that has it, and its
         first name there. Local.
         """
-        for index, module in self.modules.items():
+        for index, module in self._modules.items():
             with contextlib.suppress(ValueError):
                 find_parameter(module, name)
                 return self.by_stage[index].sources_of(name)
@@ -444,6 +449,7 @@ class PipelineParameters:
             ValueError: stages have other values under this name; on every rank.
         """
         how: Any = {"sharded": sharded, "raw": raw, "experts": experts}
+        self._check_is_one(name, expected_shape)
         return self._read(name, lambda p: p.get(name, expected_shape, **how))
 
     def gradient(
@@ -477,7 +483,7 @@ class PipelineParameters:
             for other in self._index.names_of_parameter(name)
             for stage in self._index.holders_of_parameter(other)
         ]
-        self._check_is_one(name)
+        self._check_is_one(name, expected_shape)
 
         def write() -> None:
             for stage, other in held:
@@ -486,15 +492,15 @@ class PipelineParameters:
 
         gather_checked(self._world, f"a new value of parameter {name!r}", write)
 
-    def _check_is_one(self, name: str) -> None:
+    def _check_is_one(self, name: str, expected_shape: ExpectedShape) -> None:
         stages = self._index.holders_of_parameter(name)
         if len(stages) == 1:
             return
 
         def hashes() -> dict[int, int]:
-            modules = {i: self._local.modules[i] for i in stages if i in self._local.modules}
-            own = {i: find_parameter(module, name)[2] for i, module in modules.items()}
-            return {i: values.fingerprint(dtensor.to_local(one)) for i, one in own.items()}
+            own = {i: self._local.by_stage[i] for i in stages if i in self._local.by_stage}
+            # Whole: stages may shard it differently.
+            return {i: values.fingerprint(one.get(name, expected_shape)) for i, one in own.items()}
 
         gathered = gather_checked(self._line, f"the values of parameter {name!r}", hashes)
         if len({found for of_rank in gathered for found in of_rank.values()}) > 1:
@@ -502,7 +508,6 @@ class PipelineParameters:
 
     def _read(self, name: str, read: Callable[[Parameters], Tensor | None]) -> Any:
         stage = self._index.holders_of_parameter(name)[0]
-        self._check_is_one(name)
         pp_rank, found = self._index.pp_ranks[stage], []
 
         def read_here() -> Any:

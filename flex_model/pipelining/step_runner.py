@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.failure import FAILED
@@ -103,15 +104,18 @@ class StepRunner:
                 registration.expect_microbatches(dim if plan.number > 1 else None, shape)
         divisor = plan.number if self._schedule.scale_grads else 1
         run = self._begin_run(call, plan)
-        gradients = Gradients(core)
+        core.executor.average_over(divisor)
+        inputs = pytree.tree_leaves((call.args, call.kwargs))
+        gradients = Gradients(core, divisor, [one for one in inputs if isinstance(one, Tensor)])
         is_edited = any(r.edits and r.kind in ("forward", "forward_pre") for r in chosen)
-        self._begin_stages(call, is_edited, divisor)
+        self._begin_stages(call, gradients if is_edited else None)
         self._rows.begin(call, plan, chosen)
         losses: list[Tensor] = []
         output = None
         before = save_ctx.begin_step(core.save_ctx)
         try:
             output = self._local.run(call, plan, losses)
+            gradients.scale()
             if call.has_backward and not state.is_silent:
                 gradients.run_hooks()
         except BaseException as error:
@@ -151,7 +155,7 @@ class StepRunner:
         self._last = run
         return run
 
-    def _begin_stages(self, call: StepCall, is_edited: bool, divisor: int) -> None:
+    def _begin_stages(self, call: StepCall, edited: Gradients | None) -> None:
         """Begin the step on all stages; with ``until``, for what the last of these sites needs."""
         last = self._index.num_stages
         if call.until is not None:
@@ -165,7 +169,7 @@ class StepRunner:
                     if self._index.stage_of(name, kind) == last
                 ]
             is_skipped = stage.index > last
-            stage.begin(StageStep(call.has_backward, is_skipped, sites, is_edited, divisor))
+            stage.begin(StageStep(call.has_backward, is_skipped, sites, edited))
 
     def _stated_dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int | None]:
         """Return the dims of the rows in records that the user states, by their name; None for

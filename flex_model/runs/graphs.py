@@ -15,6 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from flex_model import _C
 from flex_model.integrations import torch_private
@@ -226,6 +228,19 @@ def nodes_behind(
                 seen.add(node)
                 pending.append(node)
                 yield node
+
+
+def leaves_between(inputs: Sequence[Any], outputs: Any) -> Iterator[Tensor]:
+    """Yield the tensors whose ``.grad`` a backward of these outputs adds to, but for the inputs and
+    what they were computed from.
+    """
+    given = [one for one in inputs if isinstance(one, Tensor)]
+    nodes = [one.grad_fn for one in pytree.tree_leaves(outputs) if isinstance(one, Tensor)]
+    ends = {one.grad_fn for one in given}
+    for node in nodes_behind([node for node in nodes if node is not None], lambda n: n not in ends):
+        is_leaf = node.name() == "torch::autograd::AccumulateGrad"
+        if is_leaf and not any(node.variable is one for one in given):
+            yield node.variable
 
 
 _left: weakref.WeakSet[Graphs] = weakref.WeakSet()  # those whose FlexModel is gone

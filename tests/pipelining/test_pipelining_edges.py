@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     ScheduleGPipe,
@@ -21,7 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from flex_model import FlexModel, HookFunction
 from flex_model.errors import HookError, HookMismatchError
-from flex_model.pipelining import SplitPoint, pipeline
+from flex_model.pipelining import PassThrough, SplitPoint, pipeline
 from flex_model.pipelining.instrumented_stage import stages_of
 from pipelines import ALL, SINGLE, Transposed, make_mlp, make_schedule, my_indices, part, unsplit
 from test_pipelining import MSE, assert_near, compare, data, is_last, mix, rank_of
@@ -320,6 +321,45 @@ def test_a_leaf_that_an_edit_closes_over_gets_the_gradient_of_the_mean_loss():
         assert_near(vectors[0].grad, vectors[1].grad, "", 1e-6)
 
 
+class Penalty(torch.autograd.Function):
+    """Adds the gradient of an auxiliary loss in its backward, as losses of routers are added."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, grad.new_ones(())
+
+
+class Penalised(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        return Penalty.apply(x, x.pow(2).mean())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_gradients_that_do_not_come_from_the_loss_are_those_of_the_mean_too(is_edited):
+    model, (x, y) = make_mlp(), data()
+    model.layers[1] = Penalised(8, 8)
+
+    def script(flex):
+        torch.manual_seed(2)
+        flex.register_trainable_module("learned", Penalised(8, 8))
+        flex.register_full_backward_hook(HookFunction("layers.1", output_name="gradient"))
+        if is_edited:
+            learned = HookFunction("layers.4", editing_function=lambda m, x, c, d: d["learned"](x))
+            flex.register_forward_hook(learned)
+
+    with FlexModel(make_schedule(ALL[0], model, loss_fn=MSE), records := {}) as flex:
+        script(flex)
+        compare(flex, records, expected := unsplit(model, script, x, y, MSE), x, y)
+        for name, parameter in flex.trainable_modules.named_parameters() if is_edited else ():
+            assert_near(parameter.grad, expected["trainable"][name], name, 1e-6)
+
+
 @pytest.mark.ranks(2)
 def test_a_split_backward_reaches_what_replaces_an_activation():
     def script(flex):
@@ -405,6 +445,57 @@ def test_parameters_of_stages_whose_names_collide():
         ):
             with pytest.raises(ValueError, match="PassThrough"):
                 call()
+
+
+class Counted(nn.Linear):
+    def get_extra_state(self):
+        return {"version": 1}
+
+    def set_extra_state(self, state):
+        assert state == {"version": 1}
+
+
+@pytest.mark.ranks(2)
+def test_the_state_of_several_stages_holds_whatever_torch_puts_there():
+    rank = dist.get_rank()
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    for kind in (nn.Linear, Counted):
+        torch.manual_seed(0)
+        blocks, stages = [kind(4, 4) for _ in range(4)], []
+        for own in (rank, rank + 2):
+            held = nn.Sequential(*[blocks[i] if i == own else PassThrough() for i in range(4)])
+            if kind is nn.Linear:
+                fully_shard(held, mesh=mesh["dp"])
+            stages.append(PipelineStage(held, own, 4, torch.device("cpu")))
+        with FlexModel(ScheduleInterleaved1F1B(stages, 4, loss_fn=MSE)) as flex:
+            state = flex.state_dict()
+            assert len(state) == (4 if kind is nn.Linear else 6)
+            flex.load_state_dict(state)
+
+
+class TiedEnds(nn.Module):
+    def __init__(self, emb, is_last):
+        super().__init__()
+        self.emb, self.is_last = emb, is_last
+
+    def forward(self, x):
+        return x @ self.emb.weight.T if self.is_last else self.emb(x)
+
+
+@pytest.mark.ranks(4)
+def test_a_tied_weight_that_stages_wrap_differently_is_read_after_an_evaluation():
+    pp, dp = divmod(dist.get_rank(), 2)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(0)
+    module, ids = TiedEnds(nn.Embedding(10, 6), pp == 1), torch.randint(0, 10, (8, 3))
+    weight = module.emb.weight.detach().clone()
+    if pp == 0:
+        fully_shard(module.emb, mesh=mesh["dp"])
+    fully_shard(module, mesh=mesh["dp"])
+    stage = PipelineStage(module, pp, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    with FlexModel(ScheduleGPipe(stage, 2)) as flex, torch.no_grad():
+        flex(ids[4 * dp : 4 * dp + 4])
+        assert torch.equal(flex.get_module_parameter("emb.weight"), weight)
 
 
 class Averages(nn.Module):
