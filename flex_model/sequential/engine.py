@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.integrations import torch_private
-from flex_model.layouts.memory_map import version_of
 from flex_model.runs.batches import BatchRun, BatchRuns
 from flex_model.runs.interrupts import Deferral, deferrable
+from flex_model.sequential.input_hashes import hash_of
 from flex_model.sequential.suspension import (
     ModuleAttributes,
     ProcessState,
@@ -117,7 +117,7 @@ class Engine:
         self._changes_thread = False
         self._safe_depths: set[int] = set()  # of calls that can be suspended
         self._followers: dict[int, int] = {}  # the step that came after a step, as last seen
-        self._read: list[tuple[Any, list[tuple[Tensor, int]]]] = []  # with what is in each
+        self._read: list[tuple[Any, str]] = []  # with the hash of each
         self.has_drawn = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -164,12 +164,11 @@ class Engine:
         """A context in which batches are read. ValueError if that changes one that has not run:
         one of ``waiting``, the first of which has the number ``first``, or one just read.
         """
-        self._read = [(batch, _tensors_in(batch)) for batch in waiting]
+        self._read = [(batch, hash_of(batch)) for batch in waiting]
         yield
         read, self._read = self._read, []
         for index, (batch, before) in enumerate(read, first):
-            pairs = itertools.zip_longest(before, _tensors_in(batch), fillvalue=(None, 0))
-            if any(old is not new or was != now for (old, was), (new, now) in pairs):
+            if hash_of(batch) != before:  # a tensor of numpy's memory has no version
                 raise ValueError(
                     f"sequential.run: batch {index} was changed by reading a later one, before it "
                     "has run; give each batch tensors and a container of its own, or read one at "
@@ -186,7 +185,7 @@ class Engine:
                 if ThreadState.now() != before:  # a generator's contexts, its batches' ones, too
                     self._ended_from = before
                 return
-            self._read.append((batch, _tensors_in(batch)))
+            self._read.append((batch, hash_of(batch)))
             yield batch
 
     def _made(self, index: int, arguments: Any, process: ProcessState) -> Batch:
@@ -429,10 +428,6 @@ class Engine:
             if self._loader.holds(leaf):
                 output = _C.replace_leaf(output, index, leaf.clone())
         return output
-
-
-def _tensors_in(batch: Any) -> list[tuple[Tensor, int]]:
-    return [(leaf, version_of(leaf)) for leaf in _C.flatten(batch)[0]]
 
 
 class ActivationOffloader:

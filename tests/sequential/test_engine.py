@@ -358,7 +358,7 @@ def test_batches_of_a_generator_are_run_in_its_contexts(window):
     assert not any(output.requires_grad for output in found)
 
 
-@pytest.mark.parametrize("what", ["dict", "tensor"])
+@pytest.mark.parametrize("what", ["dict", "tensor", "memory"])
 def test_batches_that_are_one_object_are_read_one_at_a_time(what):
     model = Stack(3)
 
@@ -367,7 +367,7 @@ def test_batches_that_are_one_object_are_read_one_at_a_time(what):
         for i in range(3):
             value = models.random(2, 6, seed=i, dtype=torch.float32)
             batch["x"] = value if what == "dict" else batch["x"].copy_(value)
-            yield batch
+            yield {"x": torch.from_numpy(batch["x"].numpy())} if what == "memory" else batch
 
     with torch.no_grad():
         expected = [model(**batch) for batch in batches()]
