@@ -198,7 +198,8 @@ class ExpertSlots(MadeSites):
         made = self._operation(functools.partial(run, _from_units), units, indices)
         with torch.no_grad(), follow.paused():
             own = made if units is own_units else run(_from_units, own_units, indices)
-            self._verify(_summed(own, own_weights), output)
+            dtype = _cast_to(experts.config, output) or output.dtype
+            self._verify(_summed(own, own_weights).to(dtype), output.to(dtype))
         outputs = self.outputs.through(made, indices)
         if units is own_units and outputs is made and weights is own_weights:
             return None
@@ -218,7 +219,8 @@ class ExpertSlots(MadeSites):
         try:
             rows = slots.flatten(0, 1)
             ones = rows.new_ones(len(rows), 1)
-            made = experts.forward(rows, indices.reshape(-1, 1), ones)
+            with torch.autocast(slots.device.type, enabled=_cast_to(before, slots) is not None):
+                made = experts.forward(rows, indices.reshape(-1, 1), ones)
         finally:
             self._part, experts.config = None, before
         return made.unflatten(0, indices.shape)
@@ -291,6 +293,16 @@ def _linear(experts: Any, name: str, pieces: Sequence[Tensor]) -> Tensor:
     matrices = (weight.transpose(1, 2) if experts.is_transposed else weight).unbind()
     biases = getattr(experts, f"{name}_bias").unbind() if experts.has_bias else [None] * len(weight)
     return torch.cat([F.linear(*one) for one in zip(pieces, matrices, biases, strict=True)])
+
+
+def _cast_to(config: Any, tensor: Tensor) -> torch.dtype | None:
+    """Return the dtype in which autocast has the experts compute; None: in the weights' own. It
+    leaves the kernel of grouped_mm as it is.
+    """
+    device = tensor.device.type
+    is_kernel = transformers_private.experts_implementation(config) == "grouped_mm"
+    is_off = is_kernel or not torch.is_autocast_enabled(device)
+    return None if is_off else torch.get_autocast_dtype(device)
 
 
 def _summed(outputs: Tensor, weights: Tensor) -> Tensor:
