@@ -104,7 +104,7 @@ class Lens(Edit):
 
     def take(self, flex: FlexModel) -> dict[str, list[Tensor]]:
         """Return and remove the logits since the last ``take``, of all lenses of this name, also
-        those of a run that failed (take these before the next run): ``site -> [tensor, ...]`` in call
+        those of a failed run (take these before the next one): ``site -> [tensor, ...]`` in call
         order, each of the whole batch, ``(rows, positions, vocabulary)``. Local; call it on every
         rank. In a pipeline rank 0 gets all of them, the other ranks an empty dict.
 
