@@ -25,7 +25,8 @@ def steer(vector: Tensor | str, strength: float = 1.0, **where: Unpack[Selection
 
     Args:
         vector: Broadcasts to ``(rows, positions, units)``: of shape ``(units,)``, ``(positions,
-            units)`` or more, the same on every rank. Or the name of a registered trainable module
+            units)`` or more, the same on every rank; with ``dims=`` for a dim of its own, it has
+            all dims of the activation in their order. Or the name of a registered trainable module
             that has one parameter, which is then trained.
     """
     region = Region(**where)

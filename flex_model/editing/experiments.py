@@ -37,6 +37,7 @@ from flex_model.editing.runs import (
     whole_site,
 )
 from flex_model.errors import agreed
+from flex_model.hooks.function import name_of
 from flex_model.model import FlexModel
 from flex_model.selection.selectors import Selector
 
@@ -48,7 +49,8 @@ class PatchingMap:
     Attributes:
         values: ``(sites, positions)``, float64, on the CPU, the same on every rank.
         clean, corrupted: The metric without patches; None for attribution patching.
-        sites, positions: The labels of the dims of ``values``.
+        sites, positions: The labels of the dims of ``values``. Of sites that select other positions
+            than each other, these are numbered from 0.
     """
 
     values: Tensor
@@ -108,8 +110,9 @@ def activation_patching(
             first one are repeated so often, and each copy is patched elsewhere. The captured
             activations are as many times larger.
         resume: A file: rank 0 writes each forward's values to it, and a later call with the same
-            inputs, sites and positions continues. Other weights, hooks or metrics are noticed by
-            the metric of the two runs without patches, if that differs.
+            inputs, sites, positions and edits continues. Other weights or metrics are noticed by
+            the metric of the two runs without patches, if that differs by more than a thousandth of
+            the difference between the two.
         progress: Show a bar on rank 0's terminal.
         groups: Groups of further hooks that are active in all runs; with ``batch`` above 1 without
             editing functions, which would get the copies of the rows as one batch.
@@ -130,6 +133,8 @@ def activation_patching(
     current: list[Edit] = [patch(Capture())] * len(places)
 
     def apply_current(i: int, full: Tensor, scope: Scope) -> Tensor:
+        if copies.number > 1:
+            copies.dim_of_rows(full, places[i])
         return current[i].apply(full, scope)
 
     watched = whole_site(output)
@@ -147,6 +152,7 @@ def activation_patching(
             "inputs": runs.exchange([described(clean), described(corrupted)]),
             "sites": [[repr(site), described(site.where)] for site in (*places, watched)],
             "positions": None if chosen is None else [repr(chosen), described(chosen)],
+            "hooks": [[h.module_name, name_of(h.editing_function)] for _, h in runs.group_edits()],
         }
         table = Table(runs, resume, key)
 
@@ -315,25 +321,27 @@ def attribution_patching(
             runs.run(corrupted, "sites", "gradients", "metric")
             runs.backward(loss[-1], "attribution_patching")
 
-        def estimate() -> list[list[float]]:
-            values = [
+        def estimate() -> list[list[tuple[int, float]]]:
+            maps = [
                 _first_order(site, before[i], runs.record(f"{i}"), runs.record(f"{i}.grad"))
                 for i, site in enumerate(places)
             ]
-            found = {len(of_site): site for of_site, site in zip(values, places, strict=True)}
+            found = {len(of_site): site for of_site, site in zip(maps, places, strict=True)}
             if len(found) > 1:
                 raise ValueError(_differing(found, "select as many in each where="))
-            return values
+            return maps
 
-        values = runs.on_rank_0(estimate, ValueError)
-    table = torch.tensor(values, dtype=torch.float64).reshape(len(places), -1)
-    return PatchingMap(table, None, None, places, tuple(range(table.shape[1])))
+        maps = runs.on_rank_0(estimate, ValueError)
+    pairs = torch.tensor(maps, dtype=torch.float64).reshape(len(places), -1, 2)
+    chosen, values = pairs.unbind(-1)
+    labels = chosen[0].int().tolist() if chosen.eq(chosen[0]).all() else range(chosen.shape[1])
+    return PatchingMap(values, None, None, places, tuple(labels))
 
 
 def _first_order(
     site: Site, clean: Tensor | None, corrupted: Tensor | None, gradient: Tensor | None
-) -> list[float]:
-    """Return the estimated change of the metric by position."""
+) -> list[tuple[int, float]]:
+    """Return the selected positions, each with the estimated change of the metric."""
     if clean is None or corrupted is None or gradient is None:
         raise ValueError(NO_GRADIENT.format("attribution_patching", f"{site.module!r}"))
     product = (clean - corrupted).double() * gradient.double()
@@ -341,7 +349,7 @@ def _first_order(
     dim = region.dim("positions", product.shape)
     by_position = region.only(product).movedim(dim, 0).flatten(1).sum(1).tolist()
     chosen = region.numbers(product.shape).get(dim, range(len(by_position)))
-    return [by_position[position] for position in chosen]
+    return [(position, by_position[position]) for position in chosen]
 
 
 def _as_positions(positions: Sequence[Selector]) -> tuple[Selector, ...]:

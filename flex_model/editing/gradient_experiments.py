@@ -118,8 +118,9 @@ def integrated_gradients(
         def interpolate(full: Tensor, scope: Scope) -> Tensor:
             low, change = corrupted_values[_place(start)].of(None), change_of(_place(start))
             full = full.detach().clone()
+            dim = copies.dim_of_rows(full, start)
             for step, of_copy in enumerate(rows, 1):
-                full[of_copy] = low + change * (step / steps)
+                full.index_copy_(dim, of_copy.to(full.device), low + change * (step / steps))
             return full.requires_grad_()
 
         def measure(full: Tensor, scope: Scope) -> None:
@@ -127,7 +128,9 @@ def integrated_gradients(
             loss.append(sum(metric(copies.take(full, end, i)) for i in range(steps)) / steps)
 
         def keep(place: _Place, grad: Tensor, scope: Scope) -> None:
-            gradients[place] = grad.detach()[rows].sum(0).double()
+            dim = copies.dim_of_rows(grad, read[place])
+            of_copies = grad.detach().movedim(dim, 0)[rows].sum(0)
+            gradients[place] = of_copies.movedim(0, dim).double()
 
         def note(place: _Place, full: Tensor, scope: Scope) -> None:
             if not torch.is_grad_enabled():
@@ -246,7 +249,8 @@ def jacobian_lens(
     Args:
         batches: Inputs as in `activation_patching`, without padding: all rows count alike. As many
             on each data-parallel rank.
-        layers: The sites by their numbers; all are ``(rows, positions, units)``.
+        layers: The sites by their numbers; all are ``(rows, positions, units)``, or in the order of
+            ``dims=`` of their ``where``.
         positions: Those that count, on both sides. The default is that of published lenses: not the
             first 16, which other positions use as sinks, nor the last.
         batch: The copies of the rows in one forward, each for one unit of the target.
@@ -271,8 +275,14 @@ def jacobian_lens(
     first = width = num_prompts = 0
     with Runs(flex, groups) as runs, runs.restored_gradients("jacobian_lens"), torch.enable_grad():
 
+        def as_usual(full: Tensor, site: Site) -> Tensor:
+            copies.dim_of_rows(full, site)
+            dims = Region(**site.where).dim
+            return full.permute([dims(one, full.shape) for one in ("rows", "positions", "units")])
+
         def measure(full: Tensor, scope: Scope) -> None:
             nonlocal width
+            full = as_usual(full, end)
             width = full.shape[-1]
             units = torch.arange(first, min(first + batch, width), device=full.device)
             part = full[region.index(full)][rows[: len(units)]]  # (copies, rows, positions, units)
@@ -284,7 +294,8 @@ def jacobian_lens(
             loss.append(part.sum((1, 2)).gather(1, units[:, None]).sum())
 
         def keep(layer: int, grad: Tensor, scope: Scope) -> None:
-            part = grad.detach()[region.index(grad)].mean(1)[rows].sum(1).float().cpu()
+            grad = as_usual(grad.detach(), sites[layer])
+            part = grad[region.index(grad)].mean(1)[rows].sum(1).float().cpu()
             matrix = found.setdefault(layer, torch.zeros(width, grad.shape[-1]))
             matrix[first : first + batch] += part[: width - first]
 

@@ -103,7 +103,8 @@ class Lens(Edit):
         vars(scope.save_ctx).setdefault(self._key + scope.site, []).append(entry)
 
     def take(self, flex: FlexModel) -> dict[str, list[Tensor]]:
-        """Return and remove the logits since the last ``take``: ``site -> [tensor, ...]`` in call
+        """Return and remove the logits since the last ``take``, of all lenses of this name, also
+        those of a failed run (take these before the next one): ``site -> [tensor, ...]`` in call
         order, each of the whole batch, ``(rows, positions, vocabulary)``. Local; call it on every
         rank. In a pipeline rank 0 gets all of them, the other ranks an empty dict.
 
@@ -166,7 +167,7 @@ def logit_lens(
         positions: The positions to read, the same in each row; None (the default): all.
         keep: A function of the logits ``(rows, positions, vocabulary)``, row by row, whose result
             is kept instead: ``lambda logits: logits.topk(5).indices``.
-        name: Distinguishes lenses at one module.
+        name: Distinguishes lenses: ``take`` returns the logits of all that have this name.
     """
     return Lens("logit_lens", None, unembed, name=name, **settings)
 

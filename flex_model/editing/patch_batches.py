@@ -90,15 +90,25 @@ class Copies:
         """Return the rows of a copy of the full output."""
         if self.number == 1:
             return output
-        dim = Region(**site.where).dim("rows", output.shape)
-        expected = self.number * self.num_rows * self.num_ranks
-        if output.shape[dim] != expected:
-            raise ValueError(
-                f"batch: the output {tuple(output.shape)} should have {expected} rows at dim {dim};"
-                " name the output and its dim of rows: output=Site(..., where={'dims': "
-                "{'rows': ...}})"
-            )
+        dim = self.dim_of_rows(output, site)
         return output.index_select(dim, torch.tensor(self.rows(copy)))
+
+    def dim_of_rows(self, full: Tensor, site: Site) -> int:
+        """Return the dim of a full tensor that holds the rows of all copies.
+
+        Raises:
+            ValueError: it has another size, as where a module gets all positions of all rows in one
+                dim.
+        """
+        dim = Region(**site.where).dim("rows", full.shape)
+        expected = self.number * self.num_rows * self.num_ranks
+        if full.shape[dim] != expected:
+            raise ValueError(
+                f"batch: the tensor {tuple(full.shape)} of {site.module!r} should have {expected} "
+                f"rows at dim {dim}; choose a module whose tensor has a dim of rows, and name it: "
+                "Site(..., where={'dims': {'rows': ...}})"
+            )
+        return dim
 
 
 class Table:
@@ -163,7 +173,8 @@ class Table:
         def compare() -> None:
             # Another sharding adds up in another order.
             kept, new = torch.tensor(self._ends or ends), torch.tensor(ends)
-            if not torch.allclose(kept, new, 0, 0.01 * float(new.abs().max()), equal_nan=True):
+            effect = float(new.diff().abs().nan_to_num(0, 0))
+            if not torch.allclose(kept, new, 0, 1e-3 * effect, equal_nan=True):
                 self._check({"metric, weights or hooks"})
             self._ends = ends
 
@@ -182,6 +193,9 @@ class Table:
 
 
 def described(inputs: Inputs) -> list[str]:
-    """Return the dtype, the shape and a hash of each tensor in inputs."""
-    leaves = pytree.flatten(as_arguments(inputs))[0]
-    return [f"{leaf.dtype} {tuple(leaf.shape)} {fingerprint(leaf)}" for leaf in leaves]
+    """Return the dtype, the shape and a hash of each tensor in inputs, and the plain settings."""
+    args, kwargs = as_arguments(inputs)
+    leaves = pytree.flatten((args, kwargs))[0]
+    found = [f"{leaf.dtype} {tuple(leaf.shape)} {fingerprint(leaf)}" for leaf in leaves]
+    given = [*enumerate(args), *kwargs.items()]
+    return found + [f"{k}={v!r}" for k, v in given if isinstance(v, (bool, int, float, str))]

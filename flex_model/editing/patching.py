@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from flex_model.editing.edit import Edit, Scope, format_call
 from flex_model.editing.region import Region
@@ -37,16 +36,17 @@ class Capture(Edit):
     def __init__(self) -> None:
         super().__init__("capture()", self._keep)
         self._kept: dict[tuple[int | None, bool], Tensor] = {}  # by micro-batch and is-fake
-        self._module: weakref.ref[nn.Module] | None = None
+        self._place: str | int | None = None
 
     def _keep(self, full: Tensor, scope: Scope) -> None:
-        if scope.module is not None:
-            if self._module is not None and self._module() is not scope.module:
-                raise ValueError(
-                    "capture: this Capture has an activation of another module; make one per module"
-                )
-            if not isinstance(full, FakeTensor):
-                self._module = weakref.ref(scope.module)
+        # The name, if it is known: `verify` runs the hook at the same site of another model.
+        place = id(scope.module) if scope.site is None else scope.site
+        if self._place not in (None, place):
+            raise ValueError(
+                "capture: this Capture has an activation of another module; make one per module"
+            )
+        if not isinstance(full, FakeTensor):
+            self._place = place
         self._kept[current_microbatch(), isinstance(full, FakeTensor)] = full.detach().clone()
 
     @property

@@ -106,9 +106,20 @@ class Region(Selection):
 
         Raises:
             TypeError: the dtype of ``full`` can't represent its values.
-            ValueError: its shape does not broadcast.
+            ValueError: its shape does not broadcast, or to other dims than those that were named.
         """
         _check_kept(whole, full)
+        # It broadcasts from the last dim, as if that were the units, and the one before positions.
+        first = full.dim() - whole.dim()
+        for usual, name in enumerate(("rows", "positions", "units"), full.dim() - 3):
+            if name in self._given and first > 0 and whole.numel() > 1:
+                dim = self.dim(name, full.shape)
+                if dim != usual and max(dim, usual) >= first:
+                    raise ValueError(
+                        f"a tensor of shape {tuple(whole.shape)} has no dim of its own for the "
+                        f"{name}, dim {dim} of {tuple(full.shape)}; give it as many dims as the "
+                        "activation has, in the same order"
+                    )
         whole = whole.to(full.device, full.dtype)
         shape, rows = list(full.shape), None
         if whole.dim() == full.dim() and current_rows() is not None:

@@ -146,7 +146,8 @@ def check_takes_gradients(flex: FlexModel, what: str) -> None:
 
 NO_GRADIENT = (
     "{}: no gradient reaches {}; let parameters before it require one "
-    "(flex.wrapped_module_requires_grad()), and leave torch.no_grad() outside"
+    "(flex.wrapped_module_requires_grad()), and leave torch.no_grad() outside; leave out sites on "
+    "which the metric does not depend"
 )
 
 
@@ -315,16 +316,20 @@ class Runs:
             self._error = error
             return None
 
-    def check_no_group_edits(self, what: str) -> None:
-        """ValueError if the user's groups have editing functions."""
+    def group_edits(self) -> Iterator[tuple[str, HookFunction]]:
+        """Yield the hooks of the user's groups that have editing functions, each with its group."""
         for group in self._groups:
             for hook in self._flex.get_group_hook_functions(group):
                 if hook.editing_function is not None:
-                    name = group.removeprefix(f"{_PREFIX}.")
-                    raise ValueError(
-                        f"{what}: the edit of {hook.module_name!r} in group {name!r} would get "
-                        "the copies of the rows as one batch; leave out batch="
-                    )
+                    yield group.removeprefix(f"{_PREFIX}."), hook
+
+    def check_no_group_edits(self, what: str) -> None:
+        """ValueError if the user's groups have editing functions."""
+        for name, hook in self.group_edits():
+            raise ValueError(
+                f"{what}: the edit of {hook.module_name!r} in group {name!r} would get "
+                "the copies of the rows as one batch; leave out batch="
+            )
 
     def backward(self, loss: object, what: str) -> None:
         """Run the backward of a metric."""

@@ -64,7 +64,9 @@ def splice(
         module = scope.trainable(name, "splice")
 
         def change(part: Tensor) -> Tensor:
-            inputs = input_of(module, part).to(next(module.parameters(), part).dtype)
+            # A quantised adapter's first parameter may hold integers.
+            floats = (one for one in module.parameters() if one.is_floating_point())
+            inputs = input_of(module, part).to(next(floats, part).dtype)
             output = _reconstruct(module, inputs, latents, error, scope)
             if not isinstance(output, Tensor) or output.shape != part.shape:
                 got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__

@@ -192,7 +192,7 @@ def compare_live(
         device = next((one.device for one in core.module.parameters()), torch.device("cpu"))
         inputs = of_json(structure, [one.to(device) for one in tensors])
     inputs_of_a = {
-        (partner_of(one.name, names)[0], one.call): one.read_full
+        (partner_of(one.name, names, one.kind)[0], one.call): one.read_full
         for one in (runs[0].sites if runs else ())
         if one.kind == "forward_pre" and one.read_full is not None
     }
@@ -212,7 +212,7 @@ def compared(a: RecordedRun, b: RecordedRun, names: Names | None = None) -> Comp
     pairs, unmatched, lost, used = [], [], [], set()
     has_gradients = any(site.kind == "tensor" for site in b.sites)
     for site in a.sites:
-        name, make = partner_of(site.name, names)
+        name, make = partner_of(site.name, names, site.kind)
         key = (name, site.kind, site.call)
         other = by_key.get(key)
         if other is None:
@@ -227,6 +227,10 @@ def compared(a: RecordedRun, b: RecordedRun, names: Names | None = None) -> Comp
                 lost.append(_shown(site))
             continue
         used.add(key)
+        if make is not None and site.kind in ("tensor", "full_backward"):
+            # Of all parts together: the function makes a part of an output.
+            unmatched.append(f"{_shown(site)}: {_shown(other)} is of other parts, too")
+            continue
         if make is not None and site.kind in ("forward", "full_backward_pre"):
             if other.read_full is None:
                 unmatched.append(f"{_shown(site)}: a part of {_shown(other)}, without tensors=True")
@@ -276,9 +280,11 @@ def _match(pattern: str, name: str) -> re.Match[str] | None:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)") + r"(\..*)?", whole)
 
 
-def partner_of(name: str, names: Names | None) -> tuple[str, Callable[[Tensor], Tensor] | None]:
+def partner_of(
+    name: str, names: Names | None, kind: str
+) -> tuple[str, Callable[[Tensor], Tensor] | None]:
     """Return B's name for one of A's, and what makes A's tensor of B's, of a module that a pattern
-    names with one. The same name where no pattern matches.
+    names with one, and of its parameters. The same name where no pattern matches.
     """
     names = names or {}
     for ours in sorted(names, key=lambda one: (-one.count("."), one.count("*"))):
@@ -292,5 +298,5 @@ def partner_of(name: str, names: Names | None) -> tuple[str, Callable[[Tensor], 
             raise ValueError(f"compare: names {ours!r} and {other!r} differ in their number of *")
         for part in parts:
             other = other.replace("*", part, 1)
-        return ((other + below).lstrip("."), None) if below else (other, make)
+        return (other + (below or "")).lstrip("."), None if below and kind != "tensor" else make
     return name, None

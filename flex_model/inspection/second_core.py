@@ -350,7 +350,9 @@ def run_once(
     for module in core.module.modules():
         if fsdp2.is_fsdp2(module):
             module.reshard()  # the root stays unsharded after a forward
-    value: Any = loss(output)
+    values: list[Any] = []  # a loss that fails on one rank: the others would wait in the backward
+    gather_checked(core.communicator, "the loss", lambda: values.append(loss(output)))
+    (value,) = values
     with no_gradients_kept([*core.module.parameters(), *leaves_between([], value)]):
         value.backward()
         if after is not None:

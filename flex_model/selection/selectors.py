@@ -134,7 +134,8 @@ class SelectionArguments(TypedDict, total=False):
     mask of that dim; negative ints count from the end. An int out of range is an IndexError; a
     slice is clipped, as in Python. An edit counts an int once that is given twice.
 
-    rows: Dim 0: rows of the whole batch, over all data-parallel ranks and micro-batches.
+    rows: Dim 0: rows of the whole batch, over all data-parallel ranks and micro-batches. Where a
+        module gets the positions of all rows in one dim (experts, OPT's ``fc1``) they are tokens.
     positions: Dim 1 of ``(rows, positions, units)``, counted within one call of the module. In
         ``generate()`` with a cache, the first call has the whole prompt, and each later one has one
         position, with index 0: only ``"every"`` (the default) and ``"last"`` make sense for all

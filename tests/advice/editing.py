@@ -225,6 +225,10 @@ ROWS = {
         lambda: edited(editing.steer(models.random(7))),
         lambda: [edited(editing.steer(t)) for t in (models.random(1), VECTOR, X)],
     ),
+    "give it as many dims as the activation has, in the same order": (
+        lambda: edited(editing.steer(X[0], dims={"positions": 0, "rows": 1})),
+        lambda: edited(editing.steer(X[:, :1], dims={"positions": 0, "rows": 1})),
+    ),
     "name must be the str passed to register_trainable_module": (
         lambda: at(editing.splice(nn.Linear(8, 8)).at),
         lambda: at(editing.splice("probe").at),
@@ -267,7 +271,7 @@ ROWS = {
         lambda: into(is_store=True),
         lambda: into(is_store=False),
     ),
-    "batch: the output {} should have {} rows at dim {}; name the output": (
+    "should have {} rows at dim {}; choose a module whose tensor has a dim of rows, and name it": (
         transposed,
         lambda: transposed(output=editing.Site("", where={"dims": {"rows": 1, "positions": 0}})),
     ),

@@ -178,6 +178,8 @@ def test_wrong_arguments(make, message):
         (lambda: editing.zero(positions=1, units=1, dims={"units": 1}), "are both dim 1"),
         (lambda: editing.zero(positions=1, dims={"positions": 3}), "positions are dim 3"),
         (lambda: editing.steer(torch.ones(2, 5, 8)), "can't be broadcast"),
+        (lambda: editing.steer(WHOLE[0], dims={"positions": 0, "rows": 1}), "own for the rows"),
+        (lambda: editing.mean(VECTOR, dims={"units": 1}), "own for the units, dim 1"),
         (lambda: editing.steer("nobody"), "no trainable module"),
         (lambda: editing.steer("linear"), "must have one parameter, got 2"),
         (lambda: editing.project_out(torch.ones(7)), "have 7 units"),
@@ -231,6 +233,8 @@ def test_values():
         (editing.mean(over="positions"), X.mean(1, keepdim=True).expand_as(X)),
         (editing.steer(VECTOR, 0.5), X + 0.5 * VECTOR),
         (editing.steer(WHOLE[0], positions=[0, 3]), changed([0, 3], to=(X + WHOLE[0])[:, [0, 3]])),
+        (editing.steer(VECTOR, dims={"positions": 0, "rows": 1}), X + VECTOR),
+        (editing.steer(WHOLE[:, :1], dims={"positions": 0, "rows": 1}), X + WHOLE[:, :1]),
         (editing.project_out(3 * VECTOR), X - projected(X, VECTOR)),
         (editing.project_onto(WHOLE[0, :2]), projected(X, *WHOLE[0, :2])),
         (editing.patch(WHOLE, rows=1), changed(rows=1, to=WHOLE[1])),
@@ -298,6 +302,20 @@ def test_a_spliced_autoencoder():
     without = call(editing.splice("sae", error=True, latents=editing.zero(units=4)), sae=sae)
     active = sae.encode(X.float())[..., 4, None] * sae.decoder.weight[:, 4]
     assert_close(without, (X - active.double()), rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantised_module_gets_no_integers():
+    class Quantised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+            self.scale = nn.Parameter(torch.tensor(0.5).double())
+
+        def forward(self, x):
+            return x * self.codes * self.scale
+
+    found = call(editing.splice("adapter"), adapter=Quantised())
+    assert_close(found, X * torch.arange(8) / 2)
 
 
 def test_a_module_gets_the_tokens_of_a_mask_only():

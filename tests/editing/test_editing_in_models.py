@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import models
 from flex_model import FlexModel, HookError, editing
+from flex_model.editing.patch_batches import described
 
 
 @pytest.fixture
@@ -153,19 +154,55 @@ def test_attribution_of_a_mask_and_of_repeated_positions(flex):
     change = (clean[name] - corrupted[name]) * corrupted[name].grad
     masked = (change * mask[..., None])[..., 3:20].sum((0, 2))
     assert_close(found, torch.stack([masked, change.sum((0, 2))[[4, 1, 4, 0, 2]]]))
+    repeated = editing.attribution_patching(flex, TOKENS, OTHER, sites[1:], measure)
+    assert repeated.positions == (4, 1, 4, 0, 2)
 
 
-def test_a_map_is_not_resumed_with_other_units(tmp_path):
+def test_tokens_are_not_taken_for_rows():
+    layers = nn.Linear(8, 8), nn.Flatten(0, 1), nn.Linear(8, 8), nn.Unflatten(0, (-1, 5))
+    flex, x = FlexModel(nn.Sequential(*layers).double(), {}), models.random(3, 5, 8)
+
+    def patching(**settings):
+        settings["positions"] = ["every"] * 2
+        return editing.activation_patching(flex, x, -x, ["2"], total, **settings)
+
+    def total(output):
+        return output[:, :, 0].sum()
+
+    assert_close(patching().recovered, torch.ones(1, 2).double())
+    with pytest.raises(HookError, match=r"\(30, 8\) of '2' should have 6 rows at dim 0; choose a"):
+        patching(batch=2)
+
+
+def test_a_capture_is_of_a_site():
+    flex, kept = FlexModel(models.mlp(), {}), editing.capture()
+    flex.register_forward_hook(kept.at("fc1"))
+    x = models.random(4, 6)
+    for _ in range(2):
+        assert flex.verify(models.mlp(), x, edits=True).is_equal
+        flex(x)
+    flex.register_forward_hook(kept.at("fc2"))
+    with pytest.raises(HookError, match="make one per module"):
+        flex(x)
+
+
+def test_a_map_is_not_resumed_in_another_experiment(tmp_path):
     flex = FlexModel(nn.Sequential(nn.Linear(8, 1200), nn.Linear(1200, 8)).double(), {})
     x, file = models.random(2, 5, 8), tmp_path / "map.json"
 
-    def patching(first):
+    def patching(first, metric=torch.sum, **settings):
         site = editing.Site("0", where={"units": torch.arange(1200).ge(first)})
-        return editing.activation_patching(flex, x, -x, [site], torch.sum, resume=file)
+        return editing.activation_patching(flex, x, -x, [site], metric, resume=file, **settings)
 
     patching(500)
     with pytest.raises(ValueError, match="another experiment, with other sites"):
         patching(600)
+    flex.create_hook_group("ablated", "1", editing_function=editing.zero(units=3))
+    with pytest.raises(ValueError, match="another experiment, with other hooks"):
+        patching(500, groups="ablated")
+    with pytest.raises(ValueError, match="another experiment, with other metric, weights or hooks"):
+        patching(500, lambda output: 1.004 * output.sum())
+    assert described({"x": x, "flag": True}) != described({"x": x, "flag": False})
 
 
 def test_batches_of_patches_and_an_interrupted_map(flex, tmp_path):

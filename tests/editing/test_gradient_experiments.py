@@ -296,6 +296,45 @@ def test_sums_that_fsdp_keeps_between_micro_batches_are_refused(name, tmp_path):
     BACKWARDS[name](flex, mine, tmp_path / "after")
 
 
+class Mixed(nn.Module):
+    """A model of tokens whose positions are in this dim."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.dim, self.embed, self.norm = dim, nn.Embedding(64, 8), nn.LayerNorm(8)
+        self.layer = models.seeded(nn.Linear, 8, 8)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.norm(x + self.layer(x).cumsum(self.dim).tanh())
+
+
+def of_positions_in(dim):
+    torch.manual_seed(0)
+    flex = FlexModel(Mixed(dim).double(), {}, batch_dim=1 - dim)
+    names = {"embed": "output", "layer": "output", "norm": "input", "": "output"}
+    dims = {"dims": {"rows": 1 - dim, "positions": dim}}
+    embed, layer, norm, end = (editing.Site(name, side, dims) for name, side in names.items())
+    tokens, other = (one.transpose(1, dim) for one in (TOKENS, OTHER))
+    scores = editing.integrated_gradients(
+        flex,
+        tokens,
+        other,
+        [embed, layer],
+        [norm],
+        lambda output: output.transpose(1, dim)[:, 3:, 2].square().sum(),
+        embedding=embed,
+        steps=STEPS,
+        output=end,
+    )
+    lens = editing.jacobian_lens(flex, [tokens], {0: embed}, end, positions=slice(1, 5), batch=3)
+    return scores, lens.J
+
+
+def test_rows_may_be_in_another_dim():
+    assert_close(of_positions_in(0), of_positions_in(1))
+
+
 def test_the_lens_is_the_mean_jacobian(tmp_path):
     model = models.llama().double()
     with FlexModel(model, {}) as flex:

@@ -191,6 +191,20 @@ def test_runs_of_single_ranks_are_refused(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_a_loss_that_fails_on_one_rank_is_an_error_on_all_ranks(tmp_path):
+    way = models.TWO_RANKS["tp"]
+    flex = FlexModel(way.shard(models.mlp().requires_grad_()), **way.sizes)
+
+    def failing(output):
+        if dist.get_rank() == 1:
+            raise LookupError("no label")
+        return loss(output)
+
+    with pytest.raises(RuntimeError, match=r"no label \(on rank 1\)"):
+        flex.fingerprint(tmp_path, X, loss=failing)
+
+
+@pytest.mark.ranks(2)
 def test_an_error_on_rank_0_alone_is_raised_on_all_ranks(tmp_path, monkeypatch):
     """Only rank 0 compares and writes: the other one would wait for it."""
     way = models.TWO_RANKS["tp"]
@@ -441,8 +455,30 @@ def test_parts_of_a_fused_projection_are_compared_by_names(tmp_path):
     fingerprint(b, fused, X)
     found = flex_model.compare(a, b, names)
     assert sum("without tensors=True" in one for one in found.unmatched) == 2
+
+
+def test_gradients_of_what_has_other_parts_are_not_compared(tmp_path):
+    first = nn.Linear(6, 6).double()
+    model = nn.Sequential(first, Apart())
+    fused = nn.Sequential(first, Fused(model[1].layers))
+    fused[1].out.load_state_dict(model[1].head.state_dict())
+    names = {
+        "1.layers.0": ("1.qkv", lambda full: full[..., :6]),
+        "1.layers.1": ("1.qkv", lambda full: full[..., 6:]),
+        "1.head": "1.out",
+    }
+    a = fingerprint(tmp_path / "a", model.requires_grad_(), X, loss=loss)
+    b = fingerprint(tmp_path / "b", fused.requires_grad_(), X, loss=loss, tensors=True)
+    found = flex_model.compare(a, b, names)
+    assert found.is_equal and not found.differences
+    assert sum("is of other parts, too" in one for one in found.unmatched) == 4
+
+
+def test_patterns_of_names():
+    def renamed(name, names):
+        return flex_model.fingerprints.comparison.partner_of(name, names, "forward")
+
     patterns = {"layers.*.mlp": "decoder.*.ffn", "layers.*": "decoder.*"}
-    renamed = flex_model.fingerprints.comparison.partner_of
     assert renamed("layers.3.mlp.fc1", patterns) == ("decoder.3.ffn.fc1", None)
     assert renamed("layers.3.attn", patterns) == ("decoder.3.attn", None)
     assert renamed("embed", patterns) == ("embed", None)
