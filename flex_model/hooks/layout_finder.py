@@ -291,7 +291,16 @@ class LayoutFinder:
                     call, axis, proven[axis], grad, prints.equal_along(axis)
                 )
             else:
-                placed[axis] = self._known(call, axis, proven[axis] or sized.get(axis))
+                shard = proven[axis] or sized.get(axis)
+                if isinstance(shard, Shard) and shard.pieces is not None:
+                    raise agreed(
+                        ValueError(
+                            f"{call.registration.layout_site.name}: some ranks along {axis} hold "
+                            "the same piece of the tensor, and each has a summand of its "
+                            "gradient; hook the tensor before the ranks take their pieces of it"
+                        )
+                    )
+                placed[axis] = self._known(call, axis, shard)
         found = ShardLayout(placed["dp"], placed["tp"], source=f"its tensor's: {layout.source}")
         site = call.registration.layout_site
         return resolve.order_axes(site, found, self._mesh, are_both_stated=len(own) == len(AXES))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flex_model.distributed.mesh import Mesh
-from flex_model.distributed.placement import Placement, Replicate, Shard, ShardLayout
+from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.integrations import quantized, transformers_private
-from flex_model.integrations.dtensor import axis_names, is_dtensor
+from flex_model.integrations.dtensor import axis_names
 from flex_model.names import own_tensor
 
 # Attributes in which layers state the full sizes of the dims of ``weight``. The first one is the
@@ -25,43 +24,25 @@ _STATED_SIZES = (
 )
 
 
-BY_SIZES = "the sizes that its layer states"  # the source of a layout
-
-
-def parameter_layout(
+def marked_placement(
     module: nn.Module, leaf_name: str, parameter: Tensor, mesh: Mesh
-) -> ShardLayout | None:
-    """Return the layout of a plain parameter along tp that its layer states; None without one.
-
-    Megatron marks its parameters (``tensor_model_parallel``, ``partition_dim``,
-    ``partition_stride``: two for a gated ``linear_fc1``, whose shards have a part of the gate and
-    one of the other half). Other layers state full sizes and have a smaller weight: fairscale's,
-    and all that have ``out_features`` and ``in_features``, ``output_size`` and ``input_size``, or
-    ``num_embeddings`` and ``embedding_dim``. A parameter that such a layer does not shard is
-    replicated.
-
-    Local.
+) -> Placement | None:
+    """Return the placement of a plain parameter along tp by the marks of Megatron's layers:
+    ``tensor_model_parallel``, ``partition_dim``, and ``partition_stride``, two for a gated
+    ``linear_fc1``, whose shards have a part of the gate and one of the other half. None without
+    marks. Local.
     """
     if mesh.tp_size == 1 or leaf_name not in ("weight", "bias") or _is_along_tp(parameter, mesh):
         return None
     weight = own_tensor(module, "weight")  # None in an output layer that is tied
-    if _is_marked(parameter) or _is_marked(weight):
-        if is_of_own_experts(parameter) or not _is_split_over(module, mesh):
-            return None
-        if not _is_marked(parameter):
-            return ShardLayout(source="its layer's marks")
-        dim: int = parameter.partition_dim  # type: ignore[attr-defined]
-        parts: int = getattr(parameter, "partition_stride", 1)
-        return ShardLayout(tp=Shard(dim % parameter.ndim, parts), source="its layer's marks")
-    if _is_megatrons(module):
-        return None  # without its marks, a partition_stride above 1 could not be seen from sizes
-    own = parameter if leaf_name == "weight" else weight
-    split = _split_dim(module, own, mesh)
-    if split is None:
+    if not (_is_marked(parameter) or _is_marked(weight)):
         return None
-    is_split = leaf_name == "weight" or split == 0
-    tp: Placement = Shard(split) if is_split else Replicate()
-    return ShardLayout(tp=tp, source=BY_SIZES)
+    if is_of_own_experts(parameter) or not _is_split_over(module, mesh):
+        return None
+    if not _is_marked(parameter):
+        return Replicate()
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    return Shard(dim % parameter.ndim, getattr(parameter, "partition_stride", 1))
 
 
 def placement_without_statement(parameter: Tensor, axis: str) -> Placement | None:
@@ -122,27 +103,26 @@ def _is_megatrons(module: nn.Module, name: str = "") -> bool:
 
 
 def stated_sizes(module: nn.Module, leaf_name: str) -> tuple[int, ...] | None:
-    """Return the full sizes of a weight or bias that its layer states in attributes. Local."""
+    """Return the full sizes of a weight or bias that its layer states in attributes: fairscale's,
+    and all that have one of the pairs. Local.
+    """
     number = {"weight": 2, "bias": 1}.get(leaf_name)
-    sizes = next(_sizes_of_weight(module), None)
-    return None if number is None or sizes is None else sizes[:number]
+    pairs: list[Any] = [[getattr(module, one, None) for one in names] for names in _STATED_SIZES]
+    found = [pair for pair in pairs if all(isinstance(size, int) for size in pair)]
+    if number is None or not found:
+        return None
+    return tuple(map(max, *found, (0, 0)))[:number]  # a subclass of nn.Linear has local ones too
 
 
-def _sizes_of_weight(module: nn.Module) -> Iterator[tuple[int, int]]:
-    """Yield the full sizes of a layer's weight by each of the pairs of attributes that it has."""
-    for names in _STATED_SIZES:
-        sizes: list[Any] = [getattr(module, name, None) for name in names]
-        if all(isinstance(size, int) for size in sizes):
-            yield sizes[0], sizes[1]
-
-
-def dims_smaller_than_stated(module: nn.Module, leaf_name: str, parameter: Tensor) -> list[int]:
-    """Return the dims of a plain weight or bias that are smaller than its layer states, or may be:
-    all of one that is packed in an unknown format. If there are any it is not replicated by
-    what others state, but it need not be an even shard. Local.
+def dims_smaller_than_stated(
+    module: nn.Module, leaf_name: str, parameter: Tensor, mesh: Mesh
+) -> list[int]:
+    """Return the dims of a weight or bias that are smaller than its layer states, or may be: all of
+    one that is packed in an unknown format. If there are any it is not replicated by what others
+    state, but it need not be an even shard. Local.
     """
     sizes = stated_sizes(module, leaf_name)
-    if sizes is None or is_dtensor(parameter) or parameter.ndim != len(sizes):
+    if sizes is None or parameter.ndim != len(sizes) or _is_along_tp(parameter, mesh):
         return []
     if not quantized.has_one_value_each(module, leaf_name, parameter):
         return list(range(parameter.ndim))
@@ -151,36 +131,22 @@ def dims_smaller_than_stated(module: nn.Module, leaf_name: str, parameter: Tenso
     return [dim for dim, own in enumerate(parameter.shape) if own < sizes[dim]]
 
 
-def uneven_share(
-    module: nn.Module, leaf_name: str, parameter: Tensor
+def share_by_sizes(
+    module: nn.Module, leaf_name: str, parameter: Tensor, mesh: Mesh
 ) -> tuple[Shard, tuple[int, ...]] | None:
     """Return the placement of a weight or bias that is smaller than its layer states along one dim,
     also if its shard is uneven (whole heads), and the stated sizes, which the ranks' shards must
-    add up to. Local.
+    add up to: a padded one is none. Local.
     """
     sizes = stated_sizes(module, leaf_name)
-    dims = dims_smaller_than_stated(module, leaf_name, parameter)
-    if sizes is None or len(dims) != 1 or _is_megatrons(module):
+    dims = dims_smaller_than_stated(module, leaf_name, parameter, mesh)
+    if sizes is None or len(dims) != 1:
         return None
+    if _is_megatrons(module):
+        return None  # without its marks, a partition_stride above 1 could not be seen from sizes
     if not quantized.has_one_value_each(module, leaf_name, parameter):
         return None
     return Shard(dims[0]), sizes
-
-
-def _split_dim(module: nn.Module, weight: Any, mesh: Mesh) -> int | None:
-    """Return the only dim along which ``weight`` is smaller than its layer states, or None."""
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or _is_along_tp(weight, mesh):
-        return None
-    if not quantized.has_one_value_each(module, "weight", weight):
-        return None  # half the bytes may be all of the values
-    for stated in _sizes_of_weight(module):
-        smaller = [dim for dim in (0, 1) if weight.shape[dim] < stated[dim]]
-        if len(smaller) != 1 or weight.shape[1 - smaller[0]] != stated[1 - smaller[0]]:
-            continue
-        share = stated[smaller[0]] / mesh.tp_size
-        if abs(weight.shape[smaller[0]] - share) < 1:  # even, or off by less than one element
-            return smaller[0]
-    return None
 
 
 # Attributes of attention modules with the size of one head, which tensor parallelism never splits.
@@ -207,17 +173,16 @@ def stated_last_sizes(module: nn.Module) -> frozenset[int]:
 
 def states_tensor_parallelism(root: nn.Module, mesh: Mesh) -> bool:
     """Whether some parameters state that tensor parallelism shards them, so that the others are
-    replicated: DTensors, parameters with a ``parameter_layout``, and this rank's share of whole
-    heads. Local.
+    replicated: DTensors, marked parameters, and this rank's share of the stated sizes. Local.
     """
     if mesh.tp_size == 1:
         return False
     for module in root.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            stated = parameter_layout(module, name, parameter, mesh)
-            if stated is not None or _is_along_tp(parameter, mesh):
+            marked = marked_placement(module, name, parameter, mesh)
+            if marked is not None or _is_along_tp(parameter, mesh):
                 return True
-            share = uneven_share(module, name, parameter)
+            share = share_by_sizes(module, name, parameter, mesh)
             if share is not None:
                 dim = share[0].dim
                 if _is_share_of_units(parameter.shape[dim], share[1][dim], mesh):

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 # Their hooks gather weights, reduce gradients of weights, or are FlexModel's: they return the
 # gradient that they receive.
-_FRAMEWORKS = ("torch.distributed.", "fairscale.", "flex_model.")
+_FRAMEWORKS = (
+    *(f"torch.distributed.{name}." for name in ("fsdp", "_composable", "tensor.debug", "_tools")),
+    "torch.distributed.tensor.parallel.", "fairscale.nn.data_parallel.",
+    "flex_model.hooks.", "flex_model.integrations.", "flex_model.runs.",
+)  # fmt: skip
 # The identities at which FlexModel's gradient hooks run, and of what has the memory of an input.
 _EDGES = "_EdgeBackward", "_InputsMemoryBackward"
 _OF_CPP = "torch::autograd::CppNode<"

@@ -199,7 +199,7 @@ class Weights:
         self, name: str, module: nn.Module, leaf: str, tensor: Tensor
     ) -> tuple[Placements, Sizes]:
         statement = self._statements.of_parameter(name, module)
-        dp, tp = self._stated_by_model(module, leaf, tensor, statement)
+        dp, tp = self._stated_by_model(module, leaf, tensor)
         if dtensor.is_dtensor(tensor) and stated_by_dtensor(tensor, self._mesh) is None:
             return (None, None), None
         if statement is not None:
@@ -207,29 +207,21 @@ class Weights:
         sizes = None if statement is None else statement.sizes
         if self._mesh.tp_size == 1:
             tp = encode(Replicate())
-        elif tp is None and layers.dims_smaller_than_stated(module, leaf, tensor):
-            share = layers.uneven_share(module, leaf, tensor)
-            tp, sizes = (None, None) if share is None else (encode(share[0]), share[1])
-        elif tp is None and self._is_stated and not self._states_along_tp(tensor, leaf):
-            tp = encode(layers.placement_without_statement(tensor, "tp"))
+        elif tp is None and not self._states_along_tp(tensor, leaf):
+            if layers.dims_smaller_than_stated(module, leaf, tensor, self._mesh):
+                share = layers.share_by_sizes(module, leaf, tensor, self._mesh)
+                tp, sizes = (None, None) if share is None else (encode(share[0]), share[1])
+            elif self._is_stated:
+                tp = encode(layers.placement_without_statement(tensor, "tp"))
         return (dp or encode(layers.placement_without_statement(tensor, "dp")), tp), sizes
 
-    def _stated_by_model(
-        self, module: nn.Module, leaf: str, tensor: Tensor, statement: Statement | None
-    ) -> Placements:
-        """Return the placements that a DTensor or the layer states. Where the layer's sizes show a
-        split dim, the user's statement may say of which parts it consists.
-        """
+    def _stated_by_model(self, module: nn.Module, leaf: str, tensor: Tensor) -> Placements:
+        """Return the placements that a DTensor or the layer's marks state."""
         dp, tp = stated_by_dtensor(tensor, self._mesh) or (None, None)
         if tp is not None:
             tp = encode(layers.as_computed_with(module, leaf, tensor, decode(tp)))
         if self._mesh.tp_size > 1 and not self._states_along_tp(tensor, leaf):
-            layout = layers.parameter_layout(module, leaf, tensor, self._mesh)
-            tp = None if layout is None else encode(layout.tp)
-            parts = None if statement is None else statement.tp
-            is_by_sizes = layout is not None and layout.source == layers.BY_SIZES
-            if is_by_sizes and isinstance(parts, Shard) and encode(Shard(parts.dim)) == tp:
-                tp = encode(parts)
+            tp = encode(layers.marked_placement(module, leaf, tensor, self._mesh))
         return dp, tp
 
     def _states_along_tp(self, tensor: Tensor, leaf: str) -> bool:
@@ -243,7 +235,7 @@ class Weights:
         """Return how the model contradicts a statement about parameters; empty if it does not."""
         for name, module, leaf in self._statements.targets(statement):
             tensor = own_tensor(module, leaf)
-            own = dict(zip(AXES, self._stated_by_model(module, leaf, tensor, statement)))
+            own = dict(zip(AXES, self._stated_by_model(module, leaf, tensor)))
             for axis, stated in statement.placed.items():
                 if own[axis] is not None and encode(stated) != own[axis]:
                     return (

@@ -410,17 +410,16 @@ class Parameters:
             stated_tp = layers.as_computed_with(found.module, leaf_name, tensor, layout.tp)
             tp = stated_tp if "tp" in axes else tp
         if tp is None:
-            stated = layers.parameter_layout(found.module, leaf_name, found.parameter, mesh)
-            if stated is not None:
-                tp = stated.tp
-            elif self._states_tensor_parallelism and not layers.dims_smaller_than_stated(
-                found.module, leaf_name, found.parameter
-            ):
+            tp = layers.marked_placement(found.module, leaf_name, found.parameter, mesh)
+            is_smaller = layers.dims_smaller_than_stated(
+                found.module, leaf_name, found.parameter, mesh
+            )
+            if tp is None and self._states_tensor_parallelism and not is_smaller:
                 tp = layers.placement_without_statement(found.parameter, "tp")
         if statement is not None:
             dp = dp if "dp" in axes else statement.dp or dp
             tp = tp if "tp" in axes else statement.tp or tp
-        share = layers.uneven_share(found.module, leaf_name, found.parameter)
+        share = layers.share_by_sizes(found.module, leaf_name, found.parameter, mesh)
         sizes = None if statement is None else statement.sizes
         return ParameterSources((dp, tp), share, sizes)
 

@@ -12,9 +12,9 @@ from flex_model.distributed.mesh import Mesh
 from flex_model.distributed.placement import Replicate, Shard
 from flex_model.integrations.layers import (
     dims_smaller_than_stated,
-    parameter_layout,
+    marked_placement,
+    share_by_sizes,
     states_tensor_parallelism,
-    uneven_share,
 )
 
 TP_2 = Mesh(ranks=(0, 1), tp_size=2)
@@ -30,25 +30,29 @@ class Layer(nn.Module):
         for name, size in sizes.items():
             setattr(self, name, size)
 
-    def layouts(self, mesh=TP_2):
-        found = (parameter_layout(self, name, p, mesh) for name, p in self.named_parameters())
-        return [layout and layout.tp for layout in found]
+    def marks(self, mesh=TP_2):
+        return [marked_placement(self, name, p, mesh) for name, p in self.named_parameters()]
+
+    def shares(self):
+        found = [share_by_sizes(self, name, p, TP_2) for name, p in self.named_parameters()]
+        return [share and share[0] for share in found]
 
 
 @pytest.mark.parametrize(
     "layer, expected",
     [
         (Layer((4, 6), 4, out_features=8, in_features=6), [Shard(0), Shard(0)]),
-        (Layer((8, 3), 8, out_features=8, in_features=6), [Shard(1), Replicate()]),
+        (Layer((8, 3), 8, out_features=8, in_features=6), [Shard(1), None]),
+        (Layer((4, 6), 8, out_features=8, in_features=6), [Shard(0), None]),  # a whole bias
+        (Layer((4, 6), output_size=8, input_size=6, out_features=4, in_features=6), [Shard(0)]),
         (Layer((4, 6), 4, output_size=8, input_size=6), [Shard(0), Shard(0)]),
         (Layer((5, 6), num_embeddings=10, embedding_dim=6), [Shard(0)]),
         (Layer((10, 3), num_embeddings=10, embedding_dim=6), [Shard(1)]),
         (Layer((49, 6), out_features=97, in_features=6), [Shard(0)]),
-        (Layer((48, 6), out_features=97, in_features=6), [Shard(0)]),
     ],
 )
 def test_sizes_stated_beside_a_smaller_weight_tell_its_layout(layer, expected):
-    assert layer.layouts() == expected
+    assert layer.shares() == expected
     assert states_tensor_parallelism(layer, TP_2)
 
 
@@ -58,7 +62,6 @@ def test_sizes_stated_beside_a_smaller_weight_tell_its_layout(layer, expected):
         nn.Linear(6, 4),  # it may state its own, local sizes
         nn.LayerNorm(4),
         nn.Bilinear(4, 4, 4),
-        Layer((2, 6), out_features=8, in_features=6),  # a quarter, of two ranks
         Layer((4, 3), out_features=8, in_features=6),  # smaller both ways
         Layer((24, 1), out_features=8, in_features=6),  # packed
         Layer((4, 6), out_features=8),
@@ -66,24 +69,26 @@ def test_sizes_stated_beside_a_smaller_weight_tell_its_layout(layer, expected):
     ],
 )
 def test_nothing_is_told_where_nothing_is_stated(layer):
-    assert {parameter_layout(layer, n, p, TP_2) for n, p in layer.named_parameters()} == {None}
+    for name, parameter in layer.named_parameters():
+        assert marked_placement(layer, name, parameter, TP_2) is None
+        assert share_by_sizes(layer, name, parameter, TP_2) is None
     assert not states_tensor_parallelism(layer, TP_2)
 
 
 def test_an_uneven_share_is_no_replica():
     """Whole heads, of which some ranks have more: was taken for a weight that all share."""
     layer = Layer((8, 6), 8, out_features=12, in_features=6)
-    assert layer.layouts() == [None, None]
-    assert uneven_share(layer, "weight", layer.weight) == (Shard(0), (12, 6))
-    assert uneven_share(layer, "bias", layer.bias) == (Shard(0), (12,))
+    assert share_by_sizes(layer, "weight", layer.weight, TP_2) == (Shard(0), (12, 6))
+    assert share_by_sizes(layer, "bias", layer.bias, TP_2) == (Shard(0), (12,))
     assert states_tensor_parallelism(layer, TP_2)  # two heads of three: rank 0's share
     assert not states_tensor_parallelism(Layer((4, 6), out_features=12, in_features=6), TP_2)
+    assert not states_tensor_parallelism(Layer((2, 6), out_features=8, in_features=6), TP_2)
     assert not states_tensor_parallelism(Layer((9, 6), out_features=12, in_features=6), TP_2)
     both = Layer((8, 3), out_features=12, in_features=6)
-    assert uneven_share(both, "weight", both.weight) is None
-    assert dims_smaller_than_stated(both, "weight", both.weight) == [0, 1]
+    assert share_by_sizes(both, "weight", both.weight, TP_2) is None
+    assert dims_smaller_than_stated(both, "weight", both.weight, TP_2) == [0, 1]
     packed = Layer((24, 1), out_features=8, in_features=6)
-    assert dims_smaller_than_stated(packed, "weight", packed.weight) == []
+    assert dims_smaller_than_stated(packed, "weight", packed.weight, TP_2) == []
 
 
 def marked(dim, stride, **sizes):
@@ -96,12 +101,12 @@ def marked(dim, stride, **sizes):
 
 
 def test_megatrons_marks_tell_dim_and_parts():
-    assert marked(0, 1).layouts() == [Shard(0), Shard(0)]
-    assert marked(0, 2, output_size=8).layouts() == [Shard(0, parts=2)] * 2
-    assert marked(1, 1).layouts() == [Shard(1), Replicate()]
+    assert marked(0, 1).marks() == [Shard(0), Shard(0)]
+    assert marked(0, 2, output_size=8).marks() == [Shard(0, parts=2)] * 2
+    assert marked(1, 1).marks() == [Shard(1), Replicate()]
     tied = marked(0, 1)  # an output layer that computes with the embedding's weight
     tied.weight = None
-    assert tied.layouts() == [Shard(0)]
+    assert tied.marks() == [Shard(0)]
 
 
 @pytest.mark.ranks(2)
@@ -116,7 +121,7 @@ def test_megatrons_marks_of_experts_are_not_along_tp(mark):
         expert.tp_group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     else:
         expert.weight.allreduce = expert.bias.allreduce = False
-    assert expert.layouts() == [None, None]
+    assert expert.marks() == [None, None]
     with FlexModel(model, tensor_parallel_size=2) as flex:
         assert flex.get_module_parameter("dense.weight").shape == (4, 12)
         for name in ("expert.weight", "expert.bias"):
@@ -137,15 +142,15 @@ def test_a_megatron_parameter_that_lost_its_marks_is_not_guessed():
     """
     layer = Layer((4, 6), output_size=8, input_size=6)
     layer.__class__ = type("ColumnParallelLinear", (Layer,), {"__module__": "megatron.core.layers"})
-    assert layer.layouts() == [None]
+    assert layer.marks() == layer.shares() == [None]
 
 
 def test_other_parameters_and_a_single_rank_tell_nothing():
     layer = marked(0, 1)
     layer.weight1 = nn.Parameter(torch.zeros(4, 6))  # of a grouped expert: another order of rows
     vars(layer.weight1).update(vars(layer.weight))
-    assert parameter_layout(layer, "weight1", layer.weight1, TP_2) is None
-    assert layer.layouts(Mesh()) == [None, None, None]
+    assert marked_placement(layer, "weight1", layer.weight1, TP_2) is None
+    assert layer.marks(Mesh()) == [None, None, None]
 
 
 class Drawn(nn.Module):

@@ -247,6 +247,46 @@ def test_a_contract_that_takes_other_arguments_is_named():
             flex(models.random(4, 6))
 
 
+def region(reduces):
+    """One of several classes of the same name."""
+
+    class Region(models.CopyToRanks if reduces else torch.autograd.Function):
+        if not reduces:
+
+            @staticmethod
+            def forward(ctx, x, group):
+                return x * 1
+
+            @staticmethod
+            def backward(ctx, grad):
+                return grad, None
+
+    return Region
+
+
+@pytest.mark.ranks(2)
+def test_classes_of_one_name_have_contracts_of_their_own():
+    """Silently wrong before: all had that of the class that was stated last."""
+    summing, passing, unstated = region(True), region(False), region(True)
+    register_function(summing, gradient="whole")
+    register_function(passing, gradient="local")
+    x, found = models.random(4, 6), {}
+    for function in (summing, passing, unstated):
+        model = Columns(dist.group.WORLD, function)
+        with FlexModel(model, records := {}, tensor_parallel_size=2, timeout=20) as flex:
+            flex.register_full_backward_pre_hook(HookFunction("site"))
+            loss = flex(x.clone().requires_grad_()).sum()
+            with (
+                pytest.raises(ValueError, match="without a contract")
+                if function is unstated
+                else nullcontext()
+            ):
+                loss.backward()
+        found[function] = records.get("site")
+    if dist.get_rank() == 0:
+        assert_close(found[summing], found[passing])
+
+
 def test_what_is_no_contract():
     with pytest.raises(TypeError, match=r"expected a subclass of torch\.autograd\.Function"):
         register_function(nn.Linear, gradient="whole")

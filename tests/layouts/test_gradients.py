@@ -382,6 +382,50 @@ def test_a_gradient_goes_through_what_is_joined_and_split_again_part_by_part():
     assert_close(found, expected["same"])
 
 
+class SharedHeads(nn.Module):
+    """Two heads of keys and four of queries: each rank has a query, two ranks share keys."""
+
+    def __init__(self, group=None):
+        super().__init__()
+        self.keys = models.seeded(nn.Linear, 6, 6).double()
+        self.queries = models.seeded(nn.Linear, 6, 12, seed=3).double()
+        self.norm, self.group = nn.LayerNorm(3).double(), group
+
+    def forward(self, x):
+        keys, queries = self.keys(x).unflatten(-1, (2, 3)), self.queries(x).unflatten(-1, (4, 3))
+        if self.group is not None:
+            rank, shared = self.group.rank(), self.group.rank() // 2
+            keys, queries = keys[:, shared : shared + 1], queries[:, rank : rank + 1]
+        keys = self.norm(keys).repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+        out = (keys * queries.sin()).sum(1)
+        return out if self.group is None else SumOverRanks.apply(out, self.group)
+
+
+@pytest.mark.ranks(4)
+def test_the_gradient_of_a_piece_that_ranks_share_is_refused():
+    """Silently wrong before: it was that of one of the ranks alone."""
+    whole, sharded, records, expected = SharedHeads(), SharedHeads(dist.group.WORLD), {}, {}
+    whole.norm.register_forward_hook(
+        lambda module, args, output: mixing_features(module, output, None, None)
+    )
+    whole.keys.register_full_backward_pre_hook(lambda m, g: expected.update(keys=list(g)))
+    whole(BATCH).square().sum().backward()
+    with FlexModel(sharded, records, tensor_parallel_size=4, timeout=20) as flex:
+        models.replicas(flex)
+        edit = HookFunction("norm", None, mixing_features, output_name="edited")
+        flex.register_forward_hook(edit)
+        flex.register_full_backward_pre_hook(HookFunction("keys"))
+        flex(BATCH).square().sum().backward()
+        if dist.get_rank() == 0:
+            assert_close(records["keys"], expected["keys"])
+        flex.register_full_backward_pre_hook(HookFunction("norm"))
+        loss = flex(BATCH).square().sum()
+        with pytest.raises(
+            ValueError, match=r"'norm'.*hold the same piece.*hook the tensor before"
+        ):
+            loss.backward()
+
+
 # ---- What was made of a tensor, and what hands its gradient on -----------------------------------
 
 

@@ -4,6 +4,7 @@ the unsharded model, or refused.
 """
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -231,6 +232,27 @@ def test_hooks_of_the_models_own(place, hook):
 
     sites = ["0", "0.weight", "2", "2.weight"]
     check_alone_and_sharded(make, sites, is_own=True)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("place", ["a weight", "before a module"])
+def test_a_collective_as_a_hook_is_none_of_a_frameworks(place):
+    """Silently wrong before: its sum was summed again, as for hooks that return what they get."""
+    model = nn.Sequential(nn.LayerNorm(8), nn.Identity(), Columns(dist.group.WORLD)).double()
+    hook = partial(funcol.all_reduce, reduceOp="sum", group=dist.group.WORLD)
+    if place == "a weight":
+        model[0].weight.register_hook(hook)
+    else:
+        model[0].register_forward_hook(
+            lambda module, args, output: output.register_hook(hook) and None
+        )
+    with flex_of(model, {}, "tp", True) as flex:
+        flex.register_hook(HookFunction("0.weight"))
+        loss = flex(BATCH).square().sum()
+        with pytest.raises(
+            ValueError, match=r"'0\.weight'.*a hook of the model's own on gradients"
+        ):
+            loss.backward()
 
 
 class InPieces(nn.Module):

@@ -122,12 +122,10 @@ def test_fused_parts_of_unequal_sizes(kind):
 
 @pytest.mark.ranks(2)
 def test_parts_of_a_layer_that_states_its_sizes():
-    """Such a layer was taken for consecutive shards, and the statement of its parts refused."""
+    """The sizes stand for consecutive shards, until the user states parts."""
     x, whole, sharded = models.random(3, 4), Fused(), Fused(dist.get_rank())
     sharded.qk.out_features = 6
     with FlexModel(sharded, records := {}, tensor_parallel_size=2, timeout=20) as flex:
-        with pytest.raises(ValueError, match="its layer states that it is split along dim 0"):
-            flex.annotate_layout("qk.weight", kind="parameter", tp=Shard(1))
         flex.annotate_layout("qk.weight", kind="parameter", tp=Shard(0), part_sizes=(4, 2))
         flex.register_forward_hook(HookFunction("qk", None, mixing_features))
         flex.register_hook(HookFunction("qk.weight", output_name="gradient"))

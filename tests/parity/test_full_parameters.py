@@ -234,6 +234,58 @@ def test_shares_that_do_not_make_up_the_stated_sizes_tell_nothing():
         flex.get_module_parameter("weight")
 
 
+class Column(nn.Module):
+    """A column layer that gathers its output, then adds a bias that is whole on each rank."""
+
+    def __init__(self, linear, group):
+        super().__init__()
+        self.weight = nn.Parameter(models.my_part(linear.weight.detach(), 0, group))
+        self.bias, self.group = nn.Parameter(linear.bias.detach().clone()), group
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x):
+        part = nn.functional.linear(models.CopyToRanks.apply(x, self.group), self.weight)
+        return models.Gather.apply(part, self.group, -1, False) + self.bias
+
+
+@pytest.mark.ranks(2)
+def test_a_whole_bias_beside_a_sharded_weight():
+    """It was taken for a shard as the weight is, and given twice as long."""
+    linear, x, records = models.seeded(nn.Linear, 6, 8).double(), models.random(4, 6), {}
+    with FlexModel(Column(linear, dist.group.WORLD), records, tensor_parallel_size=2) as flex:
+        for name in ("weight", "bias"):
+            flip = lambda module, full, *_: full + full.flip(0)  # noqa: E731
+            flex.register_hook(HookFunction(name, editing_function=flip))
+        flex(x).sin().sum().backward()
+        linear(x).sin().sum().backward()
+        for name, parameter in linear.named_parameters():
+            assert torch.equal(flex.get_module_parameter(name), parameter)
+            if dist.get_rank() == 0:
+                assert_close(records[name], [parameter.grad])
+            edited = flex.get_module_gradient(name)
+            assert_close(edited, parameter.grad + parameter.grad.flip(0))
+
+
+@pytest.mark.ranks(2)
+def test_a_statement_wins_over_the_sizes_of_a_layer():
+    """A weight stored ``(in, out)`` may fit them as ``(out, in)``, and a padded one fits none: they
+    were joined along dim 0 as they were, whatever the user stated.
+    """
+    padded, stored = models.random(10, 3), models.random(6, 12)
+    model = nn.ModuleDict({"padded": nn.Module(), "stored": nn.Module()}).double()
+    for name, full, dim in (("padded", padded, 0), ("stored", stored, 1)):
+        model[name].weight = nn.Parameter(models.my_part(full, dim, dist.group.WORLD))
+    model["padded"].num_embeddings, model["padded"].embedding_dim = 9, 3
+    model["stored"].in_features, model["stored"].out_features = 6, 12
+    with FlexModel(model, tensor_parallel_size=2, timeout=20) as flex:
+        with pytest.raises(ValueError, match=r"'padded\.weight'.*is not known"):
+            flex.get_module_parameter("padded.weight")
+        flex.annotate_layout("padded", kind="parameter", tp=Shard(0))
+        flex.annotate_layout("stored", kind="parameter", tp=Shard(1))
+        assert torch.equal(flex.get_module_parameter("padded.weight"), padded)
+        assert torch.equal(flex.get_module_parameter("stored.weight"), stored)
+
+
 def _all_reduce_grad(parameter):
     dist.all_reduce(parameter.grad)
 

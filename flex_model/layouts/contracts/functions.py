@@ -15,6 +15,7 @@ shared one a sum over the ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -133,7 +134,7 @@ def register_function(
                 "register_function: a text describes a kernel that communicates nothing; pass "
                 f"gradient='local' beside it, got {gradient!r}"
             )
-        rules.register_rule(opaque_calls.names_of(function)[0], forward, replace=True)
+        rules.register_rule(f"{opaque_calls.PREFIX}{name_of(function)}", forward, replace=True)
         forward = None
     if forward is not None and not callable(forward):
         raise TypeError(
@@ -149,8 +150,14 @@ def register_function(
 
 
 def name_of(function: Any) -> str:
-    """Return the qualified name of a Function's class."""
-    return f"{function.__module__}.{function.__qualname__}"
+    """Return the qualified name of a Function's class, with a number if the user has stated the
+    contract of another class of that name, which a factory may have made.
+    """
+    name = qualified = f"{function.__module__}.{function.__qualname__}"
+    numbers = itertools.count(2)
+    while name in _own and _own[name][0] is not function:
+        name = f"{qualified} ({next(numbers)})"
+    return name
 
 
 def with_forward() -> Iterator[Any]:

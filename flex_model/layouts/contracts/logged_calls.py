@@ -113,10 +113,10 @@ def _followed(apply: Any) -> Callable[..., Any]:
         run, recorders = apply.__get__(None, function), _recording()
         if not recorders:
             return run(*args, **kwargs)
-        kernel = next(filter(rules.has_rule, opaque_calls.names_of(function)), None)
+        name = functions.name_of(function)
+        kernel = next(filter(rules.has_rule, opaque_calls.names_of(function, name)), None)
         if kernel is not None:
             return _as_operation(run, function.forward, kernel)(*args, **kwargs)
-        name = functions.name_of(function)
         recomputes = functions.contract_of(name) == "recomputes"
         inside = [one for one in recorders if one.is_recomputed]
         inputs = [one for one in args if isinstance(one, Tensor)]

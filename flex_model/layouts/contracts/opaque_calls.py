@@ -32,10 +32,13 @@ def functions() -> Iterator[tuple[Any, str, str]]:
     yield torch.nn.functional, "embedding_bag", f"{PREFIX}torch.embedding_bag"
 
 
-def names_of(function: Any) -> tuple[str, str]:
-    """Return the names that the contract of an ``autograd.Function`` may have: a user's, ours."""
-    module, name = function.__module__, function.__qualname__
-    return f"{PREFIX}{module}.{name}", f"{PREFIX}{module.partition('.')[0]}.{name}"
+def names_of(function: Any, name: str) -> tuple[str, str]:
+    """Return the names that the contract of an ``autograd.Function`` of this qualified name may
+    have: a user's, ours.
+    """
+    module = function.__module__
+    package = module.partition(".")[0]
+    return f"{PREFIX}{name}", f"{PREFIX}{package}{name.removeprefix(module)}"
 
 
 def arguments_of(
