@@ -145,8 +145,8 @@ class Tracking:
         counted = 0 if active.pads else past_positions.compared()
         site = sites_hash(stage, part and part.name, active.digest, counted)
         is_shared = later is not None and self._communicator.mesh.tp_size > 1
-        inputs = self._inputs_of(args, kwargs) if part or is_shared else ()
-        kept = tuple(self._kept.pair(one.tensor) for one in inputs if one.is_kept)
+        inputs = self._inputs_of(args, kwargs)
+        kept = tuple((self._kept.pair(one.tensor) if one.is_kept else one.placed) for one in inputs)
         known = sites_hash(site, self._buffers.digest, self.has_rows, kept)
         form, sizes = self._conditions.form(args, kwargs, known, self._attributes)
         numbers = self._memory.key_numbers(form, sizes)
@@ -207,16 +207,17 @@ class Tracking:
 
     def _inputs_of(self, args: Any, kwargs: Any) -> list[Argument]:
         """Return the inputs of the module that is called. Those of a part of the model may be of a
-        part that was called before; those of the model itself are placed by contract.
+        part that was called before; those of the model itself are placed by contract, but for what
+        it returned.
         """
-        part = self.forward.part
-        inputs = named_inputs(self._root if part is None else part.module, args, kwargs)
-        if part is None:
-            return inputs
-        return [
-            one._replace(is_kept=not one.is_state and self._kept.source(one.tensor) is not None)
-            for one in inputs
-        ]
+        part, inputs = self.forward.part, list[Argument]()
+        for one in named_inputs(self._root if part is None else part.module, args, kwargs):
+            if not one.is_state:
+                is_kept = part is not None and self._kept.source(one.tensor) is not None
+                dp = self._kept.along_dp(one.tensor, is_made=part is None)
+                one = one._replace(is_kept=is_kept, placed=dp)
+            inputs.append(one)
+        return inputs
 
     def _stated_inputs(self) -> dict[int, Statement]:
         return self.statements.of_inputs(*(self.forward.part or ("", self._root)))

@@ -73,6 +73,7 @@ class Follower:
         kept: Returns the name and placements of a tensor that was kept from an earlier forward;
             else None.
         stated_sizes: Of last dims, which the running module states.
+        passed: The values of inputs.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Follower:
             for axes in (("dp", "tp"), ("dp",), ("tp",))  # the last, where an axis has one rank
         }
         self.recorder = Recorder(self)
+        self.passed: set[Value] = set()
         self._modules: dict[int, str] = {}
         self._words: dict[int, tuple[str, ...]] = {}  # by module: those of its last call
         # Running modules, with their paths in the log and the sizes stated by the modules around
@@ -232,8 +234,8 @@ class Follower:
         self, tensor: Tensor, name: str, placements: Pair, open_dims: tuple[int, ...] = ()
     ) -> None:
         """Log an input of the forward, under the same name on all ranks."""
-        dp, tp = placements
-        self.recorder.add_source(tensor, name, (encode(dp), encode(tp)), open_dims=open_dims)
+        dp, tp = map(encode, placements)
+        self.passed.add(self.recorder.add_source(tensor, name, (dp, tp), open_dims=open_dims))
 
     def note_substitute(self, tensor: Tensor, other: Tensor) -> None:
         """Note that ``tensor`` is used in place of the input ``other``."""

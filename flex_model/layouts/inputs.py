@@ -73,7 +73,8 @@ def seed_inputs(
             shapes[i] = [tuple(row[3 : 3 + row[1]]) for row in of_ranks]
             prints[i] = values.Fingerprints(mesh, tuple(row[0] for row in of_ranks))
     passed = [i for i in shapes if not inputs[i].is_state]
-    stated_dp = {i for i, one in statements.items() if one.dp is not None}
+    placed = {i: one.placed for i, one in enumerate(inputs) if one.placed is not None}
+    placed |= {i: one.dp for i, one in statements.items() if one.dp is not None}
     states = [i for i in shapes if inputs[i].is_state and kept.source(inputs[i].tensor) is None]
     along_dp: dict[int, Placement | None] = {}
     rows: RankRows | None = None
@@ -89,8 +90,9 @@ def seed_inputs(
                         inputs[i].name,
                         [shapes[i][place] for place in line],
                         prints[i].equal_along("dp"),
-                        i in stated_dp or inputs[i].is_kept or inputs[i].is_state,
+                        inputs[i].is_kept or inputs[i].is_state,
                         inputs[i].is_listed,
+                        placed.get(i),
                     )
                     for i in shared
                 ],
@@ -115,7 +117,7 @@ def seed_inputs(
 
     def note(i: int, text: str, dp: Placement | None, tp: Placement | None) -> None:
         stated, (name, tensor, *_) = statements.get(i), inputs[i]
-        is_whole = dp == Replicate() and i not in stated_dp
+        is_whole = dp == Replicate() and i not in placed
         open_dims = dims_like_rows(batch_dim, name, tensor.shape, num_rows) if is_whole else ()
         if open_dims:
             says = " or ".join(f"{ {name: dim} }" for dim in (*open_dims, None))
@@ -125,8 +127,8 @@ def seed_inputs(
         follower.note_input(tensor, text, (dp, tp), open_dims)
 
     for i in passed:
-        name, _, _, is_kept, _ = inputs[i]
-        if is_kept:
+        name = inputs[i].name
+        if inputs[i].is_kept:
             continue
         dp: Placement | None = along_dp.get(i, Replicate())
         tp: Placement | None = Replicate() if prints[i].equal_along("tp") else None
@@ -159,7 +161,7 @@ class SharedInputs:
         stated = {index for index, one in statements.items() if one.tp is not None}
         self._inputs = [
             (f"input {name!r}, tensor {index}", index, tensor)
-            for index, (name, tensor, is_state, is_kept, _) in enumerate(inputs)
+            for index, (name, tensor, is_state, is_kept, *_) in enumerate(inputs)
             if not (is_state or is_kept or index in stated or dtensor.is_dtensor(tensor))
             and _has_values(tensor)
         ]

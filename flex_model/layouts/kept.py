@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from flex_model.distributed.placement import Shard
+from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts import memory_map
 from flex_model.layouts.follow import Follower, Pair
 from flex_model.layouts.placement_encoding import encode
@@ -25,6 +25,7 @@ class _Kept(NamedTuple):
     version: int
     name: str  # the same on all ranks
     pair: Pair
+    is_made: bool  # by a forward, not passed to it
 
 
 class KeptTensors:
@@ -51,7 +52,8 @@ class KeptTensors:
             pair = follower.placements(value)
             if pair != (None, None):
                 lost = follower.obstacles(value).get(axis) if None in pair else None
-                self._add(tensor, f"{lost}, value {value}" if lost else f"value {value}", pair)
+                text = f"{lost}, value {value}" if lost else f"value {value}"
+                self._add(tensor, text, pair, value not in follower.passed)
 
     def note_state(self, tensors: Iterable[tuple[Tensor, Pair]]) -> None:
         """Keep the tensors of a forward that was not followed, but ran as the one that the pairs
@@ -89,12 +91,14 @@ class KeptTensors:
             self._kept = {k: kept for k, kept in self._kept.items() if not kept.storage.expired()}
             self._limit = max(_MIN_LIMIT, 2 * len(self._kept))
 
-    def _add(self, tensor: Tensor, name: str, pair: Pair) -> None:
+    def _add(self, tensor: Tensor, name: str, pair: Pair, is_made: bool = True) -> None:
         storage, geometry = memory_map.place(tensor)
         if storage is not None:
+            before = self._of(tensor)
+            is_made |= before is not None and before.is_made
             text = f"{name} of forward {self._num_forwards}"
-            kept = _Kept(StorageWeakRef(storage), memory_map.version_of(tensor), text, pair)
-            self._kept[storage._cdata, geometry] = kept
+            version, owner = memory_map.version_of(tensor), StorageWeakRef(storage)
+            self._kept[storage._cdata, geometry] = _Kept(owner, version, text, pair, is_made)
 
     def source(self, tensor: Tensor) -> tuple[str, Any] | None:
         """Return the name and encoded placements of a tensor of an earlier forward; None for
@@ -107,6 +111,13 @@ class KeptTensors:
         """Return the placements of a tensor of an earlier forward; unknown for others."""
         kept = self._of(tensor)
         return (None, None) if kept is None else kept.pair
+
+    def along_dp(self, tensor: Tensor, is_made: bool) -> Placement | None:
+        """Return the placement along dp of a tensor of an earlier forward, if that is known; with
+        ``is_made`` only of one that a forward has made.
+        """
+        kept = self._of(tensor)
+        return None if kept is None or is_made > kept.is_made else kept.pair[0]
 
     def _of(self, tensor: Tensor) -> _Kept | None:
         storage, geometry = memory_map.place(tensor)

@@ -275,6 +275,7 @@ class Argument(NamedTuple):
         is_state: Whether an object of the user, such as a cache, holds it.
         is_kept: Whether it is of an earlier forward, which has placed it.
         is_listed: Whether the argument is a list.
+        placed: Along dp, as an earlier forward has proven it.
     """
 
     name: str
@@ -282,6 +283,7 @@ class Argument(NamedTuple):
     is_state: bool
     is_kept: bool = False
     is_listed: bool = False
+    placed: Placement | None = None
 
 
 def named_inputs(module: nn.Module, args: Any, kwargs: Any) -> list[Argument]:
@@ -392,14 +394,15 @@ _HOLD_ROWS = {
 
 
 def inputs_along_dp(
-    batch_dim: BatchDim, inputs: Sequence[tuple[str, Sequence[Shape], bool, bool, bool]]
+    batch_dim: BatchDim,
+    inputs: Sequence[tuple[str, Sequence[Shape], bool, bool, bool, Placement | None]],
 ) -> list[Placement | None]:
     """Return the placements of a forward's inputs along dp, as ``batch_dim`` states them.
 
     Args:
         inputs: By tensor, its name, its shapes on all data-parallel ranks of a line, whether these
-            hold the same values, whether the user states its placement, and whether it is in a
-            list.
+            hold the same values, whether its size says what it holds, whether it is in a list, and
+            its placement, where it is proven or stated.
 
     Raises:
         ValueError: it is not known whether a tensor holds rows; with the call that states it.
@@ -407,19 +410,32 @@ def inputs_along_dp(
     found: list[Placement | None] = []
     rows: list[int] | None = None
     named = dict(batch_dim) if isinstance(batch_dim, Mapping) else {}
-    for name, shapes, is_equal, has_statement, is_listed in inputs:
-        is_stated = has_statement or name in named
+    doubt, is_sure, has_other_rows = "", False, False
+    for name, shapes, is_equal, is_clear, is_listed, placed in inputs:
+        is_stated = is_clear or name in named or placed is not None
         dim, shape = batch_dim_of(batch_dim, name), shapes[0]
+        if placed is not None:
+            dim = placed.dim if isinstance(placed, Shard) else None
         own = None if dim is None or len(shape) <= dim else [other[dim] for other in shapes]
         if rows is None and own and is_listed and not is_stated:
             raise ValueError(_is_list(name, named))
         rows = rows or own  # those of the first input that has some
-        if dim is None or own is None or own != rows:
+        if placed is not None:
+            found.append(placed)
+        elif dim is None or own is None or own != rows:
             found.append(Replicate() if is_equal else None)
-            continue
-        if is_equal and not is_stated and _is_ambiguous(name, shape, dim):
-            raise ValueError(_ambiguous(name, shape, dim, batch_dim, named))
-        found.append(Shard(dim))
+            has_other_rows |= own is not None and not (is_equal or is_stated)
+        else:
+            found.append(Shard(dim))
+            if is_equal and not is_stated:
+                text = _ambiguous(name, shape, dim, batch_dim, named)
+                if _is_ambiguous(name, shape, dim):
+                    raise ValueError(text)
+                doubt = doubt or text
+        is_sure |= isinstance(found[-1], Shard) and (is_stated or not is_equal)
+    # What only equal arguments say about the rows, one whose values differ contradicts.
+    if doubt and has_other_rows and not is_sure:
+        raise ValueError(doubt)
     return found
 
 
@@ -432,7 +448,7 @@ def dims_like_rows(
     is_known = isinstance(batch_dim, Mapping) and name in batch_dim
     if is_known or _HOLD_ROWS.get(name) == len(shape):
         return ()
-    return tuple(dim for dim, size in enumerate(shape) if {size} == set(num_rows) != {1})
+    return tuple(dim for dim, size in enumerate(shape) if {size} == set(num_rows))
 
 
 def of_own_rows(

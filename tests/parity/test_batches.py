@@ -186,3 +186,89 @@ def test_an_edit_of_what_all_rows_share_has_the_mean_of_the_ranks_gradients(edit
         flex.register_forward_hook(HookFunction("shared", editing_function=mixing_rows))
         mean_loss(flex(batch.chunk(2)[dist.get_rank()])).backward()
     assert_close(model.table.grad, whole.table.grad)
+
+
+class Recurrent(nn.Module):
+    """Its state is (layers, rows, features)."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.gru = nn.Linear(6, 6), nn.GRU(6, 6, 2, batch_first=True)
+
+    def forward(self, x, state=None):
+        state = x[:, :2].transpose(0, 1) if state is None else state
+        return self.gru(x, self.proj(state))
+
+
+class Operator(nn.Module):
+    """Points that all rows share come first."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj, self.branch = nn.Linear(2, 6), nn.Linear(6, 6)
+
+    def forward(self, points, x):
+        return self.branch(x) @ self.proj(points).t(), None
+
+
+def three_calls(flex, *args):
+    """Of a batch and of the state that the call before has returned."""
+    state = None
+    for _ in range(3):
+        output, state = flex(*args, *([] if state is None else [state.detach()]))
+        mean_loss(output).backward()
+        yield output.detach()
+
+
+def check_calls(make, args, x, **settings):
+    """Each rank's calls with its rows are the twin's with all of them."""
+    found = []
+    of_ranks = {"data_parallel_size": 2, **settings}
+    for rows, how in (x, {"process_group": pipelines.alone_group()}), (my_half(x), of_ranks):
+        model, records, outputs, seen = models.seeded(make).double(), {}, [], []
+        with FlexModel(model, records, **how) as flex:
+            flex.register_forward_hook(HookFunction("proj", editing_function=mixing_rows))
+            flex.register_full_backward_pre_hook(HookFunction("proj", output_name="gradient"))
+            for output in three_calls(flex, *args, rows):
+                outputs.append(output)
+                seen += [tensor for tensors in records.values() for tensor in tensors]
+        found.append((outputs, model.proj.weight.grad, seen))
+    (whole, of_whole, expected), (mine, own, records) = found
+    dist.all_reduce(own)
+    assert_close(own / 2, of_whole)
+    assert_close(mine, [my_half(output) for output in whole])
+    if dist.get_rank() == 0:
+        assert_close(records, expected)
+
+
+def my_half(tensor):
+    return tensor.chunk(2)[dist.get_rank()]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", [2, 4])
+def test_state_that_the_model_returned_has_its_rows_where_they_were(rows):
+    """Also where a rank has as many rows as there are layers, or one."""
+    check_calls(Recurrent, (), models.random(rows, 3, 6))
+
+
+@pytest.mark.ranks(2)
+def test_an_equal_argument_before_one_with_other_rows_is_not_taken_for_rows():
+    points, x = models.random(5, 2), models.random(4, 6)
+    flex = FlexModel(models.seeded(Operator).double(), data_parallel_size=2)
+    flex.register_forward_hook(HookFunction("proj"))
+    with pytest.raises(ValueError, match=r"'points' has the same values.*'points': None"):
+        flex(points, my_half(x))
+    flex.restore()
+    check_calls(Operator, (points,), x, batch_dim={"points": None})
+
+
+@pytest.mark.ranks(2)
+def test_zeros_for_the_only_row_of_a_rank_are_rows_or_not():
+    """As a first state, (layers, rows, features)."""
+    flex = FlexModel(models.seeded(Recurrent).double(), data_parallel_size=2)
+    flex.register_forward_hook(HookFunction("proj"))
+    x, state = models.random(2, 3, 6), models.random(2, 1, 6) * 0
+    with pytest.raises(ValueError, match=r"\{'state': 1\} or \{'state': None\}"):
+        flex(my_half(x), state)
+    flex.restore()
