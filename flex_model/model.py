@@ -659,7 +659,7 @@ class FlexModel(nn.Module):
             select = Select(heads=heads, dims={"heads": 1})
         return made_sites.MadeSiteHook(
             f"{module_name}.{attention_patterns.CHILD}",
-            f"queries={queries!r}",
+            attention_patterns.settings(queries),
             editing_function=editing_function,
             output_name=output_name,
             select=select,
