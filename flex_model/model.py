@@ -253,6 +253,15 @@ class FlexModel(nn.Module):
         self._finalizer = weakref.finalize(self, runner.close)  # it doesn't refer to this object
 
     @property
+    def training(self) -> bool:
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "module" in vars(self):  # else nn.Module's own __init__ sets it
+            self.module.__setattr__("training", mode)
+
+    @property
     def output_ptr(self) -> dict[str, list[Tensor]] | ActivationStore:
         return self._output_ptr
 

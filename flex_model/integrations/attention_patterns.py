@@ -85,7 +85,8 @@ class AttentionPattern(MadeSites):
         if wanted != self.settings:
             raise ValueError(
                 f"attention({self._name!r}): {wanted}, but this layer's pattern is computed "
-                f"for {self.settings}; use the same for all hooks on a layer, the union of what they need"
+                f"for {self.settings}; use the same for all hooks on a layer, the union of what "
+                "they need"
             )
 
     def kernel(self, layer: nn.Module) -> Callable[..., Any]:
