@@ -259,7 +259,7 @@ class FlexModel(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         if "module" in vars(self):  # else nn.Module's own __init__ sets it
-            self.module.__setattr__("training", mode)
+            vars(self.module).update(training=mode)
 
     @property
     def output_ptr(self) -> dict[str, list[Tensor]] | ActivationStore:
