@@ -253,6 +253,15 @@ class FlexModel(nn.Module):
         self._finalizer = weakref.finalize(self, runner.close)  # it doesn't refer to this object
 
     @property
+    def training(self) -> bool:
+        return self.module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "module" in vars(self):  # else nn.Module's own __init__ sets it
+            vars(self.module).update(training=mode)
+
+    @property
     def output_ptr(self) -> dict[str, list[Tensor]] | ActivationStore:
         return self._output_ptr
 
@@ -659,7 +668,7 @@ class FlexModel(nn.Module):
             select = Select(heads=heads, dims={"heads": 1})
         return made_sites.MadeSiteHook(
             f"{module_name}.{attention_patterns.CHILD}",
-            f"queries={queries!r}",
+            attention_patterns.settings(queries),
             editing_function=editing_function,
             output_name=output_name,
             select=select,

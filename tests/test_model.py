@@ -139,6 +139,7 @@ def test_state_dict_holds_both():
 def test_train_eval_and_to_reach_the_wrapped_module():
     flex = FlexModel(models.mlp())
     flex.eval()
+    assert not flex.training
     assert not flex.module.fc1.training
     flex.train()
     assert flex.module.fc1.training

@@ -47,6 +47,13 @@ class HookCall:
         return self.registration.hook_function.record and not self.is_replay
 
     @property
+    def of_forward(self) -> tuple[int | None, int | None]:
+        """Its number, and that of the forward's positions, if the hook counts them: a tensor of
+        other ones has other positions, of the same shape. A replay has neither.
+        """
+        return self.number, self.positions and self.positions.length
+
+    @property
     def num_past(self) -> int:
         """The number of positions before the forward, if the hook counts them; else 0."""
         return 0 if self.positions is None else self.positions.past

@@ -111,12 +111,12 @@ class LayoutFinder:
     @staticmethod
     def _earlier(call: HookCall, shard: Tensor, known: ShardLayout | None) -> list[TensorSpec]:
         """Return the specs of this call of the hook in earlier forwards of the key."""
-        place = call.registration.split_dim, call.num_past
+        place = call.registration.split_dim, call.positions
         of_key = (shard.dtype, known, place, call.evidence.key)
         return [
             spec
-            for (number, _, *others), spec in call.registration.specs.items()
-            if number == call.number and tuple(others) == of_key
+            for (of_forward, _, *others), spec in call.registration.specs.items()
+            if of_forward == call.of_forward and tuple(others) == of_key
         ]
 
     def lookup(
@@ -132,8 +132,8 @@ class LayoutFinder:
         """
         registration, forward = call.registration, call.evidence.key
         split_dim = registration.split_dim
-        place = split_dim, call.num_past
-        key = (call.number, tuple(shapes), dtype, known, place, forward)
+        place = split_dim, call.positions
+        key = (call.of_forward, tuple(shapes), dtype, known, place, forward)
         spec = registration.specs.get(key)
         if spec is None and call.number is None:
             spec = self._of_recomputed(call, key[1:-1])

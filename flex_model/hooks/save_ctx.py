@@ -8,7 +8,9 @@ chooses the receivers of what only rank 0 wrote, or only one stage of a pipeline
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -62,11 +64,12 @@ def _state(value: Any) -> Any:
         return id(value), value, None if value.is_inference() else value._version
     if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
         return value.dtype, value.shape, value.tobytes()
-    if isinstance(value, Namespace):
-        return Namespace, _state(vars(value))
     if isinstance(value, dict):
         return type(value), [(_state(key), _state(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple, set)):
+    is_data = is_dataclass(value) and not isinstance(value, type) and hasattr(value, "__dict__")
+    if isinstance(value, Namespace) or is_data:
+        return type(value), _state(vars(value))
+    if isinstance(value, (list, tuple, set, deque, bytearray)):
         return type(value), [_state(item) for item in value]
     return repr(value) if isinstance(value, PLAIN) else (id(value), value)
 

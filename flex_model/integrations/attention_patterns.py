@@ -30,11 +30,23 @@ from flex_model.integrations.transformers_private import (
     set_attention_implementation,
 )
 from flex_model.layouts import follow
-from flex_model.selection.selectors import Parsed, as_slice, is_everything, numbers, parse
+from flex_model.selection.selectors import (
+    Parsed,
+    as_slice,
+    is_everything,
+    numbers,
+    parse,
+    show_exactly,
+)
 
 CHILD = "attention_pattern"
 _NAME = "flex_model_attention_pattern"  # of our function, among those of transformers
 _KERNELS = ("eager", "sdpa", "flex_attention")
+
+
+def settings(queries: Any) -> str:
+    """Return ``MadeSiteHook.settings_of_module`` of hooks on the pattern of these queries."""
+    return f"queries={show_exactly(queries)}"
 
 
 class AttentionPattern(MadeSites):
@@ -60,7 +72,7 @@ class AttentionPattern(MadeSites):
         is_last = isinstance(queries, str) and queries == "last"
         every = slice(None) if is_everything(queries) else queries
         self._chosen: Parsed = parse("queries", [-1] if is_last else every)
-        self.queries = queries
+        self.queries, self.settings = queries, settings(queries)
 
     def admit(self, hook: HookFunction) -> None:
         """As of ``MadeSites``. ValueError for a hook on the pattern of other queries."""
@@ -70,11 +82,11 @@ class AttentionPattern(MadeSites):
 
     def check_queries(self, wanted: str) -> None:
         """ValueError unless the pattern is computed for the queries of ``settings_of_module``."""
-        chosen = f"queries={self.queries!r}"
-        if wanted != chosen:
+        if wanted != self.settings:
             raise ValueError(
-                f"attention({self._name!r}): {wanted}, but this layer's pattern is computed for "
-                f"{chosen}; use the same for all hooks on a layer, the union of what they need"
+                f"attention({self._name!r}): {wanted}, but this layer's pattern is computed "
+                f"for {self.settings}; use the same for all hooks on a layer, the union of what "
+                "they need"
             )
 
     def kernel(self, layer: nn.Module) -> Callable[..., Any]:
@@ -96,9 +108,7 @@ class AttentionPattern(MadeSites):
         """Return the indices of the chosen queries of ``size``."""
         chosen = numbers("queries", self._chosen, size, self._name)
         if len(set(chosen)) < len(chosen):
-            raise ValueError(
-                f"attention of {self._name!r}: queries={self.queries!r} repeat an index"
-            )
+            raise ValueError(f"attention of {self._name!r}: {self.settings} repeat an index")
         return as_slice(chosen)
 
     def forward(
@@ -296,7 +306,7 @@ def install(layer: nn.Module, name: str, queries: Any) -> Callable[[], None]:
         set_attention_implementation(config, _NAME)
         layer.config = config
     elif pattern.has_hooks:
-        pattern.check_queries(f"queries={queries!r}")
+        pattern.check_queries(settings(queries))
     else:
         pattern.choose(queries)
     return pattern.use(functools.partial(pattern.take_off, layer))

@@ -28,7 +28,7 @@ from flex_model.layouts.statements import ParameterSources, Site, Statements
 from flex_model.names import clean, find_parameter, first_name
 from flex_model.records.records import owned_copy
 from flex_model.selection import Select
-from flex_model.selection.selectors import Selector, numbers, parse
+from flex_model.selection.selectors import Selector, numbers, parse, show_exactly
 
 ExpectedShape = Sequence[int | None] | None
 _Use = Literal["values", "raw", "write"]  # what for a parameter that may be packed is found
@@ -268,14 +268,15 @@ class Parameters:
         (dp, tp), stated_axes = site.parameter.placements, self._stated_axes(site.name, tensor)
         shapes = [tuple(local.shape)]
         if not self._communicator.is_local:
+            of_experts = show_exactly(experts)
             header = Header(
                 "parameter",
-                site=site_hash(name, expected, packed, problem, use, repr(experts)),
+                site=site_hash(name, expected, packed, problem, use, of_experts),
                 dtype=local.dtype,
                 shape=shapes[0],
                 microbatch=int(later is not None and local.is_cuda),  # where ranks may differ
             )
-            what = f"the full value of {site.name}, expected_shape {expected}, experts {experts}"
+            what = f"the full value of {site.name}, expected_shape {expected}, experts {of_experts}"
             if packed:
                 what += f", packed ({packed}), for its {use}{problem and f': {problem}'}"
             headers = self._communicator.check_consistency(header, what)

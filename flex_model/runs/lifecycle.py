@@ -207,7 +207,8 @@ class Runs:
 
     def of_parameters(self) -> Run:
         """Return the run that a parameter's gradient is recorded in."""
-        return self.current or self.remembered.last or self.lone_run()
+        remembered = self.remembered
+        return remembered.reached or self.current or remembered.last or self.lone_run()
 
     def _include(self, run: Run) -> None:
         """Include newly chosen hooks in an outermost run: empty their lists, check on all ranks."""

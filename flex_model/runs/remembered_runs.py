@@ -45,6 +45,14 @@ class RememberedRuns:
         self._replayed = None
 
     @property
+    def reached(self) -> Run | None:
+        """The run whose graph a backward pass has reached; of several, whose gradients a parameter
+        gets as one sum, the first in the store, whose batch may have ended.
+        """
+        runs = (run for run in self._served if run.save_ctx is None)
+        return min(runs, key=lambda run: run.entry, default=None)
+
+    @property
     def last(self) -> Run | None:
         """The last run of this FlexModel, except batches of sequential runs."""
         return next((run for run in reversed(self._runs) if run.save_ctx is None), None)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor
 
+from flex_model.distributed.header import site_hash
 from flex_model.distributed.placement import Shape
 from flex_model.integrations import past_positions
 from flex_model.integrations.past_positions import Positions
@@ -50,7 +51,7 @@ def parse(name: str, value: Any) -> Parsed:
         return [-1]
     if isinstance(value, Tensor):
         if name == "positions" and value.dtype == torch.bool and value.dim() == 2:
-            return value.detach().cpu()
+            return value.detach().to("cpu", copy=True)
         is_whole = not (value.is_floating_point() or value.is_complex()) and value.dim() < 2
         items = value.reshape(-1).tolist() if is_whole else None
     else:
@@ -122,6 +123,17 @@ def show(value: object) -> str:
     if isinstance(value, (list, tuple)) and len(value) > 8:
         return f"<{len(value)} of them>"
     return repr(value)
+
+
+def show_exactly(value: object) -> str:
+    """Return a selector in one line, which others don't have: ranks, and runs of a store, compare
+    it.
+    """
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)) and len(value) > 8:
+        return f"<{len(value)} of them, {site_hash(*value):x}>"
+    return show(value)
 
 
 _DIMS = {"rows": 0, "positions": 1, "heads": -1, "units": -1}
@@ -393,6 +405,13 @@ class Select(Selection):
         self.check_rectangular("Select")
         if self.is_whole and dtype is None and experts is None:
             raise ValueError("Select: nothing is selected; give rows, positions, heads or units")
+        given = {**arguments, "experts": experts, "dtype": dtype}
+        # Now: a list or tensor that was given may change later, what is selected does not.
+        self._text = ", ".join(
+            f"{name}={show_exactly(value)}"
+            for name, value in given.items()
+            if not is_everything(value)
+        )
 
     def indices(self, shape: Shape, split_dim: int | None = None) -> dict[int, list[int]]:
         """Return the selected indices of each dim (counted from the front) of a tensor of this
@@ -434,9 +453,4 @@ class Select(Selection):
         return self.dtype
 
     def __repr__(self) -> str:
-        parts = [] if self.is_whole else [super().__repr__()]
-        if self.experts is not None:
-            parts.append(f"experts={show(self.experts)}")
-        if self.dtype is not None:
-            parts.append(f"dtype={self.dtype}")
-        return f"Select({', '.join(parts)})"
+        return f"Select({self._text})"

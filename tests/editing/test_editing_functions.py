@@ -70,7 +70,10 @@ def test_regions():
     assert_close(call(zero(heads=[1, -1], num_heads=4)), changed(units=[2, 3, 6, 7]))
     assert_close(call(zero(heads=0, num_heads=2, rows=1)), changed(units=slice(4), rows=1))
     mask = torch.rand(3, 5) > 0.5
-    both = call(scale(3.0, positions=mask, units=[1, 2]))
+    given = mask.clone()
+    edit = scale(3.0, positions=given, units=[1, 2])
+    given.zero_()
+    both = call(edit)
     inside = mask[..., None] & torch.tensor([False, True, True] + [False] * 5)
     assert_close(both, torch.where(inside, 3 * X, X))
     # Elsewhere: (positions, rows, units), and heads with a dim of their own.

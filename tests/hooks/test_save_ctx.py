@@ -2,6 +2,8 @@
 
 import copy
 from argparse import Namespace
+from collections import deque
+from dataclasses import dataclass, field
 
 import numpy
 import pytest
@@ -75,16 +77,24 @@ def test_values_of_another_type_are_new_and_equal_ones_are_not():
     assert contexts.written(context, before) == ["keys"]
 
 
+@dataclass
+class Data:
+    items: list = field(default_factory=list)
+
+
 def test_what_is_changed_in_place_was_written():
     numpy = pytest.importorskip("numpy")
     context = Namespace(
-        tensor=torch.zeros(3), array=numpy.zeros(3), items=[[1]], of_names={"a": {2}}, plain=1
-    )
+        tensor=torch.zeros(3), array=numpy.zeros(3), items=[[1]], of_names={"a": {2}}, plain=1,
+        recent=deque([1], maxlen=2), data=Data(),
+    )  # fmt: skip
     for name, change in {
         "tensor": lambda: context.tensor.add_(1),
         "array": lambda: context.array.__setitem__(1, 5),
         "items": lambda: context.items[0].append(2),
         "of_names": lambda: context.of_names["a"].add(3),
+        "recent": lambda: context.recent.append(1),
+        "data": lambda: context.data.items.append(1),
     }.items():
         before = contexts.snapshot(context)
         change()

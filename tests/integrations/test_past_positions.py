@@ -248,6 +248,17 @@ def test_a_teacher_in_an_editing_function_has_positions_of_its_own():
 
 
 @torch.no_grad()
+def test_logits_of_a_longer_prompt():
+    """A prompt of one token has the logits of all of its positions, a longer one of the last."""
+    with FlexModel(llama()) as flex:
+        select = Select(positions=[0], of="sequence")
+        flex.register_forward_hook(HookFunction("lm_head", select=select))
+        flex.generate(prompts(1)[:, :1], **SETTINGS)
+        with pytest.raises(ValueError, match=rf"the tensor has 1, and the forward {LENGTH}"):
+            flex.generate(prompts(1), **SETTINGS)
+
+
+@torch.no_grad()
 def test_a_model_whose_cache_holds_no_positions_generates_with_other_hooks():
     """Wrong before: once any selection had counted, no wrapped Mamba generated."""
     Select(positions=[0], of="sequence")

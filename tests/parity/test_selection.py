@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import models
 import pipelines
-from flex_model import FlexModel, HookError, HookFunction, Select
+from flex_model import FlexModel, HookError, HookFunction, HookMismatchError, Select
 from flex_model.records.snapshots import Snapshots
 from oracle import register, watch
 from tiers import ways
@@ -313,6 +313,25 @@ def test_every_rank_hears_of_it():
             with flex.register_forward_hook(hook), wrong:
                 flex(BATCH)
         flex(BATCH)
+
+
+@pytest.mark.ranks(2)
+def test_other_parts_on_another_rank():
+    parallelism = models.TWO_RANKS["tp"]
+    with FlexModel(parallelism.shard(models.mlp()), {}, timeout=20, **parallelism.sizes) as flex:
+        part = Select(rows=torch.tensor([0, dist.get_rank() + 1]))
+        flex.register_forward_hook(HookFunction("fc1", select=part))
+        with pytest.raises(HookMismatchError, match=r"rows=\[0, 1\].*rows=\[0, 2\]"):
+            flex(BATCH)
+
+
+def test_a_text_is_of_one_selection():
+    units = [*range(9)]
+    part = Select(units=units)
+    text = repr(part)
+    assert text == repr(Select(units=torch.tensor(units)))
+    units[4] = 40
+    assert text == repr(part) != repr(Select(units=units))
 
 
 def test_bad_arguments():

@@ -96,6 +96,16 @@ def test_several_forwards_inside_active_are_one_batch(tmp_path):
     assert len(ActivationStore(tmp_path)["2"]) == 4
 
 
+def test_a_gradient_of_a_parameter_is_not_stored_in_another_batch(tmp_path):
+    with wrapped(ActivationStore(tmp_path)) as flex:
+        flex.register_hook(HookFunction("0.weight", output_name="weight"))
+        first, second = (flex(batch).sum() for batch in batches(2))
+        with pytest.raises(HookError, match="its batch in the store was ended"):
+            first.backward()
+        second.backward()
+    assert ["weight" in ActivationStore(tmp_path).batch(i) for i in range(2)] == [False, True]
+
+
 def test_a_backward_that_comes_too_late_is_an_error(tmp_path):
     store = ActivationStore(tmp_path)
     with wrapped(store, gradients=True) as flex:
