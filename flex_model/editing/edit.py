@@ -115,6 +115,10 @@ class Edit:
         hook.editing_function = AtSite(self, hook)
         return hook
 
+    def assign(self, name: str, value: Any) -> None:
+        """Set an attribute, as an assignment does. Every rank must do the same."""
+        setattr(self, name, value)
+
     def __or__(self, other: Any) -> Edit:
         return chain(self, other) if callable(other) else NotImplemented
 
@@ -126,9 +130,7 @@ class Edit:
 
 
 class AtSite:
-    """The editing function of a HookFunction made by ``Edit.at``: it passes the hook's weights. No
-    Edit: notebooks send edits and hooks apart from each other, and each would be needed first.
-    """
+    """The editing function of a HookFunction made by ``Edit.at``: it passes the hook's weights."""
 
     def __init__(self, edit: Edit, hook: HookFunction) -> None:
         self.edit, self._hook = edit, hook

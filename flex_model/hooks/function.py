@@ -196,9 +196,9 @@ class HookFunction:
         """Return what else must be the same on all ranks: settings of its module, edits' values."""
         return ()
 
-    def replace_editing_function(self, editing_function: EditingFunction | None) -> None:
-        """Set ``editing_function``, as an assignment does. Every rank must do the same."""
-        self.editing_function = editing_function
+    def assign(self, name: str, value: Any) -> None:
+        """Set an attribute, as an assignment does. Every rank must do the same."""
+        setattr(self, name, value)
 
     def _of_one(self, index: int | str, shape: Any, select: Select | None) -> HookFunction:
         return HookFunction(

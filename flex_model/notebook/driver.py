@@ -17,11 +17,10 @@ from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_exp
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from flex_model.distributed.processes import identity
-from flex_model.hooks.function import HookFunction
 from flex_model.notebook import rank_process, remote
 from flex_model.notebook.cell_run import CellError, CellRun, Engine, Failure
 from flex_model.notebook.rank_process import ByName, MemoryReport, RanksReport, Request
-from flex_model.notebook.wire import MemoryFile, Packer, Parcel, Reference, Unpacker
+from flex_model.notebook.wire import MemoryFile, Packer, Reference, Unpacker
 from flex_model.runs.interrupts import deferred
 
 _JOIN_S = 300  # includes the import of torch on each rank
@@ -91,7 +90,9 @@ class Ranks:
             for rank, (id, about) in enumerate(zip(ids, found))
         ]
         self._numbers = weakref.WeakKeyDictionary[Any, int]()  # of objects that both sides have
-        self._sent: dict[int, Any] = {}  # their numbers, and the editing functions of hooks
+        # Hashes of their attributes as the ranks have them, and those that hooks of ranks are of.
+        self._sent = weakref.WeakKeyDictionary[Any, dict[str, bytes]]()
+        self._in_use: list[Any] = []
         self._dropped: list[Reference] = []
         self._num_requests = self._num_shared = 0
         hosts = [about["identity"][0] for about in found]
@@ -194,13 +195,17 @@ class Ranks:
         CellRun(parts, engines, self._grace_s).wait()
 
     @deferred()
-    def request(self, function: Callable[..., Any], *args: Any, only_rank_0: bool = False) -> Any:
+    def request(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return ``function(*args)`` of the ranks, rank 0's result. What can't travel stays there,
         and a `Remote` stands for it.
         """
-        engines = self._alive(self._engines[:1] if only_rank_0 else self._engines)
+        engines = self._alive(self._engines)
         self._num_requests += 1
-        new: dict[Reference, Any] = {}
+        shared: dict[Reference, Any] = {
+            ("shared", number): value
+            for value, number in self._numbers.items()
+            if value in self._sent
+        }
 
         def refer(value: Any) -> Reference | None:
             if isinstance(value, remote.Remote):
@@ -208,33 +213,72 @@ class Ranks:
             if not isinstance(value, rank_process.SHARED):
                 return None
             reference = ("shared", self._number_of(value))
-            if reference[1] not in self._sent:
-                new[reference] = value
+            shared[reference] = value
             return reference
 
         packer = Packer(refer)
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        request = Request(self._num_requests, (function, args), self._new_edits(), modes)
+        kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+        request = Request(self._num_requests, (function, args), modes, autocasts)
         pickled = packer.pickle(request)
-        definitions: dict[Reference, bytes] = {}
-        while len(definitions) < len(new):
-            for reference in [one for one in new if one not in definitions]:
-                definitions[reference] = packer.pickle(new[reference], by_value=new[reference])
-        payload = packer.payload(self._shares_memory)
+        self._update(engines, shared, refer)
         dropped, self._dropped = self._dropped, []
-        file = payload if isinstance(payload, MemoryFile) else None
-        try:
-            parcel: Parcel = (pickled, file.address if file else payload)
-            answer = self._call(engines, rank_process.handle, parcel, definitions, dropped)[0]
-        finally:
-            if file is not None:
-                file.close()
-        for (_, number), value in new.items():
-            self._sent[number] = getattr(value, "editing_function", None)
+        self._in_use = [*shared.values()]
+        answer, registered = self._send(engines, "answer", packer, pickled, dropped)
+        self._in_use = [shared[reference] for reference in registered if reference in shared]
         found = Unpacker(answer[1], self._object_of).unpickle(answer[0])
         if isinstance(found, ByName):
             return _KINDS[found.kind](self, ("name", found.name), found.summary)
         return found
+
+    def _update(
+        self,
+        engines: Sequence[Engine],
+        shared: dict[Reference, Any],
+        refer: Callable[[Any], Reference | None],
+    ) -> None:
+        """Have the ranks' hooks and edits be as they are here. Values are compared, not identities:
+        variables and tensors that an editing function reads change without it. What is sent is
+        noted once all ranks have it, before the request runs, which may fail.
+
+        Raises:
+            ValueError: an attribute that can't be set while the hook is registered.
+        """
+        states: dict[Reference, dict[str, Any]] = {}
+        changed: dict[Reference, dict[str, bytes]] = {}
+        while left := [reference for reference in shared if reference not in states]:
+            for reference in left:
+                states[reference] = shared[reference].__reduce_ex__(2)[2]  # as a copy has them
+                digests = {n: Packer(refer).digest(x) for n, x in states[reference].items()}
+                before = self._sent.get(shared[reference], {})
+                if new := dict(digests.items() - before.items()):
+                    changed[reference] = new
+        if not changed:
+            return
+        packer = Packer(refer)
+        kinds = packer.pickle({reference: type(shared[reference]) for reference in changed})
+        news = packer.pickle({r: {n: states[r][n] for n in new} for r, new in changed.items()})
+        sent = {r: self._sent[shared[r]] for r in changed if shared[r] in self._sent}
+        for r in sent:  # until all ranks have taken it, what they have is not known
+            self._sent[shared[r]] = {n: x for n, x in sent[r].items() if n not in changed[r]}
+        refused = self._send(engines, "update", packer, kinds, news)
+        for r, new in changed.items():
+            taken = {n: digest for n, digest in new.items() if (r, n) not in refused}
+            self._sent[shared[r]] = sent.get(r, {}) | taken
+        for error in refused.values():
+            raise ValueError(f"{error}. Before that set it here as it was: each call sends it")
+
+    def _send(self, engines: Sequence[Engine], method: str, packer: Packer, *pickled: Any) -> Any:
+        """Return what rank 0's process makes of what the packer has pickled."""
+        payload = packer.payload(self._shares_memory)
+        file = payload if isinstance(payload, MemoryFile) else None
+        try:
+            arguments = (method, *pickled, file.address if file else payload)
+            return self._call(engines, rank_process.handle, *arguments)[0]
+        finally:
+            if file is not None:
+                file.close()
 
     def _alive(self, engines: Sequence[Engine]) -> Sequence[Engine]:
         """Return the engines; a CellError if a process of theirs has ended."""
@@ -255,17 +299,6 @@ class Ranks:
     def _forget(self, value: Any, reference: Reference) -> None:
         """Have the ranks drop what the reference stands for, once the object is not used here."""
         weakref.finalize(value, self._dropped.append, reference).atexit = False
-
-    def _new_edits(self) -> list[tuple[HookFunction, Any]]:
-        """Return the hooks whose editing function was replaced here since they were sent."""
-        found = []
-        for value, number in self._numbers.items():
-            if not isinstance(value, HookFunction) or number not in self._sent:
-                continue
-            if self._sent[number] is not value.editing_function:
-                found.append((value, value.editing_function))
-                self._sent[number] = value.editing_function
-        return found
 
     def _object_of(self, reference: Reference) -> Any:
         if reference[0] == "shared":

@@ -9,7 +9,7 @@ import socket
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,14 +48,14 @@ class Request:
     Attributes:
         number: Counts the requests of a driver.
         call: A function and its arguments.
-        edits: New editing functions of hooks that this rank has.
         grad_mode: Whether gradients and inference mode are on at the driver.
+        autocasts: The device types with autocast on there, and their dtypes.
     """
 
     number: int
     call: tuple[Callable[..., Any], tuple[Any, ...]]
-    edits: list[tuple[HookFunction, Any]]
     grad_mode: tuple[bool, bool]
+    autocasts: list[tuple[str, torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -79,31 +79,42 @@ class RankProcess:
         self._held: dict[Reference, Any] = {}
         self._file: MemoryFile | None = None
 
+    def update(self, kinds: bytes, states: bytes, payload: Any) -> dict[Any, str]:
+        """Make the driver's new hooks and edits, and set attributes of all as the driver has them;
+        return errors, of attributes that a registered hook can't change.
+        """
+        unpacker = Unpacker(payload, self._resolve, self.device)
+        for reference, kind in unpacker.unpickle(kinds).items():
+            self._held.setdefault(reference, kind.__new__(kind))
+        refused = {}
+        for reference, state in unpacker.unpickle(states).items():
+            for name, value in state.items():
+                try:
+                    self._held[reference].assign(name, value)
+                except ValueError as error:
+                    refused[reference, name] = str(error)
+        return refused
+
+    def _resolve(self, reference: Reference) -> Any:
+        if reference[0] == "name":
+            return look_up(reference[1])
+        if reference not in self._held:
+            raise LookupError(f"rank {self.rank} has not got what {reference} refers to")
+        return self._held[reference]
+
     def answer(
-        self, parcel: Parcel, definitions: dict[Reference, bytes], dropped: list[Reference]
-    ) -> Parcel | None:
-        """Run one request; return its result on the rank that was asked for it."""
+        self, pickled: bytes, dropped: list[Reference], payload: Any
+    ) -> tuple[Parcel | None, list[Reference]]:
+        """Run one request; return its result, on rank 0, and which hooks are registered."""
         STOP_REQUEST.clear()
         if self._file is not None:
             self._file.close()
         for reference in dropped:
             self._held.pop(reference, None)
-
-        def resolve(reference: Reference) -> Any:
-            if reference[0] == "name":
-                return look_up(reference[1])
-            if reference not in self._held:
-                if reference not in definitions:
-                    raise LookupError(f"rank {self.rank} has not got what {reference} refers to")
-                self._held[reference] = unpacker.unpickle(definitions[reference])
-            return self._held[reference]
-
-        pickled, payload = parcel
-        unpacker = Unpacker(payload, resolve, self.device)
-        request: Request = unpacker.unpickle(pickled)
-        for hook, editing_function in request.edits:
-            hook.replace_editing_function(editing_function)
-        return self._pack(request, _run(request))
+        request: Request = Unpacker(payload, self._resolve, self.device).unpickle(pickled)
+        packed = self._pack(request, _run(request))
+        hooks = [(one, held) for one, held in self._held.items() if isinstance(held, HookFunction)]
+        return packed, [reference for reference, hook in hooks if hook._registrations]
 
     def _pack(self, request: Request, result: Any) -> Parcel | None:
         """Pack the result, on every rank in the same order, so that all keep the same objects."""
@@ -143,7 +154,11 @@ class RankProcess:
 def _run(request: Request) -> Any:
     function, args = request.call
     grad, inference = request.grad_mode
-    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        for kind, dtype in request.autocasts:
+            stack.enter_context(torch.autocast(kind, dtype))
         result = function(*args)
         leaves, spec = pytree.flatten(result)
         if all(type(leaf) in (Tensor, nn.Parameter) for leaf in leaves):
@@ -263,12 +278,10 @@ def summary(value: Any) -> str:
 _process: RankProcess | None = None
 
 
-def handle(
-    parcel: Parcel, definitions: dict[Reference, bytes], dropped: list[Reference]
-) -> Parcel | None:
-    """Run a request of the driver on this rank."""
+def handle(method: str, *arguments: Any) -> Any:
+    """Call ``answer`` or ``update`` on this rank."""
     assert _process is not None, "the rank has not joined"
-    return _process.answer(parcel, definitions, dropped)
+    return getattr(_process, method)(*arguments)
 
 
 def introduce(host: str, address: tuple[int, int]) -> dict[str, Any]:

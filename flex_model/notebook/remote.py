@@ -66,7 +66,7 @@ class RemoteMapping(text.Printed, Remote, Mapping):
             return super().__getattr__(name)
 
     def __getitem__(self, key: Any) -> Any:
-        found = self._ranks.request(rank_process.find_item, self, key, only_rank_0=True)
+        found = self._ranks.request(rank_process.find_item, self, key)
         if found is None:
             raise KeyError(key)
         return found[0]
@@ -78,7 +78,7 @@ class RemoteMapping(text.Printed, Remote, Mapping):
         return len(self._rows())
 
     def _rows(self) -> list[tuple[Any, list[tuple[str, str]]]]:
-        return self._ranks.request(rank_process.rows_of, self, only_rank_0=True)
+        return self._ranks.request(rank_process.rows_of, self)
 
     def _cells(self) -> list[list[str]]:
         rows = []

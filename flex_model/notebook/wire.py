@@ -9,6 +9,7 @@ processes are on one host, else in the message.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import io
 import mmap
 import os
@@ -41,12 +42,18 @@ class Packer:
         self._alive: list[Tensor] = []
         self._size = 0
 
-    def pickle(self, value: Any, by_value: Any = None) -> bytes:
-        """Pickle a value; ``by_value`` in it travels, although there is a reference for it."""
+    def pickle(self, value: Any) -> bytes:
         pickler: Any = cloudpickle.Pickler(file := io.BytesIO())
-        pickler.persistent_id = lambda x: None if x is by_value is not None else self._reference(x)
+        pickler.persistent_id = self._reference
         pickler.dump(value)
         return file.getvalue()
+
+    def digest(self, value: Any) -> bytes:
+        """Return a hash of a value with its tensors, by a packer that has pickled nothing else."""
+        found = hashlib.sha256(self.pickle(value))
+        for _, tensor in self._tensors:
+            found.update(_bytes_of(tensor))
+        return found.digest()
 
     def _reference(self, value: Any) -> Reference | None:
         if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided:

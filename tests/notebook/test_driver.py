@@ -1,6 +1,7 @@
 """A script that drives two ranks: the FlexModel of the ranks, used as if it were here."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,68 @@ def test_generate_groups_and_handles(flex, unsharded):
     for left, right in zip(*generated):
         close(left, right)
     assert not torch.equal(generated[0][1], generated[0][3])
+
+
+@torch.no_grad()
+def test_what_editing_functions_read_is_the_drivers_in_each_call(flex, unsharded):
+    """Variables, tensors that are written in place, and hooks that only the ranks keep."""
+    found = []
+    for one in (flex, unsharded):
+        settings, vector = {}, torch.arange(256.0)
+
+        def scaled(module, full, save_ctx, modules, settings=settings):
+            return full.flip(-1) * settings["strength"]
+
+        kept = editing.capture()
+        edit = scaled | editing.steer(vector) | kept
+        one.register_forward_hook(edit.at("model.layers.0.mlp.act_fn"))
+        del edit
+        for settings["strength"] in (0.5, 2.0):
+            found.append(one(TOKENS).logits)
+        vector.mul_(0.1)
+        found.append(one(TOKENS).logits)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert one(TOKENS).logits.dtype == torch.bfloat16
+        one.register_forward_pre_hook(editing.patch(kept).at("model.layers.0.mlp.down_proj"))
+        found.append(one(TOKENS).logits)
+    for left, right in zip(found, found[4:]):
+        close(left, right)
+    assert len({logits.sum().item() for logits in found[:3]}) == 3
+
+
+@torch.no_grad()
+def test_a_new_edit_holds_after_errors_and_looks_at_records(ranks, flex, unsharded):
+    found = []
+    for one in (flex, unsharded):
+        hook = HookFunction("model.layers.0.mlp.act_fn", editing_function=mix)
+        handle = one.register_forward_hook(hook)
+        one(TOKENS)
+        hook.editing_function = editing.scale(3.0)
+        one.output_ptr[hook.module_name]
+        found.append(one(TOKENS).logits)
+        hook.editing_function = editing.scale(5.0)
+        with pytest.raises((TypeError, ValueError)):
+            one(TOKENS, groups=threading.Lock())  # can't travel
+        found.append(one(TOKENS).logits)
+        if one is flex:
+            hook.output_name = "other"
+            with pytest.raises(ValueError, match="can't be set while the hook is registered"):
+                one(TOKENS)
+            hook.output_name = None
+        handle.remove()
+        hook.output_name = "other"
+        one.register_forward_hook(hook)
+        found.append(one(TOKENS).logits)
+        assert "other" in one.output_ptr
+    for left, right in zip(found, found[3:]):
+        close(left, right)
+
+
+def test_a_sharded_state_dict_is_read_by_items(ranks, models):
+    ranks["model"] = models[0]
+    ranks.run("state = model.state_dict()")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(ranks["state"][name], models[1].state_dict()[name])
 
 
 @torch.no_grad()

@@ -83,9 +83,12 @@ def test_memory_is_shared_only_with_processes_of_this_host():
     probe.close()
 
 
-def test_references_and_objects_by_value():
+def test_references_and_digests():
     marker = object()
     packer = Packer(lambda value: ("marker",) if value is marker else None)
     pickled = packer.pickle([marker, 1])
     unpacker = Unpacker(packer.payload(True), lambda reference: reference[0])
     assert unpacker.unpickle(pickled) == ["marker", 1]
+    tensor = torch.zeros(3)
+    before, same = (Packer(lambda value: None).digest([tensor, 1]) for _ in range(2))
+    assert before == same != Packer(lambda value: None).digest([tensor.add_(1), 1])
