@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,6 +43,7 @@ from flex_model.layouts.sources import (
     BatchDim,
     Constants,
     Weights,
+    check_without_tensors,
     leaves,
     named_inputs,
     stated_by_dtensor,
@@ -194,11 +196,14 @@ class Tracking:
     ) -> RankRows | None:
         """Give the follower the placements of the inputs. Collective; see `seed_inputs`."""
         self._kept.adopt(states_of((args, kwargs)))
+        part = self.forward.part
+        module = self._root if part is None else part.module
         return seed_inputs(
             follower,
             self._communicator,
             self.batch_dim,
             self._inputs_of(args, kwargs),
+            partial(check_without_tensors, self.batch_dim, module, args, kwargs),
             self._stated_inputs(),
             self._kept,
             pads,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flex_model.distributed import values
+from flex_model.distributed.agreement import gather_checked
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.header import Header, site_hash
 from flex_model.distributed.padding import RankRows
@@ -38,6 +39,7 @@ def seed_inputs(
     communicator: Communicator,
     batch_dim: BatchDim,
     inputs: Sequence[Argument],
+    check_others: Callable[[], None],
     statements: Mapping[int, Statement],
     kept: KeptTensors,
     pads: bool = False,
@@ -47,6 +49,7 @@ def seed_inputs(
 
     Args:
         batch_dim: States which inputs hold rows.
+        check_others: Raises a ValueError where arguments that are no tensors may hold rows.
         statements: Those about inputs, by index.
         kept: Tensors of earlier forwards.
         pads: Whether hooks pad tensors of different lengths to one.
@@ -64,6 +67,8 @@ def seed_inputs(
     with torch.no_grad():
         sketches = [_sketch(None if i is None else inputs[i].tensor, has_rows) for i in order]
     if not sketches:
+        if mesh.dp_size > 1:
+            gather_checked(communicator, "the inputs of the model", check_others)
         return None
     table = communicator.exchange(torch.stack(sketches)).tolist()
     shapes: dict[int, list[Shape]] = {}

@@ -309,6 +309,26 @@ def named_inputs(module: nn.Module, args: Any, kwargs: Any) -> list[Argument]:
     return found + inside
 
 
+def check_without_tensors(batch_dim: BatchDim, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Check the arguments of a forward that is passed no tensor, along dp.
+
+    Raises:
+        ValueError: a list, a text or an array, which may hold rows that can't be seen.
+    """
+    names = _argument_names(module, len(args)) if args else ()
+    named = batch_dim if isinstance(batch_dim, Mapping) else {}
+    for name, value in [*zip(names, args), *kwargs.items()]:
+        is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) > 0
+        may_hold_rows = is_array or (isinstance(value, (list, tuple, str, Mapping)) and len(value))
+        if may_hold_rows and named.get(name, 0) is not None:
+            raise ValueError(
+                f"input {name!r} is a {type(value).__name__}, whose rows can't be followed; pass "
+                "tensors, or give each data-parallel rank hooks of its own with "
+                f"FlexModel(dp_batch='local'), or state with batch_dim={ {name: None} } that all "
+                "rows share it"
+            )
+
+
 def _passed(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in lists, tuples, mappings and dataclasses, which only hold what was
     passed.

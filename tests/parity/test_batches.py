@@ -272,3 +272,30 @@ def test_zeros_for_the_only_row_of_a_rank_are_rows_or_not():
     with pytest.raises(ValueError, match=r"\{'state': 1\} or \{'state': None\}"):
         flex(my_half(x), state)
     flex.restore()
+
+
+class OfIds(nn.Module):
+    """Given no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(20, 4)
+
+    def forward(self, ids):
+        return self.emb(torch.tensor(ids))
+
+
+@pytest.mark.ranks(2)
+def test_rows_in_a_list_of_numbers_are_refused():
+    records, mine = {}, [[1, 2], [3, 4 + dist.get_rank()]]
+    for settings in ({}, {"dp_batch": "local"}, {"batch_dim": {"ids": None}}):
+        flex = FlexModel(models.seeded(OfIds), records, data_parallel_size=2, **settings)
+        flex.register_forward_hook(HookFunction("emb"))
+        if not settings:
+            with pytest.raises(ValueError, match="input 'ids' is a list, whose rows can't be"):
+                flex(mine)
+        else:
+            output = flex([[1, 2]] if "batch_dim" in settings else mine)
+            if "dp_batch" in settings or dist.get_rank() == 0:
+                assert_close(records["emb"], [output.detach()])
+        flex.restore()
