@@ -223,7 +223,9 @@ class ArgumentReader:
             is_range = name in _OF_RANGE and bool(self._with_expression)
             may_be_own = bool(unsettled) and not is_range
             if name in ("size", "repeats"):
-                may_be_own = number in unsettled
+                is_last = 0 < place == len(self.full_sizes[name]) - 1
+                is_last &= [one for *_, one in self._plain].count(number) == 1  # no square
+                may_be_own = number in unsettled and self._proofs.may_count(number, is_last)
             if not shards and may_be_own:
                 continue
             if not shards or (self._is_view and number == -1):

@@ -48,13 +48,7 @@ def may_expand(name: str, axis: str) -> bool:
     return name == "expand" or (name in EXPANDS and axis == "dp")
 
 
-def open_dims(
-    operation: Operation,
-    known: Mapping[Any, OpenDims],
-    axis: str,
-    split_sizes: set[int],
-    are_numbers: bool,
-) -> OpenDims | None:
+def open_dims(operation: Operation, proofs: AxisProofs, are_numbers: bool) -> OpenDims | None:
     """Return the open dims of the result; None if it has none, or is not known.
 
     Args:
@@ -62,11 +56,12 @@ def open_dims(
             has read some of a rank's rows.
     """
     name, result = operation.name, operation.outputs[0]
+    known, axis = proofs.open, proofs.axis
     if not _same_numbers(operation):
         return None
     if factories.is_factory(operation) and not factories.makes_blank(name):
         is_open = axis == "dp" or factories.is_fill(name)
-        return (is_open and factories.unsettled_dims(operation, axis, split_sizes)) or None
+        return (is_open and factories.unsettled_dims(operation, proofs)) or None
     if name in _FILLS:
         return known.get(operation.operands[0].value, frozenset(range(result.ndim)))
     of_each: list[OpenDims] = []
@@ -84,9 +79,9 @@ def open_dims(
             for one, dims in zip(operation.operands, of_each)
         ]
     if may_expand(name, axis):
-        return _expanded(operation, of_each[0], split_sizes)
-    grown = _grown(operation, split_sizes) if are_numbers and axis == "dp" else frozenset[int]()
-    if axis == "dp" and joins_copies(operation, split_sizes):
+        return _expanded(operation, of_each[0], proofs)
+    grown = _grown(operation, proofs) if are_numbers and axis == "dp" else frozenset[int]()
+    if axis == "dp" and joins_copies(operation, proofs):
         grown |= {operation["dim"] % result.ndim}
     if not any(of_each):
         return grown or None
@@ -95,23 +90,25 @@ def open_dims(
     return None if found is None else found | grown
 
 
-def joins_copies(operation: Operation, split_sizes: set[int]) -> bool:
-    """Whether it joins copies of one tensor along a dim in which each has one index, of which there
-    may be one for each row: ``torch.cat([token] * len(x))``. The last dim of several has features,
-    such as the halves of a rotary embedding of one frequency.
+def joins_copies(operation: Operation, proofs: AxisProofs) -> bool:
+    """Whether it joins copies of one tensor, of which there may be one for each row:
+    ``torch.cat([token] * len(x))``; where Python has no plain number of rows, along a dim in which
+    each has one index. The last dim of several has features, such as the halves of a rotary
+    embedding of one frequency.
     """
     if operation.name not in ("cat", "stack"):
         return False
     count, shape = len(operation.values), operation.outputs[0].shapes[0]
     are_copies = len(set(operation.values)) == 1 and operation.values[0] is not None
     is_last = operation["dim"] % len(shape) == len(shape) - 1 > 0
-    are_rows = count in split_sizes - {1} and shape[operation["dim"]] == count and not is_last
-    return are_copies and are_rows
+    is_one_each = 1 < count == shape[operation["dim"]]
+    are_rows = count in proofs.split_sizes and (is_one_each or bool(proofs.units))
+    return are_copies and are_rows and not is_last
 
 
-def _grown(operation: Operation, split_sizes: set[int]) -> OpenDims:
-    """Return the dims of joined numbers that are as long as a split dim, and were not before: there
-    may be a piece for each of a rank's rows, ``torch.cat([torch.arange(n) for n in lengths])``.
+def _grown(operation: Operation, proofs: AxisProofs) -> OpenDims:
+    """Return the dims of joined numbers that may count rows, and were not as long before: there may
+    be a piece for each of a rank's rows, ``torch.cat([torch.arange(n) for n in lengths])``.
     """
     after = operation.outputs[0].shapes[0]
     before = [operand.shapes[0] for operand in operation.operands]
@@ -119,7 +116,8 @@ def _grown(operation: Operation, split_sizes: set[int]) -> OpenDims:
         dim
         for dim, size in enumerate(after)
         if operation.name in _JOIN
-        and size in split_sizes - {1}
+        and size > 1
+        and proofs.may_count(size, 0 < dim == len(after) - 1)
         and any(len(shape) != len(after) or shape[dim] != size for shape in before)
     )
 
@@ -174,9 +172,10 @@ def _readings(
             yield choice, with_placements(operation, placed)
 
 
-def _expanded(operation: Operation, dims: OpenDims, split_sizes: set[int]) -> OpenDims | None:
-    """Return the open dims of an expanded tensor, with those of size 1 that are expanded to the
-    local size of a split dim, or otherwise than in the unsharded program.
+def _expanded(operation: Operation, dims: OpenDims, proofs: AxisProofs) -> OpenDims | None:
+    """Return the open dims of an expanded tensor, with those of size 1 that are expanded to what
+    may count rows, or otherwise than in the unsharded program; those of any size that are repeated
+    as often, if Python has a plain number of rows.
     """
     operand, result = operation.operands[0], operation.outputs[0]
     offset = result.ndim - operand.ndim
@@ -187,12 +186,16 @@ def _expanded(operation: Operation, dims: OpenDims, split_sizes: set[int]) -> Op
         was = {shape[dim - offset] for shape in operand.shapes} if dim >= offset else {1}
         full = known[dim] if dim < len(known) else None
         if operation.name == "repeat" and was != {1}:
-            continue  # a number of copies, not a size
-        if sizes == was and (full is not None or not sizes <= split_sizes):
+            if not proofs.units:
+                continue  # a number of copies, not a size
+            sizes, was = {numbers[dim] for numbers in operation.by_rank("repeats")}, {1}
+        is_last = 0 < dim == result.ndim - 1
+        may_count = any(proofs.may_count(size, is_last) for size in sizes)
+        if sizes == was and (full is not None or not may_count):
             continue
         if full is not None and sizes == {full}:
             continue
-        if full is not None or sizes & split_sizes or len(sizes) > 1:
+        if full is not None or may_count or len(sizes) > 1:
             found.add(dim)
     return frozenset(found) if found else None
 
@@ -318,6 +321,16 @@ def with_written_blank(operation: Operation, blank: Container[Any]) -> Operation
     if written.placement is not None:
         return operation
     return _as_rules_allow(operation, [(written, frozenset(range(written.ndim)))], others)
+
+
+def with_extents_of_whole(operation: Operation, proofs: AxisProofs) -> Operation:
+    """Return the operation with operands of unknown extent replicated where the others, which are
+    whole, show that they are whole, too.
+    """
+    unknown = [one for one in operation.operands if one.value in proofs.open]
+    whole = [one for one in operation.operands if one.value not in proofs.open]
+    are_shown = all(_is_covered(one, d, whole) for one in unknown for d in proofs.open[one.value])
+    return with_placements(operation, {id(one): REPLICATED for one in unknown if are_shown})
 
 
 def with_zeros_as_sums(operation: Operation, proofs: AxisProofs) -> Operation:

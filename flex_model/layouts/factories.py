@@ -6,12 +6,15 @@ decides (`constants`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flex_model.distributed.placement import Placement, Shard
 from flex_model.layouts.propagation.operation import REPLICATED, Operation, differ
+
+if TYPE_CHECKING:
+    from flex_model.layouts.proofs import AxisProofs
 
 _FILLS = {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "scalar_tensor"}
 #: Its elements are at places of their own, so no shard of it is known.
@@ -55,18 +58,17 @@ def makes_blank(name: str) -> bool:
 
 
 def infer(
-    operation: Operation, axis: str, split_sizes: Collection[int], shards: Mapping[int, Shard]
+    operation: Operation, proofs: AxisProofs, shards: Mapping[int, Shard]
 ) -> list[Placement | None]:
     """Return the placements of a factory's outputs.
 
     Args:
-        split_sizes: The ranks' sizes of split dims so far.
         shards: By dim of the result: how the tensor is split whose size was passed for the dim.
     """
     unknown: list[Placement | None] = [None] * len(operation.outputs)
     if operation.name in _BLANKS or any(map(differ, _values(operation))):
         return unknown
-    open_dims = unsettled_dims(operation, axis, split_sizes)
+    open_dims = unsettled_dims(operation, proofs)
     if open_dims is None:
         return unknown
     if not open_dims:
@@ -74,7 +76,7 @@ def infer(
     by_rank = operation.by_rank("size") if "size" in operation.arguments[0] else ()
     full = operation.full_sizes.get("size", ())
     split = [dim for dim in sorted(open_dims) if dim < len(full) and _differs(by_rank, full, dim)]
-    if len(split) != 1 or (axis == "tp" and not is_fill(operation.name)):
+    if len(split) != 1 or (proofs.axis == "tp" and not is_fill(operation.name)):
         return unknown
     shard = replace(shards.get(split[0], Shard(split[0])), dim=split[0])
     try:
@@ -97,12 +99,10 @@ def _values(operation: Operation) -> Iterator[list[Any]]:
             yield operation.by_rank(name)
 
 
-def unsettled_dims(
-    operation: Operation, axis: str, split_sizes: Collection[int]
-) -> frozenset[int] | None:
+def unsettled_dims(operation: Operation, proofs: AxisProofs) -> frozenset[int] | None:
     """Return the dims of a factory's result that may be split dims: the unsharded program passes
-    another size for them, or ranks pass a plain number that is the local size of a split dim. None
-    where ranks pass different numbers in another place.
+    another size for them, or ranks pass a plain number that may count a rank's rows. None where
+    ranks pass different numbers in another place.
 
     Along tp a plain number makes the same tensor on all ranks; only where its elements are equal,
     too, may it be a part of a larger one.
@@ -112,8 +112,10 @@ def unsettled_dims(
         sizes = list(zip(*(made for made in operation.outputs[0].shapes)))
         if any(map(differ, sizes)):
             return None
-        is_open = axis == "dp"
-        return frozenset(dim for dim, own in enumerate(sizes) if is_open and own[0] in split_sizes)
+        dims = range(ndim if proofs.axis == "dp" else 0)
+        return frozenset(
+            dim for dim in dims if proofs.may_count(sizes[dim][0], 0 < dim == ndim - 1)
+        )
     if "size" in operation.arguments[0]:
         by_rank = operation.by_rank("size")
         if any(len(sizes) != len(by_rank[0]) for sizes in by_rank):

@@ -110,6 +110,8 @@ class FunctionRecorder(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _SIZES:
             return self._read(func, args, kwargs)
+        if name == "__len__":
+            return int(self._read(torch.Tensor.size, (args[0], 0), {}))
         if name in _READS and isinstance(args[0], Tensor):
             recorder.note_read(args[0], name in _SHARES)
         if name in _MAKERS:

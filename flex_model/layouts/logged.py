@@ -139,9 +139,16 @@ class Stated(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Python reads the elements of a tensor."""
+    """Python reads the elements of a tensor, or its size along a dim, as plain numbers.
+
+    Attributes:
+        dim: Of which the size is read; None where elements are.
+        unit: What is counted with the numbers is a multiple of it; 0 where nothing is.
+    """
 
     value: Any
+    dim: int | None
+    unit: int
 
 
 class Invalidated(NamedTuple):

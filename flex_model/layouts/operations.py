@@ -190,9 +190,9 @@ def _propagate(proofs: AxisProofs, read: ArgumentReader, operation: Operation) -
     if is_literal and proofs.reads_parts and proofs.axis == "tp":
         return outputs  # equal elements may be those of each rank's own part
     if factories.is_factory(operation):
-        return factories.infer(operation, proofs.axis, proofs.split_sizes, read.shards_passed)
+        return factories.infer(operation, proofs, read.shards_passed)
     if operation.name == factories.SPARSE:
-        own = factories.unsettled_dims(operation, proofs.axis, proofs.split_sizes)
+        own = factories.unsettled_dims(operation, proofs)
         return outputs if own is None or own else rules.propagate(operation)
     made, passed = rules.propagate(operation), read.shards_passed
     if read.scales_by_size:
@@ -259,13 +259,11 @@ def _note_open(
     may_be_share = constants.may_expand(operation.name, proofs.axis) or (
         any(v in proofs.open for v in values)
         if is_tp
-        else constants.joins_copies(operation, proofs.split_sizes)
+        else constants.joins_copies(operation, proofs)
     )
     are_numbers = proofs.reads_parts and value in proofs.numbers
     if placement is None or (placement == REPLICATED and (may_be_share or are_numbers)):
-        dims = constants.open_dims(
-            operation, proofs.open, proofs.axis, proofs.split_sizes, are_numbers
-        )
+        dims = constants.open_dims(operation, proofs, are_numbers)
         if dims is not None:
             is_same = is_tp and all(one.placement == REPLICATED for one in operation.operands)
             proofs.set_placement(value, REPLICATED if is_same and operation.operands else None)
@@ -304,7 +302,9 @@ def _read(
     start = int(name in ("tril_indices", "triu_indices"))  # of two dims, always
     made = {size for output in outputs for shape in output.shapes for size in shape[start:]}
     may_be_split |= constants.may_expand(name, proofs.axis)
-    unsettled = proofs.split_sizes & made if may_be_split else set()
+    if name == "repeat" and proofs.units:
+        made.update(arguments[0]["repeats"])
+    unsettled = {one for one in made if may_be_split and proofs.may_count(one, False)}
     reader.conclude_sizes(unsettled)
     operation = Operation(
         name,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from flex_model.distributed.placement import Placement, Shard
-from flex_model.layouts.constants import with_placements
+from flex_model.layouts.constants import with_extents_of_whole, with_placements
 from flex_model.layouts.contracts.collectives import SAME_ELEMENTS
 from flex_model.layouts.factories import ZEROS
 from flex_model.layouts.propagation import rules
@@ -89,7 +89,7 @@ def infer(operation: Operation, output: int, proofs: AxisProofs) -> OwnRows | No
         or _read(operation, known)
         or _joined(operation, known)
         or _written(operation, known)
-        or _computed(operation, output, known)
+        or _computed(operation, output, proofs)
     )
 
 
@@ -309,9 +309,13 @@ def _written(operation: Operation, known: Known) -> OwnRows | None:
     return rows if is_alike and own.dim in (None, read.dim) else None
 
 
-def _computed(operation: Operation, output: int, known: Known) -> OwnRows | None:
+def _computed(operation: Operation, output: int, proofs: AxisProofs) -> OwnRows | None:
     """Return the rows of all operands that belong to some, if all rows share the others."""
+    known = proofs.own_rows
     own = {id(one): known[one.value] for one in operation.operands if one.value in known}
+    if torch.Tag.pointwise in operation.tags and all(one.dim is None for one in own.values()):
+        # Beside a row, which is whole, plain numbers that are as large count no rows.
+        operation = with_extents_of_whole(operation, proofs)
     others = [one for one in operation.operands if id(one) not in own]
     if len({one[:3] for one in own.values()}) != 1:
         return None

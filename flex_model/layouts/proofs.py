@@ -56,8 +56,11 @@ class AxisProofs:
         makers: For values that an operation split off, joined or sorted, or made as zeros or as
             blank as another tensor: that operation.
         received: Values that a collective returned.
-        reads_parts: Whether Python has read elements of a tensor that is not the same on all ranks:
-            what is made of numbers from then on may be made of those, ``torch.tensor(x.tolist())``.
+        reads_parts: Whether Python has read elements of a tensor that is not the same on all ranks,
+            or the size of its split dim: what is made of numbers from then on may be made of those,
+            ``torch.tensor(x.tolist())``.
+        units: Of what these numbers count: multiples of one may be other ones in the unsharded
+            program, ``prompt.repeat(len(x), 1)``.
         difference: The first operation that not all ranks ran.
         conflicts: Values with a statement of the user that contradicts their proof, or, with None
             for it, names a dim that they don't have.
@@ -83,6 +86,7 @@ class AxisProofs:
         self.own_rows: dict[Value, OwnRows] = {}
         self.ranges: dict[Value, ranges.Ranges] = {}
         self.reads_parts = False
+        self.units: set[int] = set()
         self.difference = ""
         self._modules: list[str] = []  # those whose forwards run, by name
         self._dead_ends: set[int] = set()  # ids of entries
@@ -206,7 +210,7 @@ class AxisProofs:
         if id(entry) not in self._dead_ends:
             self.gradients.skip(entry)
         if isinstance(entry, logged.Read):
-            self.note_read(entry.value)
+            self.note_read(entry)
         elif isinstance(entry, logged.Op):
             self.difference = self.difference or entry.name.removeprefix("aten::")
 
@@ -248,7 +252,7 @@ class AxisProofs:
         elif isinstance(first, logged.Stated):
             self._follow_statement(entries)
         elif isinstance(first, logged.Read):
-            self.note_read(*(one.value for one in entries))
+            self.note_read(*entries)
         elif isinstance(first, logged.Invalidated):
             for entry in entries:
                 gradients.invalidate(entry.values, "memory that unrecorded code wrote to")
@@ -343,9 +347,22 @@ class AxisProofs:
         """Whether one of these operations made the value; only of those that `makers` holds."""
         return value in self.makers and self.makers[value][0].name in names
 
-    def note_read(self, *values: Any) -> None:
-        """Note that Python reads the elements of a tensor, of which the ranks have these values."""
-        self.reads_parts |= any(self.placement(value) != Replicate() for value in values)
+    def note_read(self, *reads: logged.Read) -> None:
+        """Note what Python reads on the ranks, if it is a rank's own."""
+        for value, dim, unit in reads:
+            placement = self.placement(value)
+            is_beside = dim is not None and isinstance(placement, Shard) and placement.dim != dim
+            if placement != Replicate() and not is_beside:
+                self.reads_parts = True
+                self.units |= {unit} - {0}
+
+    def may_count(self, number: int, is_last: bool) -> bool:
+        """Whether a plain number may count a rank's rows, as a size of a split dim, or as a
+        multiple of such a number that Python has. The last dim of several, ``is_last``, has
+        features: there, only the former.
+        """
+        is_multiple = number > 0 and any(number % unit == 0 for unit in self.units)
+        return number in self.split_sizes or (is_multiple and not is_last)
 
     def note_step(
         self, value: Value, text: str, inputs: tuple[Value, ...], cause: Cause | None = None

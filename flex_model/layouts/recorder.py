@@ -33,7 +33,14 @@ from flex_model.layouts.graph_nodes import GraphNodes, is_framework_hook
 from flex_model.layouts.logged import Value
 from flex_model.layouts.operation_log import Source
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.sizes import CallSizes, expression_of, on_comparison, plain
+from flex_model.layouts.sizes import (
+    CallSizes,
+    expression_of,
+    leaves,
+    on_comparison,
+    on_plain,
+    plain,
+)
 from flex_model.layouts.tensor_values import TensorValues, without_function_mode
 
 if TYPE_CHECKING:
@@ -83,6 +90,7 @@ class Recorder(DispatchMode):
         self._functions.__enter__()
         active_recorders().append(self)
         on_comparison.append(self._note_comparison)
+        on_plain.append(self._note_plain)
         self._calls = logged_calls.being_logged()
         self._calls.__enter__()
         return self
@@ -90,6 +98,7 @@ class Recorder(DispatchMode):
     def __exit__(self, *exc_info: Any) -> None:
         active_recorders().remove(self)
         on_comparison.remove(self._note_comparison)
+        on_plain.remove(self._note_plain)
         self._calls.__exit__(*exc_info)
         self._functions.__exit__(*exc_info)
         super().__exit__(*exc_info)
@@ -140,6 +149,12 @@ class Recorder(DispatchMode):
     def _note_comparison(self, by: str, own: Any, other: Any) -> None:
         if self.pauses == 0 and any(expression_of(one, self.key) for one in (own, other)):
             self.comparisons.append((by, plain(own), plain(other)))
+
+    def _note_plain(self, size: Any) -> None:
+        """Log that Python has a size as a plain number."""
+        expression = expression_of(size, self.key) if self.pauses == 0 else None
+        for _, value, dim in () if expression is None else sorted(leaves(expression)):
+            self.log.add(logged.Read(value or None, dim, plain(size)))
 
     # Tensors and their values.
 
@@ -287,7 +302,8 @@ class Recorder(DispatchMode):
     @without_function_mode
     def note_read(self, tensor: Tensor, is_shared: bool) -> None:
         """Log that Python reads the elements of a tensor; ``is_shared``: and may write to them."""
-        self.log.add(logged.Read(self.value(tensor)))
+        counts = not (tensor.is_floating_point() or tensor.dtype == torch.bool)
+        self.log.add(logged.Read(self.value(tensor), None, int(counts)))
         if is_shared:
             self.invalidate(tensor)
 

@@ -149,6 +149,9 @@ class _Tagged:
 #: Called with the name of a comparison and both numbers.
 on_comparison: list[Callable[[str, Any, Any], None]] = []
 
+#: Called with a size that Python turns into a plain number.
+on_plain: list[Callable[[Any], None]] = []
+
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
 }
@@ -159,6 +162,11 @@ class Size(_Tagged, int):
 
     C code turns it into a plain number: ``int(size)``, ``range(size)``, ``math.log(size)``.
     """
+
+    def __int__(self) -> int:
+        for note in on_plain:
+            note(self)
+        return plain(self)
 
 
 class SizeRatio(_Tagged, float):

@@ -159,7 +159,7 @@ def written(x, index, number):
 UNKNOWN = {  # by numbers that the whole batch would not pass, and what becomes no number
     "narrow", "tensor_split", "a slice", "split, beside an equal dim",
     "a slice, beside an equal one", "a place, beside others", "unfold", "one of two, broadcast",
-    "a size of a list", "an array", "the smaller number",
+    "a size of a list", "a size of a length", "an array", "the smaller number",
     "tile", "stacked", "joined", "one for each part",
 }  # fmt: skip
 COUNTS = {
