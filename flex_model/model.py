@@ -591,6 +591,7 @@ class FlexModel(nn.Module):
         """Record or edit a parameter's gradient, in full and averaged over data-parallel ranks.
 
         ``module_name`` is the parameter's name; the editing function's ``current_module`` is None.
+        Once removed, it is not called in the backward of earlier forwards either.
 
         Raises:
             ValueError: an unknown parameter, one that needs no gradient, one that accelerate

@@ -29,6 +29,8 @@ class Evidence:
         follower: The follower of its forward, while that runs.
         words: See `Follower.words`, of the module that is called.
         value: The follower's value for the tensor; ``edited``: that of a hook's replacement.
+        is_frozen: Whether it has no gradient in this forward, but may have in a later one.
+        is_ambiguous: Whether it is of one of several calls, which are placed differently.
     """
 
     key: int | None = None
@@ -39,6 +41,8 @@ class Evidence:
     words: tuple[str, ...] = ()
     edited: Any = None
     needs_gradient: bool = False
+    is_frozen: bool = False
+    is_ambiguous: bool = False
     rows: RankRows | None = None
     obstacles: dict[str, Obstacle] = field(default_factory=dict)
     gradient_obstacles: dict[str, str] = field(default_factory=dict)

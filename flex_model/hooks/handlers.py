@@ -4,7 +4,6 @@ gradient.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -221,24 +220,25 @@ class HookHandlers:
             self.hook_failed(registration, error, FAILED)
             return tree
 
-    def note_activations(self, registrations: Sequence[Registration], tree: Any) -> None:
-        """Collect evidence of the activations of gradient hooks in a forward without gradients,
-        whose recomputation may call those hooks. Local.
+    def note_calls(self, registrations: Sequence[Registration], leaf: Tensor) -> list[int | None]:
+        """Return the number of this call of each gradient hook, None in a recomputation; collect
+        evidence of its activation. Calls that need no gradient count, too: a checkpoint may
+        recompute them, or a later forward with inputs of the same key train them. Local.
         """
         tracking, run = self._tracking, self.runs.current
         if in_backward():
-            return
-        if run is not None:
+            return [None] * len(registrations)
+        if run is not None and not torch.is_grad_enabled():
             run.note_recomputation()
             if tracking.key is not None:
                 run.keys.add(tracking.key)
-        if not tracking.is_following:
-            return
-        with follow.paused():
-            for registration in registrations:
-                with contextlib.suppress(HookError):  # no tensor there, so no gradient either
-                    leaf = registration.leaf(tree)
-                    tracking.evidence(registration, leaf, tracking.number(registration))
+        numbers: list[int | None] = []
+        for registration in registrations:
+            numbers.append(number := tracking.number(registration))
+            if tracking.is_following:
+                with follow.paused():
+                    tracking.evidence(registration, leaf, number)
+        return numbers
 
     def active_in_replay(self, registrations: Sequence[Registration]) -> Sequence[Registration]:
         """Return the active hooks; in a recomputation, those that its forward had, too."""
@@ -254,11 +254,14 @@ class HookHandlers:
     def put_edge(
         self,
         registrations: Sequence[Registration],
+        numbers: Sequence[int | None],
         module: nn.Module,
         leaf: Tensor,
         passes_through: bool,
     ) -> Tensor:
-        """Return the tensor that replaces ``leaf``, whose gradient the hooks get."""
+        """Return the tensor that replaces ``leaf``, whose gradient the hooks get in their calls of
+        these numbers.
+        """
         if current_transform() is not None:
             raise agreed(
                 HookError(
@@ -267,14 +270,9 @@ class HookHandlers:
                     f"out of the run with groups= ({see('a-transform-of-functions')})"
                 )
             )
-        tracking, run = self._tracking, self.runs.current
-        if run is None:
-            run = self._backwards.run_of_current() if in_backward() else None
-            run = run or self.runs.lone_run()
-        numbers = [
-            None if in_backward() else tracking.number(registration)
-            for registration in registrations
-        ]
+        tracking = self._tracking
+        run = self._backwards.run_of_current() if in_backward() else None
+        run = run or self.runs.current or self.runs.lone_run()
         with follow.paused():
             evidences = [
                 tracking.evidence_of_replay(registration, run.keys)

@@ -201,7 +201,7 @@ class ModuleSite:
             own = args, kwargs
             tree = call(module, own)
             if puts_edges and self._is_ours(module):
-                tree, edges = self._put_input_edges(module, tree)
+                tree, edges = self._put_edges("full_backward", module, tree)
                 self._enter(module, edges, own, tree)
             elif tree is not own or "follow" in self._handles:
                 self._enter(module, [], own, tree)
@@ -254,22 +254,34 @@ class ModuleSite:
                 return output
             output = call(module, output)
             if outputs:
-                output = self._put_output_edges(module, output, (args, kwargs))
+                output, _ = self._put_edges("full_backward_pre", module, output, (args, kwargs))
             return output
 
         hook.place_among_wraps = self._number  # type: ignore[attr-defined]
         return hook
 
-    def _put_input_edges(self, module: nn.Module, tree: Any) -> tuple[Any, list[Any]]:
+    def _put_edges(
+        self, kind: str, module: nn.Module, tree: Any, inputs: Any = ()
+    ) -> tuple[Any, list[Any]]:
+        """Return the tree with edges in place of the tensors of gradient hooks; and each of these
+        tensors, its edge and that one's node.
+
+        Args:
+            inputs: The module's, whose memory the tree of an output may have.
+        """
         edges: list[tuple[Tensor, Tensor, Any]] = []
-        if not torch.is_grad_enabled():
-            self._note_activations("full_backward", tree)
-            return tree, edges
-        for index, registrations in self._by_tensor("full_backward", tree):
+        memories = None
+        for index, registrations in self._by_tensor(kind, tree):
             leaf = self._leaf(registrations[0], tree)
-            if leaf is None or not leaf.requires_grad:
+            if leaf is None:
                 continue
-            edge = self._owner.put_edge(registrations, module, leaf, False)
+            numbers = self._owner.note_calls(registrations, leaf)
+            if not (leaf.requires_grad and torch.is_grad_enabled()):
+                continue
+            if memories is None:
+                memories = {_memory(tensor) for tensor in _C.flatten(inputs)[0]}
+            passes_through = _memory(leaf) in memories
+            edge = self._owner.put_edge(registrations, numbers, module, leaf, passes_through)
             edges.append((leaf, edge, edge.grad_fn))
             tree = _C.replace_leaf(tree, index, edge)
         return tree, edges
@@ -294,33 +306,15 @@ class ModuleSite:
                         output = _C.replace_leaf(output, i, _InputsMemory.apply(one, leaf))
         return output
 
-    def _put_output_edges(self, module: nn.Module, output: Any, inputs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            self._note_activations("full_backward_pre", output)
-            return output
-        memories = None
-        for index, registrations in self._by_tensor("full_backward_pre", output):
-            leaf = self._leaf(registrations[0], output)
-            if leaf is None or not leaf.requires_grad:
-                continue
-            if memories is None:
-                memories = {_memory(tensor) for tensor in _C.flatten(inputs)[0]}
-            edge = self._owner.put_edge(registrations, module, leaf, _memory(leaf) in memories)
-            output = _C.replace_leaf(output, index, edge)
-        return output
-
-    def _note_activations(self, kind: str, tree: Any) -> None:
-        for _, registrations in self._by_tensor(kind, tree):
-            self._owner.note_activations(registrations, tree)
-
     def _leaf(self, registration: Registration, tree: Any) -> Tensor | None:
         try:
             leaf = registration.leaf(tree)
-            if leaf.requires_grad:
+            if leaf.requires_grad and torch.is_grad_enabled():
                 registration.check_movable(leaf)
             return leaf
         except Exception as error:
-            self._owner.hook_failed(registration, error)
+            if torch.is_grad_enabled():  # else there is no gradient either
+                self._owner.hook_failed(registration, error)
             return None
 
     def _by_tensor(self, kind: str, tree: Any) -> list[tuple[int, list[Registration]]]:

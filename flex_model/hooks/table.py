@@ -368,8 +368,7 @@ class HookTable:
         """Whether any hook is active: all need not be found for that."""
         if self._active:
             return bool(self.active)
-        active = (r.index for site in self._all_sites() if site.is_active for r in site.active)
-        return any(index not in self._replays for index in active)
+        return any(r.index not in self._replays for r in self._chosen_now())
 
     def choose(self, modules: Choice, parameters: Choice, in_run: bool = False) -> None:
         """Choose hooks; do nothing if they are chosen already.
@@ -421,7 +420,7 @@ class HookTable:
         self._on_change(changed)
 
     def _found_active(self) -> ActiveHooks:
-        found = [r for site in self._all_sites() for r in site.active]
+        found = list(self._chosen_now())
         active = frozenset(r.index for r in found if r.index not in self._replays)
         registrations = tuple(r for r in self.registrations if r.index in active)
         acts_in_backward = any(r.had_edit or r.kind == "tensor" or r.is_backward for r in found)
@@ -449,9 +448,19 @@ class HookTable:
         """
         self._dispatcher.settle(is_recomputed)
 
-    def _all_sites(self) -> Iterator[_C.Site]:
-        places: Iterator[Any] = itertools.chain(self._modules.values(), self._parameters.values())
-        return (site for place in places for site in place.all_sites)
+    def _chosen_now(self) -> Iterator[Registration]:
+        """Yield the active hooks of modules, and those of parameters that the choice for modules
+        makes active: the other choice may be that of an earlier run, whose graph they serve.
+        """
+        for module in self._modules.values():
+            for site in module.all_sites:
+                yield from site.active if site.is_active else ()
+        groups, complement = self.choices[0]
+        numbers = self.groups.ids(groups, strict=False)
+        for parameter in self._parameters.values():
+            for hook in parameter.site.hooks:
+                if complement != any(map(hook.hook.has, numbers)):
+                    yield hook
 
     def record_names(self, indices: Set[int]) -> frozenset[str]:
         """Return the names of the records of these hooks."""

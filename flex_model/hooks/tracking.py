@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -164,6 +165,9 @@ class Tracking:
             shared.compare(self._communicator)
         key, layouts = self._memory.begin(tuple([other.shape for other in headers]))
         if layouts is None or self._follow == "always":
+            self.num_followed += 1
+            if self._follow == "always":  # its layouts are those of this forward alone
+                key = replace(key, forward=site_hash(key.forward, self.num_followed))
             forward.begin(key, None)
             self._begin_to_follow(forward, args, kwargs, active.pads)
             return
@@ -185,7 +189,6 @@ class Tracking:
         follower = self.follower()
         with follow.paused():  # another FlexModel may be following already
             forward.note_rows(self.seed(follower, args, kwargs, pads))
-        self.num_followed += 1
         with ExitStack() as stack:
             stack.enter_context(compiled.nothing_compiled())
             stack.enter_context(follower)
@@ -309,6 +312,10 @@ class Tracking:
             if of_weight is not None:
                 of_gradients[Place(registration.site, 0)] = of_weight
         gradients = self._gradients(follower, of_gradients, forward.parameters)
+        for place, (evidence, _) in forward.seen.items():
+            # What reads a replica on its way to the loss is known only of one that has a gradient.
+            if evidence.is_frozen and evidence.pair[1] == Replicate() and place in gradients:
+                gradients[place] = gradients[place][0], None
         obstacles = {
             place: follower.proofs.gradient_obstacles(of_gradients[place])
             for place, pair in gradients.items()
@@ -357,11 +364,7 @@ class Tracking:
     @property
     def key(self) -> int | None:
         """The key of the running forward, for evidence of its tensors and of its recomputation."""
-        key = self.forward.key
-        if key is None:
-            return None
-        is_unique = self.forward.follower is not None and self._follow == "always"
-        return site_hash(key.forward, self.num_followed) if is_unique else key.forward
+        return None if self.forward.key is None else self.forward.key.forward
 
     @property
     def is_following(self) -> bool:
@@ -402,6 +405,9 @@ class Tracking:
             # A part that the backward recomputes runs without gradients first.
             needs_gradient=(registration.is_backward or registration.edits)
             and not self._states_gradient(tensor),
+            is_frozen=registration.is_backward
+            and torch.is_grad_enabled()
+            and not tensor.requires_grad,
         )
         forward.seen[place] = evidence, shape
         return evidence
@@ -436,8 +442,8 @@ class Tracking:
         }
         key = next(iter(keys), None)
         first = self._memory.of(key)
-        pair, gradient = found.pop() if len(found) == 1 else (UNKNOWN, UNKNOWN)
-        evidence = Evidence(key, pair, rows=first.rows)
+        pair, gradient = next(iter(found)) if len(found) == 1 else (UNKNOWN, UNKNOWN)
+        evidence = Evidence(key, pair, rows=first.rows, is_ambiguous=len(found) > 1)
         why = (why for place, why in first.obstacles.items() if place.site == registration.site)
         evidence.note_gradient(gradient, next(why, {}))
         return evidence

@@ -66,11 +66,14 @@ class RootHooks:
             self._install(module, self.begin, self.end)
         names: dict[str, None] = {}  # of the modules with hooks, and of those around them
         for registration in changed if self._has_parts else ():
-            if registration.index in self._installed or not registration.is_active:
+            is_parameter = registration.kind == "tensor"
+            if registration.index in self._installed:
+                continue
+            if not (is_parameter or registration.is_active):
                 continue
             self._installed.add(registration.index)
             path = registration.name.split(".")
-            num_parts = len(path) - self._is_a_run(registration)
+            num_parts = len(path) - (is_parameter or self._is_a_run(registration))
             names |= dict.fromkeys(".".join(path[: i + 1]) for i in range(num_parts))
         for name in names:
             module = find_module(self._root, name)
@@ -145,7 +148,7 @@ class RootHooks:
             self._begin(self._parts.get(module), args, kwargs)
 
     def _begin(self, part: Part | None, args: Any, kwargs: Any) -> None:
-        self.runs.begin_direct(() if part is None else self._beside(part))
+        self.runs.begin_direct(self._beside(part) if part and not self.runs.current else ())
         run = self.runs.current
         later = None if run is None else run.pending_replicas
         self._tracking.begin(args, kwargs, self._table.active_hooks, part=part, later=later)
@@ -153,9 +156,13 @@ class RootHooks:
             run.note_rows(self._tracking.forward.rows)
 
     def _beside(self, part: Part) -> list[int]:
-        """Return the hooks outside of a part of the model."""
-        inside = f"{part.name}."
-        return [r.index for r in self._table.registrations if not f"{r.name}.".startswith(inside)]
+        """Return the hooks outside of a part of the model, which may have several names."""
+        name, inside = f"{part.name}.", {*part.module.modules(), *part.module.parameters()}
+        return [
+            r.index
+            for r in self._table.registrations
+            if not f"{r.name}.".startswith(name) and inside.isdisjoint(r.living_targets)
+        ]
 
     @compiled.outside_graphs
     def end(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -2,6 +2,7 @@
 values are. Every model is compared with the unsharded one.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import models
 import pipelines
-from flex_model import FlexModel, HookFunction
+from flex_model import FlexModel, HookError, HookFunction
 from models import CopyToRanks, Gather, SumOverRanks
 from shared_edits import mixing_features
 from tiers import ways
@@ -293,13 +294,85 @@ class Twice(nn.Module):
         return checkpoint(self.run, x, use_reentrant=True)
 
 
+class Beside(Twice):
+    """Only the whole one is recomputed, after the gradient of the other."""
+
+    def forward(self, x):
+        whole = checkpoint(self.same, x[:, :4], use_reentrant=True)
+        return whole.sum() + self.same(self.wide(x)).sum()
+
+
 @pytest.mark.ranks(2)
-def test_a_gradient_hook_alone_on_tensors_of_two_layouts_is_refused_in_a_reentrant_checkpoint():
+@pytest.mark.parametrize("make", [Twice, Beside])
+def test_a_gradient_hook_alone_on_tensors_of_two_layouts_is_refused_in_a_reentrant_checkpoint(make):
     way = models.TWO_RANKS["dtensor"]
-    with FlexModel(way.shard(models.seeded(Twice).double()), timeout=20, **way.sizes) as flex:
+    with FlexModel(way.shard(models.seeded(make).double()), timeout=20, **way.sizes) as flex:
         flex.register_full_backward_pre_hook(HookFunction("same"))
-        with pytest.raises(ValueError, match="'same': how the tensor is placed"):
+        with pytest.raises(HookError, match="'same': the module was called with tensors of diff"):
             flex(BATCH.clone().requires_grad_()).square().sum().backward()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "follow, within", [("always", contextlib.nullcontext), ("new", FlexModel.active)]
+)
+def test_a_gradient_hook_in_a_reentrant_checkpoint_of_a_forward_of_its_own(follow, within):
+    model, expected = models.seeded(models.Checkpointed, "reentrant").double(), []
+    twin = copy.deepcopy(model)
+    twin.b.act.register_full_backward_pre_hook(lambda _, grads: expected.append(grads[0]))
+    sizes = {"data_parallel_size": 2, "follow": follow}
+    with FlexModel(model, records := {}, output_ranks="all", timeout=20, **sizes) as flex:
+        flex.register_full_backward_pre_hook(HookFunction("b.act"))
+        loss = flex(BATCH.chunk(2)[dist.get_rank()]).square().mean()
+        with within(flex):
+            loss.backward()
+    twin(BATCH).square().mean().backward()
+    assert_close(records["b.act"], expected)
+
+
+class Shared(nn.Module):
+    """An activation of rows, in parts and whole along tp, and of a table that all ranks have."""
+
+    columns, rows = ("up",), ("down",)
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.table = nn.Tanh(), nn.Parameter(torch.randn(2, 4))
+        self.small, self.up, self.down = nn.Linear(6, 4), nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x, has_graph):
+        with torch.set_grad_enabled(has_graph):
+            h = self.down(self.act(self.up(x)))
+        return (h + self.act(self.small(x))) @ self.act(self.table).T
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["no_grad", "frozen"])
+@pytest.mark.parametrize("axis", ["tp", "dp"])
+def test_calls_that_need_no_gradient_are_counted_in_each_forward(axis, how):
+    def edit(module, grad, save_ctx, modules):
+        return grad.cumsum(-1)
+
+    model, rows, sizes = models.seeded(Shared).double(), BATCH, {"data_parallel_size": 2}
+    twin, expected = copy.deepcopy(model), []
+    twin.act.register_full_backward_pre_hook(
+        lambda module, grads: expected.append(grads[0]) or (grads[0].cumsum(-1),)
+    )
+    if axis == "tp":
+        model, sizes = models.TWO_RANKS["dtensor"].shard(model), {"tensor_parallel_size": 2}
+    else:
+        rows = BATCH.chunk(2)[dist.get_rank()]
+    with FlexModel(model, records := {}, output_ranks="all", timeout=20, **sizes) as flex:
+        flex.register_full_backward_pre_hook(HookFunction("act", editing_function=edit))
+        for step in range(2):
+            for one in (twin, model):
+                one.up.requires_grad_(how == "no_grad" or step == 1)
+            expected.clear()
+            twin(BATCH, how == "frozen").square().mean().backward()
+            flex(rows, how == "frozen").square().mean().backward()
+            assert_close(records["act"], expected)
+            if axis == "tp":
+                assert_close(model.small.weight.grad, twin.small.weight.grad)
 
 
 class Both(nn.Module):

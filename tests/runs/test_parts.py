@@ -211,3 +211,32 @@ def test_the_body_of_a_model_of_transformers(tmp_path):
         found.append([*hidden, *(records[site][0] for site in sites[:2] if site in records)])
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+class Siamese(nn.Module):
+    """Two towers that share a module, of which a method may run one alone."""
+
+    def __init__(self):
+        super().__init__()
+        shared = nn.Linear(6, 4)
+        self.left, self.right = nn.Sequential(shared, nn.Tanh()), nn.Sequential(shared, nn.ReLU())
+
+    def features(self, x):
+        return self.right(x)
+
+    def forward(self, x):
+        return self.left(x) * self.right(x)
+
+
+@pytest.mark.parametrize("kind", ["forward", "gradient"])
+def test_a_part_empties_the_records_of_its_modules_by_their_other_names(kind):
+    model, x = Siamese(), models.random(2, 6).float()
+    flex = FlexModel(model, records := {})
+    register = flex.register_hook if kind == "gradient" else flex.register_forward_hook
+    names = ["left.0.weight"] if kind == "gradient" else ["left.0", "right.0", "right"]
+    for name in names:
+        register(HookFunction(name))
+    for run in (model.right, flex.features, model.right, flex.features):
+        run(x).sum().backward()
+        if kind == "forward" or run is not model.right:
+            assert {name: len(found) for name, found in records.items()} == dict.fromkeys(names, 1)

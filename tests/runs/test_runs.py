@@ -132,7 +132,20 @@ def test_a_run_without_gradients_leaves_parameter_hooks_to_the_graph_before_it()
     with torch.no_grad():
         flex(BATCH, groups=())
     loss.backward()
+    with torch.no_grad():
+        flex(BATCH, groups=())
     assert_close(records["fc1.weight"], [model.fc1.weight.grad])
+
+
+def test_hooks_on_parameters_alone_are_back_after_a_run_without_them():
+    model = models.mlp()
+    flex = FlexModel(model, records := {})
+    flex.register_hook(HookFunction("fc1.weight"))
+    for run in (flex, model):
+        flex(BATCH, groups=()).sum().backward()
+        assert not records.get("fc1.weight")
+        run(BATCH).sum().backward()
+        assert len(records.pop("fc1.weight")) == 1
 
 
 @pytest.mark.ranks(2)
