@@ -77,7 +77,7 @@ class RootHooks:
             names |= dict.fromkeys(".".join(path[: i + 1]) for i in range(num_parts))
         for name in names:
             module = find_module(self._root, name)
-            if module not in chain:
+            if module not in chain and not isinstance(module, torch.jit.ScriptModule):
                 self._parts.setdefault(module, Part(name, module))
                 self._install(module, self.begin_part, self.end_part)
 
