@@ -49,6 +49,11 @@ from flex_model.runs.settings import CHOICES, Settings, check_choice
 from flex_model.selection import Select
 from flex_model.selection.selectors import Selector, is_everything
 
+_FIXED = (
+    "module", "schedule", "trainable_modules", "mesh", "tp_size", "pp_size", "dp_size",
+    "process_group", "lengths",
+)  # fmt: skip
+
 
 def _step_setting(name: str) -> Any:
     """Return a property for a setting of a pipeline's next steps."""
@@ -86,8 +91,9 @@ class FlexModel(nn.Module):
         output_ptr: Dict that receives the records: ``name -> [tensor, ...]`` in call order, CPU
             copies of the full tensors as they were before the edit, on rank 0 (see
             ``output_ranks``). Complete when the forward (or backward) returns. Every run empties
-            the lists of its hooks first. Or an ``ActivationStore``: a folder, into which each rank
-            writes its shards.
+            the lists of its hooks first, and so empties those of another FlexModel of the same
+            dict and names. Or an ``ActivationStore``: a folder, into which each rank writes its
+            shards.
         tensor_parallel_size, pipeline_parallel_size, data_parallel_size: Their product is the
             number of ranks, in the order (pp, dp, tp), tp fastest. Those left at 1 are taken from
             the model's own groups, where it has some (DTensor, DDP, FSDP, Megatron, fairscale),
@@ -500,6 +506,15 @@ class FlexModel(nn.Module):
         """
         self._check_whole("run_from")
         return self._runner.run_from(module_name, value, args, kwargs, groups, complement)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self)
+        if name in _FIXED and (name in own or name in own.get("_modules", ())):
+            raise AttributeError(
+                f"FlexModel: {name} can't be set, for its hooks would go on with the former; "
+                "wrap the other model, or register the module (register_trainable_module)"
+            )
+        super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:

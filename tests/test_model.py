@@ -34,6 +34,15 @@ def test_attributes():
     assert isinstance(FlexModel(models.mlp()).output_ptr, dict)
 
 
+@pytest.mark.parametrize("name", ["module", "trainable_modules", "mesh", "tp_size", "lengths"])
+def test_what_hooks_rely_on_cannot_be_set(name):
+    flex = FlexModel(models.mlp())
+    before = getattr(flex, name)
+    with pytest.raises(AttributeError, match=f"{name} can't be set.*wrap the other model"):
+        setattr(flex, name, nn.ModuleDict())
+    assert getattr(flex, name) is before
+
+
 def test_the_signature_of_the_class_is_that_of_its_constructor():
     found = list(inspect.signature(FlexModel).parameters.values())
     assert found == list(inspect.signature(FlexModel.__init__).parameters.values())[1:]

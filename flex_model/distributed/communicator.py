@@ -297,7 +297,8 @@ class Communicator(GroupPool):
             return False
         edited = self.edited
         packed = self._begin_exchange(header, where, Header.CARRIES)
-        rows = self.call("gather_at_once", GRID, packed, Header.SEED, plan, places, shard, fulls)
+        targets = fulls if places else []
+        rows = self.call("gather_at_once", GRID, packed, Header.SEED, plan, places, shard, targets)
         if Header.seed_if_alike(rows, packed) is None:
             self._received = header, packed, rows, edited
             return False

@@ -426,6 +426,10 @@ ROWS = {
             wrapped(HookFunction("fc1"), HookFunction("fc1")),
         ),
     ),
+    "FlexModel: {} can't be set, for its hooks would go on": (
+        lambda: setattr(FlexModel(models.mlp(), {}), "module", models.mlp()),
+        lambda: FlexModel(models.mlp(), {}).register_trainable_module("probe", nn.Linear(1, 1)),
+    ),
     "can't be set while the hook is registered": (
         lambda: twice(HookFunction("fc1"), lambda flex, handle: edit_with(handle.hook_function)),
         lambda: twice(HookFunction("fc1"), remove_edit_and_register),

@@ -524,6 +524,28 @@ def test_an_edit_on_some_ranks_only_is_an_error_on_all_where_it_is_settled():
             flex(x)
 
 
+@pytest.mark.ranks(2)
+def test_a_replicated_tensor_that_is_not_contiguous_is_edited_in_every_call():
+    sharded = models.TWO_RANKS["tp"].shard(models.mlp())
+    model = nn.Sequential(sharded, Transposed())
+    twin, strides, x = nn.Sequential(models.mlp(), Transposed()), [], models.random(4, 6)
+
+    def edit(module, full, save_ctx, modules):
+        strides.append(full.stride())
+        return full.cumsum(0)
+
+    with FlexModel(model, tensor_parallel_size=2, timeout=20) as flex, torch.no_grad():
+        flex.register_forward_hook(HookFunction("1", None, edit))
+        for _ in range(4):
+            torch.testing.assert_close(flex(x), twin(x).cumsum(0))
+    assert len(set(strides)) == 1  # as of the model's own
+
+
+class Transposed(nn.Module):
+    def forward(self, x):
+        return x.mT
+
+
 class TransposedInPlace(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,9 +1,13 @@
 """`_C.walk_modules`: how a forward detects that the model was changed."""
 
+import functools
 import gc
+import operator
 import types
 import weakref
+from collections import deque
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -104,6 +108,39 @@ def test_training_flags_are_told_apart():
     assert walk(root, [])[1] == all_training
 
 
+class Slots:
+    __slots__ = ("size", "unset")
+
+    def __init__(self, size):
+        self.size = size
+
+    def method(self):
+        """A bound method holds its object."""
+
+
+def closure(size):
+    return lambda x, y=0: x[size]
+
+
+MAKE = [
+    lambda n: n,  # hash(-1) is hash(-2)
+    float,
+    lambda n: complex(0, n),
+    np.int64,
+    Slots,
+    lambda n: Slots(n).method,
+    closure,
+    lambda n: functools.partial(max, n),
+    operator.itemgetter,
+    slice,
+    lambda n: range(n, 3),
+    lambda n: deque([n]),
+    lambda n: [0] * 80 + [n],
+    lambda n: dict.fromkeys(range(80), n),
+]
+ALIKE = [make(n) for make in MAKE for n in (-1, -2)]
+
+
 def state(root):
     return walk(root, [])[2]
 
@@ -126,7 +163,8 @@ def test_attributes_are_told_apart():
         torch.ones(1),
         [nn.ReLU()],
     )
-    for number, value in enumerate([*values, (1,), [1], {1}, {"a": 1}, {"a": 2}, loop], 2):
+    containers = [(1,), [1], {1}, {"a": 1}, {"a": 2}, loop]
+    for number, value in enumerate([*values, *containers, *ALIKE], 2):
         root[1][0].own = value
         assert state(root) == state(root)
         seen.add(state(root))
@@ -141,6 +179,7 @@ def test_attributes_are_told_apart():
         lambda: {"a", "b", "c"},
         lambda: types.SimpleNamespace(a=1, b=[2]),
         lambda: list(range(100)),
+        *(functools.partial(make, -1) for make in MAKE),
     ],
 )
 def test_attributes_that_are_made_anew_are_no_change(make):

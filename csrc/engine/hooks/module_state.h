@@ -24,12 +24,17 @@ class StateHash {
 
  private:
   void add(PyObject* value, int depth);
-  bool add_code_or_tensor(PyObject* value);
+  bool add_number_or_text(PyObject* value);
+  bool add_code_or_tensor(PyObject* value, int depth);
+  void add_function(PyObject* function, int depth);
   bool add_container(PyObject* value, int depth);
   void add_object(PyObject* value, int depth);
+  void add_buffer(PyObject* value);
   void add_dict(PyObject* dict, int depth);
   void mix(const void* pointer) { mix(reinterpret_cast<uintptr_t>(pointer)); }
-  void mix(uint64_t number) { hash_ = (hash_ ^ number) * 0x100000001b3ULL; }
+  void mix(uint64_t number) {  // the upper half, too: a double may have no other bits
+    hash_ = (hash_ ^ number ^ number >> 32) * 0x100000001b3ULL;
+  }
 
   PyTypeObject* tensor_type_;
   PyTypeObject* module_type_;
