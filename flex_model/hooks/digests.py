@@ -99,7 +99,9 @@ class HookDigests:
                 "record": r.hook_function.record_name if r.hook_function.record else None,
                 "edits": r.edits,
                 "select": None if r.select is None else repr(r.select),
+                "dims": [] if r.select is None else r.select.dims,
             }
             for r in self._table.registrations
-            if not only_active or r.index in self._table.active
+            if (r.edits or r.hook_function.record)
+            and (not only_active or r.index in self._table.active)
         ]

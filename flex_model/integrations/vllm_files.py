@@ -33,8 +33,9 @@ def read_hidden_states(
         found["model.layers.3"]  # id 4: after four layers
 
     Args:
-        layer_ids: ``eagle_aux_hidden_state_layer_ids`` of the run, which the file does not have. Id
-            k is what layer k gets: the output of layer k - 1, without the model's last norm.
+        layer_ids: ``eagle_aux_hidden_state_layer_ids`` of the run, which the file does not have, in
+            ascending order, as vLLM runs and stores the layers. Id k is what layer k gets: the
+            output of layer k - 1, without the model's last norm.
         layer: The name of a layer, with ``{}`` for its number.
         embedding: The name for id 0.
 
@@ -56,10 +57,10 @@ def read_hidden_states(
             f"{path} is not a file of vLLM's ExampleHiddenStatesConnector: expected hidden_states "
             f"(tokens, layers, width) and token_ids (tokens,), got {shapes}"
         )
-    if len(set(layer_ids)) != states.shape[1] or len(layer_ids) != states.shape[1]:
+    if list(layer_ids) != sorted(set(layer_ids)) or len(layer_ids) != states.shape[1]:
         raise ValueError(
             f"{path} has {states.shape[1]} layers, got layer_ids {list(layer_ids)}; give the run's "
-            "eagle_aux_hidden_state_layer_ids"
+            "eagle_aux_hidden_state_layer_ids, ascending, as vLLM runs them"
         )
     names = [layer.format(number - 1) if number else embedding for number in layer_ids]
     found = {name: states[:, i].contiguous() for i, name in enumerate(names)}

@@ -154,7 +154,15 @@ class Parameters:
         )
         got = tuple(full.shape)
         what = f"a new full value of parameter {shown!r}, of shape {got}"
-        self._agree(what, "set", name, got, full.is_complex())
+        is_shard = dtensor.is_dtensor(full)
+        self._agree(what, "set", name, got, full.is_complex(), is_shard)
+        if is_shard:
+            raise agreed(
+                TypeError(
+                    f"set_module_parameter: expected a full tensor for {shown!r}, got a DTensor; "
+                    "pass its full_tensor()"
+                )
+            )
         with self._found(name, writeback=True, sharded=True) as found, torch.no_grad():
             local, spec, pick = self._spec(
                 name, found, found.kept, expected_shape, use="write", experts=experts

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -48,7 +48,7 @@ class BatchRun:
     is_in_run: bool = False
     forward: Forward = field(default_factory=Forward)
     calls: dict[int, list[Any]] = field(default_factory=dict)
-    rows: RankRows | None = None
+    rows: Sequence[RankRows] = ()
 
     def exchange(self, core: HookCore) -> None:
         """Exchange the state of this batch with the core's, at its begin and end."""
@@ -60,7 +60,7 @@ class BatchRun:
             names = [r.hook_function.record_name for r in core.table.registrations]
             self.records = core.records.exchange(names, self.records)
 
-    def note_rows(self, rows: RankRows | None) -> None:
+    def note_rows(self, rows: Sequence[RankRows]) -> None:
         """Keep the rows of the batch."""
         self.rows = rows
 

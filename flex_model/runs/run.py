@@ -77,7 +77,7 @@ class Run:
         backward_task: The backward pass at whose end its records will be delivered; -1 if none
             runs.
         entry: Its number among the runs of a store.
-        rows: Those of the inputs of its first forward that has some.
+        rows: Those of the inputs of each of its forwards that has some.
         save_ctx, batch, nodes: For a batch of a sequential run: its own ``save_ctx``, its index,
             and which batch made which nodes. None: the FlexModel's, no batch, one thread.
     """
@@ -104,7 +104,7 @@ class Run:
     num_contexts: int = 0
     backward_task: int = -1
     entry: int = 0
-    rows: RankRows | None = None
+    rows: list[RankRows] = field(default_factory=list)
     save_ctx: Namespace | None = None
     batch: int | None = None
     nodes: NodesByBatch | None = None
@@ -148,7 +148,7 @@ class Run:
 
     def note_rows(self, rows: RankRows | None) -> None:
         """Note the rows of the inputs of a forward."""
-        self.rows = self.rows or rows
+        self.rows += [] if rows is None else [rows]
 
     def cut(self) -> None:
         """Note that ``run_until`` ended a forward early."""
@@ -200,4 +200,3 @@ class Run:
         part.end()
         self.seed, self.has_drawn = part.seed, part.has_drawn
         self.is_recomputed |= part.is_recomputed
-        self.rows = part.rows

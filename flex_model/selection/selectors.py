@@ -263,6 +263,11 @@ class Selection:
         """Whether the whole tensor is selected."""
         return not self._selected and self.mask_by_row is None
 
+    @property
+    def dims(self) -> list[int]:
+        """The dims that are not selected in full; negative ones count from the end."""
+        return [self._dims[name] for name in self._selected]
+
     def dim(self, name: str, shape: Shape) -> int:
         """Return the dim of rows, positions, heads or units, counted from the front.
 

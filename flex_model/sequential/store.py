@@ -40,7 +40,7 @@ class StoredRecords(AbstractContextManager["StoredRecords"]):
         try:
             if not self._is_own:
                 self._session.flush()
-            self._session.check_hooks(core.digests.described(only_active=True), always=True)
+            self._session.check_hooks(core.digests.described(only_active=True))
         except BaseException as error:
             self.__exit__(type(error))
             raise

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import models
@@ -101,9 +101,9 @@ def summed(state, grad, output):
     dist.reduce_scatter_tensor(output, grad)
 
 
-def set_weight(seed):
+def set_weight(seed, change=lambda full: full):
     flex = tensor_parallel()
-    flex.set_module_parameter("fc1.weight", models.random(8, 6, seed=seed))
+    flex.set_module_parameter("fc1.weight", change(models.random(8, 6, seed=seed)))
     flex.restore()
 
 
@@ -361,6 +361,12 @@ TWO_RANKS = {
     "pass the same full tensor on every rank": (
         lambda: set_weight(dist.get_rank()),
         lambda: set_weight(1),
+    ),
+    "pass its full_tensor()": (
+        lambda: set_weight(1, lambda full: distribute_tensor(full, mesh("tp"), [Shard(0)])),
+        lambda: set_weight(
+            1, lambda full: distribute_tensor(full, mesh("tp"), [Shard(0)]).full_tensor()
+        ),
     ),
     "each of which has a part of the gradient": (lambda: fsdp1_hook(num_forwards=2), fsdp1_hook),
     "it was registered after the forward": (lambda: fsdp1_hook(is_late=True), fsdp1_hook),

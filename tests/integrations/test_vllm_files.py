@@ -37,7 +37,7 @@ def test_hidden_states_have_the_names_of_modules(tmp_path):
 
 def test_what_is_no_such_file_is_refused(tmp_path):
     path, _ = written(tmp_path)
-    for ids in ([1, 2], [1, 1, 2]):
+    for ids in ([1, 2], [1, 1, 2], [1, 3, 2]):
         with pytest.raises(ValueError, match=r"has 3 layers, got layer_ids"):
             read_hidden_states(path, ids)
     with open(f"{path}.lock", "w") as lock:

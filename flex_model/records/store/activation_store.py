@@ -73,7 +73,7 @@ class ActivationStore:
                 "ActivationStore: shard_bytes and max_bytes must be at least 1, and seconds at "
                 f"least 0; got {shard_bytes}, {max_bytes} and {seconds}"
             )
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # os.chdir() may follow
         self.shard_bytes, self.max_bytes, self.seconds = shard_bytes, max_bytes, seconds
         self.keeps_statistics = statistics
         self.key = json.loads(json.dumps(key))
@@ -347,13 +347,15 @@ class ActivationStore:
             mask: An annotation that is 0 for rows to leave out, such as padding, where batches have
                 it; None: all rows are read.
             annotations: Those to get beside the rows, which must have one value for each row, or
-                for each of a record's first dims; None: all that have.
+                for each of a record's first dims; None: all that have. None has in a batch with
+                several calls, or along rows or positions of which a ``Select`` took some.
 
         Raises:
             KeyError: as ``tensors``.
-            ValueError: the records of a batch are not aligned, or those of a name differ in width
-                or dtype; ``names`` is empty; ``world`` does not divide ``batch_rows``; there is
-                less than one batch.
+            ValueError: the records of a batch are not aligned (those of forward hooks and
+                gradients are not, where there are several calls), or those of a name differ in
+                width or dtype; ``names`` is empty; ``world`` does not divide ``batch_rows``; there
+                is less than one batch.
         """
         chosen = self._checked([names] if isinstance(names, str) else names)
         if names is not None and not chosen:
@@ -361,7 +363,7 @@ class ActivationStore:
                 f"loader: names has no name; give some of {self.names}, or None for all records"
             )
         beside = [annotations] if isinstance(annotations, str) else annotations
-        table = RowTable(self._reader, chosen, mask, beside)
+        table = RowTable(self._manifest, self._reader, chosen, mask, beside)
         return RowLoader(
             self.folder, self._manifest, table, batch_rows, buffer_rows, seed, rank, world, epochs
         )

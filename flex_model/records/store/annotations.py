@@ -10,7 +10,7 @@ from torch import Tensor
 from flex_model.distributed import memory, values
 from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.gather import TensorSpec
-from flex_model.distributed.padding import RankRows, Rows, paddings
+from flex_model.distributed.padding import RankRows, paddings
 from flex_model.distributed.placement import Shape, Shard, ShardLayout
 from flex_model.distributed.tensor_dicts import DTYPE_OF_NAME
 from flex_model.layouts.sources import BatchDim, batch_dim_of
@@ -27,14 +27,14 @@ def parts_of(
     notes: Mapping[str, Tensor],
     per_rank: Sequence[Sequence[Any]],
     batch_dim: BatchDim,
-    rows: RankRows | None,
+    rows: Sequence[RankRows],
 ) -> dict[str, RecordShard]:
     """Return this rank's shard of each tensor. Rows of batches of different lengths are padded with
     0: a mask leaves the padding out.
 
     Args:
         per_rank: By rank, the results of ``described`` there, with the same names and dtypes.
-        batch_dim, rows: Of the model's inputs.
+        batch_dim: The FlexModel's; ``rows``: of the inputs of the run's forwards.
 
     Raises:
         ValueError: the ranks' tensors do not fit together; the same on all ranks.
@@ -50,12 +50,12 @@ def parts_of(
             if not prints.equal_along("tp"):
                 raise ValueError("tensor-parallel ranks give different values")
             is_same = len(set(shapes)) == 1 and prints.equal_along("dp")
-            layout = ShardLayout()
+            layout, of_inputs = ShardLayout(), None
             if mesh.dp_size > 1:
-                counts = None if rows is None else rows.counts
-                layout = _layout_along_dp(shapes, batch_dim_of(batch_dim, name), counts, is_same)
-            if rows is not None and rows.is_ragged and layout.sharded_axes:
-                padded = paddings(layout, shapes, rows.counts, mesh, 0)
+                dim = batch_dim_of(batch_dim, name)
+                layout, of_inputs = _layout_along_dp(shapes, dim, rows, is_same)
+            if of_inputs is not None and of_inputs.is_ragged:
+                padded = paddings(layout, shapes, of_inputs.counts, mesh, 0)
                 shapes = [one.padded for one in padded]
                 tensor = padded[mesh.group_rank].put(tensor)
             spec = TensorSpec.of(communicator, layout, shapes, DTYPE_OF_NAME[dtype])
@@ -63,7 +63,8 @@ def parts_of(
             raise ValueError(
                 f"annotate({name}=...): {error}; give rows of the batch as this rank gives them to "
                 "the model, the same on the ranks of one data-parallel row, or a tensor that "
-                "is the same on all ranks"
+                f"is the same on all ranks, with FlexModel(batch_dim={{{name!r}: None}}) if its "
+                "size may be one of rows"
             ) from None
         kept = memory.copy(tensor) if spec.rank_0_gathers else None
         found[name] = RecordShard(RecordLayout.of(spec, tensor.dtype), kept)
@@ -71,14 +72,14 @@ def parts_of(
 
 
 def _layout_along_dp(
-    shapes: Sequence[Shape], batch_dim: int | None, rows: Rows | None, is_same: bool
-) -> ShardLayout:
-    """Return how data-parallel ranks hold a tensor: by its shapes, as equal values may be of
-    different rows.
+    shapes: Sequence[Shape], batch_dim: int | None, rows: Sequence[RankRows], is_same: bool
+) -> tuple[ShardLayout, RankRows | None]:
+    """Return how data-parallel ranks hold a tensor, and the inputs whose rows it has: by its
+    shapes, as equal values may be of different rows.
 
     Args:
         batch_dim: The dim of rows in the model's inputs; None: the tensor has no rows.
-        rows: By data-parallel rank, those of the run; None: not known.
+        rows: Of the inputs of the run's forwards; empty: not known.
 
     Raises:
         ValueError: neither rows of the batch, nor the same on all ranks.
@@ -86,19 +87,27 @@ def _layout_along_dp(
     for dim in () if batch_dim is None else dict.fromkeys((batch_dim, 0)):
         if any(len(shape) <= dim for shape in shapes):
             continue
-        if rows is None:
+        if not rows:
             raise ValueError(
                 "no input of the run's forwards has rows, so those of data-parallel "
                 "ranks are not known"
             )
-        of_ranks = zip(shapes, (count for count in rows for _ in range(len(shapes) // len(rows))))
-        if all(shape[dim] == count or not count for shape, count in of_ranks):
-            return ShardLayout(dp=Shard(dim))
+        sizes = [shape[dim] for shape in shapes[:: len(shapes) // len(rows[0].counts)]]
+        for one in rows:
+            if all(size == count or not count for size, count in zip(sizes, one.counts)):
+                return ShardLayout(dp=Shard(dim)), one
+        # generate(num_return_sequences=2) repeats rows, and several forwards may share them out.
+        totals = map(sum, zip(*(one.counts for one in rows)))
+        is_same &= sizes != list(totals) and not any(
+            all(not count or (size and count % size == 0) for size, count in zip(sizes, one.counts))
+            for one in rows
+        )
     if is_same:
-        return ShardLayout()
+        return ShardLayout(), None
     raise ValueError(
-        f"the data-parallel ranks give different tensors, of shapes {list(dict.fromkeys(shapes))}, "
-        f"that have not as many rows as their inputs, {list(rows or ())}"
+        f"the data-parallel ranks give tensors of shapes {list(dict.fromkeys(shapes))}, that have "
+        f"not as many rows as their inputs, {[one.counts for one in rows]}, and differ, or may be "
+        "parts of those rows"
     )
 
 

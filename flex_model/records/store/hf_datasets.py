@@ -22,7 +22,7 @@ def as_dataset(
     columns: dict[str, list[RecordLayout]] = {}
     for index in Reader(folder, manifest).indices():
         for batch in range(index.first, index.last + 1):
-            for name, layout in _layouts(index, batch, names).items():
+            for name, layout in _layouts(manifest, index, batch, names).items():
                 columns.setdefault(name, []).append(layout)
     partial = sorted(n for n, layouts in columns.items() if len(layouts) < manifest.num_batches)
     if partial:
@@ -39,7 +39,9 @@ def as_dataset(
     )
 
 
-def _layouts(index: Index, batch: int, names: Sequence[str]) -> dict[str, RecordLayout]:
+def _layouts(
+    manifest: Manifest, index: Index, batch: int, names: Sequence[str]
+) -> dict[str, RecordLayout]:
     """Return the layouts of a batch's columns: its records, and annotations with as many rows."""
     records = index.of_batch.get(batch, {})
     found = {name: records[name][0][1] for name in names if name in records}
@@ -53,8 +55,9 @@ def _layouts(index: Index, batch: int, names: Sequence[str]) -> dict[str, Record
             f"to_datasets: batch {batch} has {what}; give names=[...] of records with one row for "
             "each sequence, or use store.dataset(), which has a row for each batch"
         )
+    has_rows = all(manifest.num_whole_dims([n], one.shape) > 0 for n, one in found.items())
     for name, layout in index.annotations_of_batch.get(batch, {}).items():
-        if {layout.shape[:1]} == num_rows:
+        if {layout.shape[:1]} == num_rows and has_rows:
             check_column(name, found)
             found[name] = layout
     return found
@@ -94,7 +97,7 @@ def _feature(name: str, layouts: Sequence[RecordLayout]) -> Any:
 def _sequences(folder: Path, manifest: Manifest, names: Sequence[str]) -> Iterator[dict[str, Any]]:
     reader = Reader(folder, manifest)
     for batch in range(manifest.num_batches):
-        columns = _layouts(reader.index_of(batch), batch, names)
+        columns = _layouts(manifest, reader.index_of(batch), batch, names)
         values: dict[str, Tensor] = {
             n: v for n, v in reader.annotations(batch).items() if n in columns
         }

@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MANIFEST_ASIDE = MANIFEST + ASIDE
 FORMAT = "flex_model activations"
-VERSION = 2
+VERSION = 3
 _MAX_RANKS = 1 << 24
 
 
@@ -80,6 +80,15 @@ class Manifest:
     @property
     def num_batches(self) -> int:
         return self.groups[-1][1] + 1 if self.groups else 0
+
+    def hooks_of(self, names: Collection[str]) -> list[dict[str, Any]]:
+        """Return the hooks with records of these names."""
+        return [hook for hook in self.hooks or () if hook["record"] in names]
+
+    def num_whole_dims(self, names: Collection[str], shape: Shape) -> int:
+        """Return how many first dims of records are whole: annotations have values for those."""
+        selected = [dim % len(shape) for hook in self.hooks_of(names) for dim in hook["dims"]]
+        return min(selected, default=len(shape))
 
     def group_of(self, batch: int) -> int:
         """Return the index in ``groups`` of an existing batch."""

@@ -44,7 +44,8 @@ class Rows(NamedTuple):
         records: By name: rows x width.
         annotations: By name: a value for each row.
         origins: For each row: the batch of the store, the call, and its number in the record.
-        positions: Its index in the record's dim before the last: the position in a sequence.
+        positions: Its index in the record's dim before the last: the position in a sequence,
+            counted within one call, and in what a ``Select`` took of it.
         state: For ``RowLoader.load_state_dict``, to continue after this batch.
     """
 
@@ -340,6 +341,7 @@ class RowTable:
 
     def __init__(
         self,
+        manifest: Manifest,
         reader: Reader,
         names: Sequence[str],
         mask: str | None,
@@ -350,6 +352,7 @@ class RowTable:
         self.rows: dict[str, tuple[int, torch.dtype]] = {}
         found: dict[str, list[torch.dtype]] = {}  # annotations that fit, for each block
         is_annotated = False
+        orders = {hook["kind"].startswith("forward") for hook in manifest.hooks_of(names)}
         for index in reader.indices():
             for batch in range(index.first, index.last + 1):
                 beside = index.annotations_of_batch.get(batch, {})
@@ -357,10 +360,19 @@ class RowTable:
                 of_names = [index.of_batch.get(batch, {}).get(name, []) for name in names]
                 if len({len(calls) for calls in of_names}) > 1:
                     raise ValueError(_misaligned(batch, names, [len(calls) for calls in of_names]))
+                has_one_call = len(of_names[0]) == 1
+                if len(orders) > 1 and not has_one_call:
+                    raise ValueError(
+                        f"loader: batch {batch} has several calls, and backward runs them in "
+                        f"another order than forward, so records and gradients of {list(names)} "
+                        "don't pair; give names of forward hooks, or of gradients, alone"
+                    )
                 for call, records in enumerate(zip(*of_names)):
                     shape = self._shape(batch, names, [layout for _, layout in records])
+                    # One annotation of several calls may be of the inputs of one of them.
+                    whole = shape[: manifest.num_whole_dims(names, (*shape, 0)) * has_one_call]
                     for name, layout in beside.items():
-                        if layout.shape and layout.shape == shape[: len(layout.shape)]:
+                        if layout.shape and layout.shape == whole[: len(layout.shape)]:
                             found.setdefault(name, []).append(layout.dtype)
                     self.blocks.append(Block(batch, call, shape, math.prod(shape)))
         fitting = {name for name, dtypes in found.items() if self._is_column(dtypes)}
@@ -370,7 +382,8 @@ class RowTable:
             if name not in fitting:
                 raise ValueError(
                     f"loader: the annotation {name!r} does not have a value of one dtype for each "
-                    f"row of {list(names)} in every batch and call; {sorted(fitting)} have. Give "
+                    f"row of {list(names)} in every batch (one with several calls has none, nor "
+                    f"rows and positions that a Select took); {sorted(fitting)} have. Give "
                     "annotations=[...] with names of those, or mask=None to read all rows"
                 )
         if self.mask is not None:

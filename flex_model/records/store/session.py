@@ -108,24 +108,22 @@ class Session:
         self._lock, self._on_disk, self._name = opened(store, communicator, config)
         self.num_batches = self._on_disk.num_batches
         self._hooks = self._on_disk.hooks if self.num_batches else None
-        self._are_hooks_checked = False
         store.set_session(self)
 
-    def check_hooks(self, hooks: list[Any], always: bool = False) -> None:
-        """Check that existing records are those of these hooks; once, or ``always``.
+    def check_hooks(self, hooks: list[Any]) -> None:
+        """Check that existing records, and those of the run in progress, are of these hooks.
 
         Raises:
             ValueError: they are not; on every rank, since ranks have agreed on their hooks.
         """
-        if self._are_hooks_checked and not always:
-            return
         hooks = json.loads(json.dumps(hooks))
         if self._hooks is not None and self._hooks != hooks:
             raise ValueError(
                 f"ActivationStore: {self.store.folder} holds records of other hooks "
-                f"({self._hooks}), not of {hooks}; give another folder, or delete it"
+                f"({self._hooks}), not of {hooks}; give another folder, or delete it; within a "
+                "program register all hooks before its first run, and choose by groups="
             )
-        self._hooks, self._are_hooks_checked = hooks, True
+        self._hooks = hooks
 
     def take_whole_batches(self, is_sequential: bool) -> None:
         """Begin, or end, a sequential run, which passes whole batches."""
@@ -137,6 +135,8 @@ class Session:
         if self.is_sequential:
             return next(self._numbers)
         self._end_batch()
+        if not self.num_batches:
+            self._hooks = None  # of a run that failed
         self.in_run = True
         self.number = next(self._numbers)
         return self.number
@@ -161,12 +161,12 @@ class Session:
     def end_backward(self, number: int) -> None:
         self._num_backwards -= number == self.number
 
-    def end_run(self, is_whole: bool, rows: RankRows | None = None) -> None:
+    def end_run(self, is_whole: bool, rows: Sequence[RankRows] = ()) -> None:
         """Open the batch of a run with delivered records.
 
         Args:
             is_whole: Whether no gradients follow.
-            rows: Those of its inputs.
+            rows: Those of the inputs of its forwards.
         """
         self.in_run = False
         annotations = self.store.take_annotations()
@@ -195,13 +195,13 @@ class Session:
         records: Mapping[str, Sequence[Any]],
         inputs: str,
         notes: Mapping[str, Tensor],
-        rows: RankRows | None = None,
+        rows: Sequence[RankRows] = (),
     ) -> None:
         """Add the next batch, whole. Collective.
 
         Args:
             inputs: The hash of its inputs.
-            notes, rows: Its annotations, and the rows of its inputs.
+            notes, rows: Its annotations, and the rows of its forwards' inputs.
         """
         batch = Batch(as_parts(records), inputs)
         self._add(batch)
@@ -238,14 +238,15 @@ class Session:
         self,
         batch: Batch | None = None,
         notes: Mapping[str, Tensor] | None = None,
-        rows: RankRows | None = None,
+        rows: Sequence[RankRows] = (),
         ends_group: bool = False,
     ) -> None:
         """Exchange what is written, and errors; end the group of batches if rank 0 finds it large
         or old, or if all ranks request it. Collective.
 
         Args:
-            batch, notes, rows: A batch, the annotations to add to it, and the rows of its inputs.
+            batch, notes, rows: A batch, the annotations to add to it, and the rows of the inputs of
+                its forwards.
 
         Raises:
             HookError: a rank could not write.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from flex_model import ActivationStore, FlexModel, HookFunction
+from flex_model import ActivationStore, FlexModel, HookFunction, Select
 from flex_model.records.store.reader import RecordRows
 from tiers import grid_but
 
@@ -221,6 +221,50 @@ def test_records_that_do_not_fit_together_are_refused(tmp_path):
         store.loader(batch_rows=2)
     with pytest.raises(ValueError, match="no common width and dtype"):
         store.loader("0", batch_rows=2)
+
+
+def test_calls_that_nothing_pairs_are_refused(tmp_path):
+    tokens = torch.tensor([[1, 2, 0], [4, 5, 6]])
+    with FlexModel(nn.Sequential(nn.Embedding(9, 4)), ActivationStore(tmp_path)) as flex:
+        flex.register_forward_hook(HookFunction("0"))
+        flex.register_full_backward_pre_hook(HookFunction("0", output_name="grad"))
+        flex.output_ptr.annotate(attention_mask=tokens.ne(0), label=torch.arange(2))
+        with flex.active():
+            (flex(tokens).sum() + flex(tokens.flip(0)).sum()).backward()
+    store = ActivationStore(tmp_path)
+    with pytest.raises(ValueError, match="several calls, and backward runs them in another order"):
+        store.loader(batch_rows=1, mask=None)
+    for settings in ({}, {"mask": None, "annotations": "label"}):
+        with pytest.raises(ValueError, match=r"one with several calls has none.*\[\] have"):
+            store.loader("0", batch_rows=1, **settings)
+    for name in ("0", "grad"):
+        loader = store.loader(name, batch_rows=1, mask=None)
+        assert len(loader) == 12 and not next(iter(loader)).annotations
+
+
+def test_annotations_are_not_of_what_a_select_reordered(tmp_path):
+    model, x = nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 2, 4)
+    selects = {
+        "rows": Select(rows=[2, 0, 1]),
+        "positions": Select(positions=[1, 0]),
+        "across": Select(positions=[2, 1, 0], dims={"positions": -3, "rows": 1}),
+        "units": Select(units=[1, 0]),
+    }
+    with FlexModel(model, ActivationStore(tmp_path)) as flex:
+        for name, select in selects.items():
+            flex.register_forward_hook(HookFunction("0", output_name=name, select=select))
+        flex.output_ptr.annotate(label=torch.arange(3), token_ids=torch.arange(6).view(3, 2))
+        flex(x)
+    store, found = ActivationStore(tmp_path), {}
+    for name in selects:
+        rows = next(iter(store.loader(name, batch_rows=6, seed=None)))
+        found[name] = {n: note.tolist() for n, note in rows.annotations.items()}
+    label = {"label": [0, 0, 1, 1, 2, 2]}
+    both = {**label, "token_ids": [0, 1, 2, 3, 4, 5]}
+    assert found == {"rows": {}, "positions": label, "across": {}, "units": both}
+    pytest.importorskip("datasets")
+    columns = [store.to_datasets([n], tmp_path / "cache").column_names for n in ("rows", "units")]
+    assert columns == [["rows"], ["units", "label", "token_ids"]]
 
 
 def test_statistics(tmp_path):

@@ -561,6 +561,27 @@ def test_what_may_be_rows_is_stated_or_refused(tmp_path):
 
 
 @pytest.mark.ranks(2)
+def test_rows_of_any_forward_of_a_run_are_rows(tmp_path):
+    way = models.TWO_RANKS["dp"]
+    store, counts = ActivationStore(tmp_path / "a"), (2, 4)
+    with hooked(way.shard(exact()), store, **way.sizes) as flex:
+        store.annotate(**{f"of_{n}": torch.ones(n) for n in counts}, table=torch.ones(5))
+        with flex.active():
+            for count in counts:
+                flex(torch.ones(count, WIDTH).double())
+    dist.barrier()
+    found = ActivationStore(tmp_path / "a").annotations(0)
+    assert {n: len(note) for n, note in found.items()} == {"of_2": 4, "of_4": 8, "table": 5}
+    for size in (1, 6):  # rows that a forward may repeat, and those of both forwards
+        store = ActivationStore(tmp_path / f"b{size}")
+        flex = hooked(way.shard(exact()), store, **way.sizes)
+        store.annotate(mask=torch.ones(size, 4))
+        with pytest.raises(ValueError, match=r"batch_dim=\{'mask': None\}"), flex.active():
+            [flex(torch.ones(count, WIDTH).double()) for count in counts]
+        flex.restore()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("lengths", [(4, 6), (5, None)])
 def test_annotations_are_padded_as_records_are(lengths, tmp_path):
     rank, store = dist.get_rank(), ActivationStore(tmp_path)

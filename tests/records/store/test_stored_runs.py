@@ -252,6 +252,14 @@ def test_another_session_goes_on(tmp_path):
         wrapped(ActivationStore(tmp_path))
 
 
+def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with wrapped(ActivationStore("a")) as flex:
+        monkeypatch.chdir("/")
+        flex(batches(1)[0])
+    assert ActivationStore(tmp_path / "a").num_batches == 1
+
+
 def test_what_does_not_belong_together_is_refused(tmp_path):
     class Config:
         def __init__(self, width, origin="here"):
@@ -278,6 +286,17 @@ def test_what_does_not_belong_together_is_refused(tmp_path):
         flex.register_forward_hook(HookFunction("0", select=Select(units=1)))
         flex.register_forward_hook(HookFunction("1", editing_function=lambda m, x, ctx, mods: x))
         with pytest.raises(ValueError, match="records of other hooks"):
+            flex(batches(1)[0])
+    with FlexModel(model(), ActivationStore(tmp_path / "c")) as flex:
+        handle = flex.register_forward_hook(HookFunction("2"))
+        with pytest.raises(RuntimeError):
+            flex(torch.zeros(1))
+        handle.remove()  # as none is stored, the first run's hooks may be replaced
+        handle = flex.register_forward_hook(HookFunction("0", output_name="x"))
+        flex(batches(1)[0])
+        handle.remove()
+        flex.register_forward_hook(HookFunction("1", output_name="x"))
+        with pytest.raises(ValueError, match=r"other hooks .* choose by groups="):
             flex(batches(1)[0])
     flex = wrapped(ActivationStore(folder), with_config(4))
     with pytest.raises(ValueError, match="is being written by another"):
