@@ -34,6 +34,7 @@ def _add(digest: Any, value: Any) -> None:
             value = value.detach().coalesce()
             _add(digest, [value.indices(), value.values()])
     elif isinstance(value, Mapping):
+        digest.update(f"{len(value)} keys".encode())
         for key, item in value.items():
             digest.update(f"key {key!r}".encode())
             _add(digest, item)

@@ -205,10 +205,10 @@ class Reader:
 
     def _group(self, batch: int) -> _Group:
         place = self._manifest.group_of(batch)
-        if place not in self._opened:
-            index = Index.read(self._folder, *self._manifest.groups[place])
-            self._opened[place] = _Group(self._folder, index)
-            while len(self._opened) > self._open_groups:
-                self._opened.popitem(last=False)
-        self._opened.move_to_end(place)
-        return self._opened[place]
+        group = self._opened.pop(place, None)  # two threads may read
+        if group is None:
+            group = _Group(self._folder, Index.read(self._folder, *self._manifest.groups[place]))
+        self._opened[place] = group
+        while len(self._opened) > self._open_groups:
+            self._opened.popitem(last=False)
+        return group
