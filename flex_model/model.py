@@ -260,6 +260,7 @@ class FlexModel(nn.Module):
 
     @property
     def training(self) -> bool:
+        """Whether the wrapped model is in training mode."""
         return self.module.training
 
     @training.setter

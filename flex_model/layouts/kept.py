@@ -48,12 +48,14 @@ class KeptTensors:
         self._begin()
         # A name is compared along tp, where proofs along dp may differ: they are of one rank's log.
         axis = max(follower.proofs.along, default="")
-        for tensor, value in (*follower.recorder.live_tensors(), *written):
+        live = [*follower.recorder.live_tensors()]
+        of_inputs = {_memory(tensor) for tensor, value in live if value in follower.passed}
+        for tensor, value in (*live, *written):
             pair = follower.placements(value)
             if pair != (None, None):
                 lost = follower.obstacles(value).get(axis) if None in pair else None
                 text = f"{lost}, value {value}" if lost else f"value {value}"
-                self._add(tensor, text, pair, value not in follower.passed)
+                self._add(tensor, text, pair, _memory(tensor) not in of_inputs)
 
     def note_state(self, tensors: Iterable[tuple[Tensor, Pair]]) -> None:
         """Keep the tensors of a forward that was not followed, but ran as the one that the pairs
@@ -179,3 +181,8 @@ class Attributes:
                 placed: Any = "constant" if tensor in self._constants else source and source[1]
                 parts.append(f"{tensor.dtype} {tensor.dim()} {tensor.requires_grad} {placed}")
                 sizes.extend(tensor.shape)
+
+
+def _memory(tensor: Tensor) -> int:
+    storage, _ = memory_map.place(tensor)
+    return 0 if storage is None else storage._cdata
