@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from flex_model._C import WaitError
+from flex_model._C import EditMark, WaitError
 from flex_model.diagnostics import FlightRecorder, logger
 from flex_model.distributed import process_groups
 from flex_model.distributed.failure import Failure
@@ -59,7 +59,7 @@ class GroupPool:
         self.steps = FlightRecorder()
         self.failure = Failure()
         self.observers: list[Callable[[str, tuple[Axis, ...], int], Callable[[], None]]] = []
-        self.edit_of = ""  # the hook whose editing function runs; it must not transfer anything
+        self.edit = EditMark()  # an editing function must not transfer anything
         self._groups: dict[tuple[Axis, ...], process_groups.PrivateGroup] = {}
         self._transports: dict[tuple[Axis, ...], tuple[Transport, str]] = {}
         self._by_device: list[ByDevice] = []  # of the transports
@@ -279,7 +279,12 @@ class GroupPool:
 
         No context manager: a Ctrl-C between its entry and its body would leave it set.
         """
-        self.edit_of = hook
+        self.edit.set(hook)
+
+    @property
+    def edit_of(self) -> str:
+        """The hook whose editing function runs; empty: none."""
+        return self.edit.hook
 
     def check_no_edit(self) -> None:
         if self.edit_of:

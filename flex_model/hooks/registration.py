@@ -179,7 +179,7 @@ class Registration:
 
     def was_called(self, run: int) -> bool:
         """Whether one of its modules was called in that run, and its hooks there."""
-        return any(place.last_run == run for place in self.places)
+        return any(site.last_run == run for place in self.places for site in place.all_sites)
 
     @property
     def is_first_of_joint(self) -> bool:

@@ -72,7 +72,6 @@ class ModuleSite:
         self._dispatcher = dispatcher
         self._module = weakref.ref(module)
         self._number = next(_numbers)
-        self.last_run = 0  # the number of the last run in which the module was called
         self._handles: dict[str, Any] = {}
         self._installed: set[str] = set()  # kinds
         self._before: dict[str, set[int]] = {}  # by side: the hooks that are called before ours
@@ -179,23 +178,20 @@ class ModuleSite:
 
     def _forward_hook(self) -> Any:
         call = self.site("forward").call
-        runs = self._owner.runs
 
         def hook(module, args, output):
-            self.last_run = runs.number
             return call(module, output)
 
         hook.place_among_wraps = self._number  # type: ignore[attr-defined]
         return hook
 
     def _pre_hook(self, puts_edges: bool) -> Any:
-        call = self.site("forward_pre").call
-        runs = self._owner.runs
+        site = self.site("forward_pre")
+        call, runs = site.call, self._owner.runs
 
         def hook(module, args, kwargs=None):
-            if self.last_run != runs.number:
+            if site.last_run != runs.number:
                 self._entered.clear()  # calls of an earlier run, which a recomputation aborted
-            self.last_run = runs.number
             if kwargs is None:
                 return self._was_taken_off()
             own = args, kwargs
@@ -244,12 +240,10 @@ class ModuleSite:
 
     def _edges_hook(self, inputs: bool, outputs: bool) -> Any:
         call = self.site("forward").call
-        runs = self._owner.runs
 
         def hook(module, args, kwargs, output=_NOT_PASSED):
             if output is _NOT_PASSED:  # removed since torch has listed the hooks of this call
                 return None
-            self.last_run = runs.number
             if not self._is_ours(module):
                 return output
             output = call(module, output)

@@ -434,6 +434,10 @@ class HookTable:
             describe_choice(self.choices[0]),
         )
 
+    def number_run(self, number: int) -> None:
+        """Note the number of a run that begins, for the sites that are called in it."""
+        self._dispatcher.number_run(number)
+
     def set_in_run(self, is_in_run: bool) -> bool:
         """Let the dispatcher run hooks itself, in an outermost run, or no longer; return the former
         value.

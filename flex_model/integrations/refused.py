@@ -190,7 +190,7 @@ def check_batching_method(name: str, has_hooks: bool) -> None:
 
 def check_batching_arguments(kwargs: Mapping[str, Any]) -> None:
     """HookError for a forward in continuous batching, where hooks are active."""
-    if transformers_private.is_paged(kwargs):
+    if kwargs and transformers_private.is_paged(kwargs):
         raise _batching_refusal("a forward with a paged cache")
 
 

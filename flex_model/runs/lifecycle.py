@@ -153,6 +153,7 @@ class Runs:
         )
         self.current = run
         self.number += 1
+        self._table.number_run(self.number)
         self.remembered.begin(run)
         try:
             if self.session is not None:

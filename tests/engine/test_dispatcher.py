@@ -40,7 +40,7 @@ def make(records=None, graph_task=lambda: -1, run_hook=None):
         hook_failed=None,
         edit_drew=None,
         gather_settled=None,
-        communicator=SimpleNamespace(edit_of="", set_edit=lambda hook: None),
+        communicator=SimpleNamespace(edit=_C.EditMark()),
     )
     torch_functions = vars(torch_private.FOR_DISPATCHER) | {"current_graph_task": graph_task}
     dispatcher = _C.Dispatcher(records, handlers, SimpleNamespace(**torch_functions))

@@ -76,6 +76,13 @@ void bind_hooks(py::module_& m) {
           "set_replays", [](Hook& hook, bool replays) { hook.replays = replays; }, "Set `replays`.",
           py::arg("replays"));
 
+  py::class_<EditMark, std::shared_ptr<EditMark>>(m, "EditMark",
+                                                  "Which hook's editing function runs.")
+      .def(py::init<>())
+      .def_readonly("hook", &EditMark::hook, "Its description; empty: none runs.")
+      .def("set", &EditMark::set, "Note that it begins to run; empty: that it has ended.",
+           py::arg("hook"));
+
   py::class_<Site, std::shared_ptr<Site>>(m, "Site",
                                           "The hooks of one (module, kind) or of one parameter.")
       .def("add", &Site::add, "Add a hook, last in order.", py::arg("hook"))
@@ -86,6 +93,8 @@ void bind_hooks(py::module_& m) {
       .def_property_readonly(
           "active", [](const Site& site) { return registrations(*site.active()); },
           "Registrations of the active hooks, in order.")
+      .def_property_readonly("last_run", &Site::last_run,
+                             "The number of the last run in which torch called it.")
       .def_property_readonly("is_active", [](const Site& site) { return !site.active()->empty(); })
       .def_property_readonly("call", &make_call, "A C function (module, tree) -> tree.");
 
@@ -128,6 +137,7 @@ void bind_hooks(py::module_& m) {
            "knows "
            "that a checkpoint may recompute what edits made.",
            py::arg("is_recomputed"))
+      .def("number_run", &Dispatcher::number_run, "Number the runs that begin.", py::arg("number"))
       .def("set_in_run", &Dispatcher::set_in_run,
            "Set whether an outermost run has begun; returns the former value.", py::arg("in_run"));
 }

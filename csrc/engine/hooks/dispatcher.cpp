@@ -133,6 +133,11 @@ bool Site::run_here(const Hook& hook, PyObject* module, py::object& tree) {
 py::object Site::record_list(const Hook& hook) const {
   PyObject* records = dispatcher_->records.ptr();
   PyObject* name = hook.record_name.ptr();
+  if (PyDict_CheckExact(records)) {
+    PyObject* list = PyDict_GetItemWithError(records, name);
+    if (list != nullptr) return borrow(list);
+    throw_if(PyErr_Occurred() != nullptr);
+  }
   const int present = PySequence_Contains(records, name);
   throw_if(present < 0);
   if (present) return checked(PyObject_GetItem(records, name));
@@ -145,10 +150,11 @@ py::object Site::run(PyObject* module, PyObject* tree) {
   const std::shared_ptr<const HookList> hooks = active_;
   py::object current = borrow(tree);
   if (!module_.is_none() && !refers_to(module_.ptr(), module)) return current;
+  if (dispatcher_ != nullptr) last_run_ = dispatcher_->run_number;
   for (const auto& hook : *hooks) {
     if (dispatcher_ == nullptr) break;  // an editing function restored the model
     if (std::find(hooks_.begin(), hooks_.end(), hook) == hooks_.end()) continue;  // or removed it
-    if (dispatcher_->in_run() && !hook->replays && !dispatcher_->is_in_edit()) {
+    if (dispatcher_->in_run() && !hook->replays && !dispatcher_->handlers->edit->is_set) {
       const bool is_whole = hook->records_here || hook->edits_here;
       if (is_whole ? run_here(*hook, module, current)
                    : hook->settled.function && run_gathered(*hook, module, current))
@@ -196,10 +202,6 @@ bool Dispatcher::set_in_run(bool in_run) {
 void Dispatcher::settle(bool is_recomputed) {
   settled_thread_ = PyThread_get_thread_ident();
   is_recomputed_ = is_recomputed;
-}
-
-bool Dispatcher::is_in_edit() const {
-  return py::len(names().edit_of.of(handlers->communicator)) > 0;
 }
 
 bool Dispatcher::is_settled(const Hook& hook) const {

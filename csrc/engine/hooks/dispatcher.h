@@ -40,6 +40,16 @@ using HookList = std::vector<std::shared_ptr<Hook>>;
 
 class Dispatcher;
 
+// Which hook's editing function runs: it must neither transfer anything nor run the model.
+struct EditMark {
+  py::object hook = py::str();
+  bool is_set = false;
+  void set(py::object of) {
+    is_set = py::len(of) > 0;
+    hook = std::move(of);
+  }
+};
+
 class Site {
  public:
   Site(Dispatcher* dispatcher, py::object module)
@@ -52,6 +62,8 @@ class Site {
   // A snapshot: hooks may be added and removed while a caller iterates.
   std::shared_ptr<const HookList> active() const { return active_; }
   const HookList& hooks() const { return hooks_; }
+  // The number of the last run in which torch called it.
+  size_t last_run() const { return last_run_; }
 
   // Detaches the site from its dispatcher: its hooks no longer run, even if others refer to it.
   void detach();
@@ -76,6 +88,7 @@ class Site {
   py::object
       module_;  // a weak reference, or None: a copied module calls the hooks it was copied with
   HookList hooks_;
+  size_t last_run_ = 0;
   std::shared_ptr<const HookList> active_ = std::make_shared<const HookList>();
 };
 
@@ -93,12 +106,8 @@ struct Handlers {
   py::object edit_drew = handlers.attr("edit_drew");
   // (registration, leaf) -> None, or see Site::run_gathered
   py::object gather_settled = handlers.attr("gather_settled");
-  // its `edit_of`: the hook whose editing function runs
-  py::object communicator = handlers.attr("communicator");
-
-  // As `communicator.set_edit`, which would be a call of Python twice an edit: transfers, and the
-  // model itself, are refused from now on; with an empty text, no longer.
-  void set_edit(const py::object& hook) const { names().edit_of.set(communicator, hook); }
+  std::shared_ptr<EditMark> edit =
+      handlers.attr("communicator").attr("edit").cast<std::shared_ptr<EditMark>>();
 };
 
 class Dispatcher {
@@ -122,6 +131,7 @@ class Dispatcher {
                                        [this](size_t group) { return active_.count(group) > 0; });
     return hook.replays || is_in_one != complement_;
   }
+  void number_run(size_t number) { run_number = number; }
   // Begins or ends an outermost run, or the turn of a batch of one; returns whether it was in one.
   bool set_in_run(bool in_run);
   // Lets the rest of the run call settled functions from here. `is_recomputed`: the run knows that
@@ -130,12 +140,11 @@ class Dispatcher {
   // Whether the hook's function may be called from here now.
   bool is_settled(const Hook& hook) const;
   bool in_run() const { return in_run_; }
-  // Whether an editing function runs: it must not run the model.
-  bool is_in_edit() const;
 
-  py::dict records;  // the user's output_ptr, of a subclass or not: never by PyDict_...
+  py::dict records;  // the user's output_ptr, of a subclass or not
   std::shared_ptr<const Handlers> handlers;
   const TorchAccess torch;
+  size_t run_number = 0;
 
  private:
   std::vector<std::shared_ptr<Site>> sites_;

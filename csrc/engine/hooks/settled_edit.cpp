@@ -16,10 +16,10 @@ long version_of(const py::object& tensor) {
   return PyLong_AsLong(names().version.of(tensor).ptr());
 }
 
+// But for the layout, which no tensor can change in place.
 bool has_kind_of(const py::object& leaf, bool is_on_cpu, const py::object& tensor) {
   const Names& of = names();
-  if (!of.shape.of(tensor).equal(of.shape.of(leaf)) || !of.dtype.of(tensor).is(of.dtype.of(leaf)) ||
-      !of.layout.of(tensor).is(of.layout.of(leaf)))
+  if (!of.shape.of(tensor).equal(of.shape.of(leaf)) || !of.dtype.of(tensor).is(of.dtype.of(leaf)))
     return false;
   return is_on_cpu ? is_true(of.is_cpu.of(tensor)) : of.device.of(tensor).equal(of.device.of(leaf));
 }
@@ -46,18 +46,18 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
   const Py_ssize_t references = Py_REFCNT(copy.ptr());
   const long version = version_of(copy);
 
-  handlers->set_edit(settled.description);
+  handlers->edit->set(settled.description);
   PyObject* arguments[] = {module, copy.ptr(), settled.save_ctx.ptr(), settled.modules.ptr()};
   py::object result = steal(PyObject_Vectorcall(settled.function.ptr(), arguments, 4, nullptr));
   if (!result) {
     const bool is_exception = PyErr_ExceptionMatches(PyExc_Exception);
     py::error_already_set error;
-    handlers->set_edit(py::str());
+    handlers->edit->set(py::str());
     if (!is_exception) throw error;  // an interrupt
     handlers->hook_failed(hook.registration, error.value());
     return py::none();
   }
-  handlers->set_edit(py::str());
+  handlers->edit->set(py::str());
   if (!(Draws(torch, leaf, is_on_cpu) == draws)) {
     handlers->edit_drew(hook.registration);
     return py::none();
@@ -67,9 +67,11 @@ py::object run_settled(const Dispatcher& dispatcher, const Hook& hook, PyObject*
   const bool is_kept = is_in_graph && (Py_REFCNT(copy.ptr()) > references ||
                                        !names().backward_hooks.of(copy).is_none());
   const bool has_written = version_of(copy) != version;
+  const Names& of = names();
   const bool is_usual = result.is_none()
                             ? has_kind_of(leaf, is_on_cpu, copy)
-                            : torch.is_tensor(result) && has_kind_of(leaf, is_on_cpu, result);
+                            : torch.is_tensor(result) && has_kind_of(leaf, is_on_cpu, result) &&
+                                  of.layout.of(result).is(of.layout.of(leaf));
   if (!is_usual) {
     const py::tuple before = kind_of(leaf, version);
     result = handlers->finish_edit(hook.registration, leaf, copy, before, result, is_kept);

@@ -15,9 +15,6 @@ class Name {
   py::object of(const py::object& object) const {
     return checked(PyObject_GetAttr(object.ptr(), name_));
   }
-  void set(const py::object& object, const py::object& value) const {
-    throw_if(PyObject_SetAttr(object.ptr(), name_, value.ptr()) < 0);
-  }
 
  private:
   PyObject* name_;  // never released: the interpreter is gone before static destructors run
@@ -67,7 +64,7 @@ struct Names {
   Attribute layout{"layout"}, is_quantized{"is_quantized"}, is_nested{"is_nested"};
   Attribute shape{"shape"}, nbytes{"nbytes"}, version{"_version"};
   Attribute requires_grad{"requires_grad"}, backward_hooks{"_backward_hooks"};
-  Name cdata{"_cdata"}, edit_of{"edit_of"}, editing_function{"editing_function"}, given{"given"};
+  Name cdata{"_cdata"}, editing_function{"editing_function"}, given{"given"};
 };
 
 const Names& names();
