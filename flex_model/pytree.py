@@ -125,7 +125,8 @@ def leaf_names(tree: Any) -> dict[str, int]:
     where its attributes hold it. Of tensors of one name the first counts.
     """
     leaves, spec = flatten(tree)
-    marks = [torch.empty(0) for _ in leaves]  # each leaf is another tensor: one may be there twice
+    # Each leaf is another tensor: one may be there twice.
+    marks = [torch.empty(0, device="cpu") for _ in leaves]
     numbers = {id(mark): number for number, mark in enumerate(marks)}
     found: dict[str, int] = {}
     for name, mark in _named("", unflatten(marks, spec)):

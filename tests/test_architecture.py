@@ -65,6 +65,19 @@ def test_no_file_holds_two_ideas():
 FRAGMENT = re.compile("(Of|That|Those|As|What) |.*of which .*of which", re.DOTALL)
 
 
+def test_tensors_are_made_on_a_device_that_is_named():
+    """By the default device, exchanges and stores would depend on `torch.set_default_device`."""
+    made = "arange as_tensor empty eye full linspace ones rand randint randn randperm tensor zeros"
+    found = []
+    for path in sorted((ROOT / "flex_model").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func)[6:] in made.split():
+                is_torchs = ast.unparse(node.func).startswith("torch.")
+                if is_torchs and not {"device", None} & {each.arg for each in node.keywords}:
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert [one for one in found if "demo.py" not in one] == []
+
+
 @pytest.mark.parametrize("package", ["fingerprints", "hooks", "layouts"])
 def test_docstrings_begin_with_a_sentence(package):
     found = []

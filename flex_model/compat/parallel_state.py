@@ -243,7 +243,7 @@ def _torch_group(ranks: tuple[int, ...], timeout_s: float) -> dist.ProcessGroup:
         mesh = Mesh(ranks, ranks.index(dist.get_rank()), tp_size=len(ranks))
         communicator = Communicator(mesh, timeout_s)
         try:
-            communicator.exchange(torch.zeros(1))
+            communicator.exchange(torch.zeros(1, device="cpu"))
         finally:
             communicator.close()
         _torch_groups[ranks] = new_group_of_members(ranks)

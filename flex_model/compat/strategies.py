@@ -212,7 +212,7 @@ class CPUPinnedMemoryOffloadStrategy(BaseOffloadStrategy):
         if not torch.cuda.is_available():
             return owned_copy(tensor)
         with torch.inference_mode(False), torch.no_grad():
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True, device="cpu")
             return pinned.copy_(tensor)
 
 

@@ -27,7 +27,7 @@ def why_unusable(device: torch.device) -> str:
     plan = GatherPlan([8], [[4], [4]], _HALVES, 1)
     try:
         with unset_fake_temporarily():  # a dry run has no values
-            full = torch.arange(8, dtype=torch.uint8).to(device)
+            full = torch.arange(8, dtype=torch.uint8, device="cpu").to(device)
             half = torch.ops.flex_model.split(full, plan.code, 1, [4]).tolist()
     except RuntimeError as error:
         return f"the CUDA kernels don't run on the GPU: {' '.join(str(error).split())}"

@@ -41,10 +41,10 @@ def empty(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Make an uninitialised contiguous CPU tensor, pooled if it is large and the pool has room."""
     num_bytes = dtype.itemsize * math.prod(sizes)
     if num_bytes < POOLED_BYTES:
-        return torch.empty(sizes, dtype=dtype)
+        return torch.empty(sizes, dtype=dtype, device="cpu")
     capsule = None if makes_fakes() else _C.lease_tensor(*as_leased(sizes, dtype))
     if capsule is None:
-        return torch.empty(sizes, dtype=dtype)
+        return torch.empty(sizes, dtype=dtype, device="cpu")
     return tensor(capsule, sizes, dtype)
 
 

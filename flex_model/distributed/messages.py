@@ -117,7 +117,7 @@ class Messages:
 
     def abort(self) -> None:
         """Close the connections, which ends the waits of this rank, and for it. Local."""
-        never = torch.empty(1, dtype=torch.uint8)
+        never = torch.empty(1, dtype=torch.uint8, device="cpu")
         with contextlib.suppress(RuntimeError):  # the late receive makes gloo close them all
             self._backend.recv([never], 1 if self._rank == 0 else 0, _NEVER_SENT).wait(_AT_ONCE)
 

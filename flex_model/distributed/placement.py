@@ -368,7 +368,7 @@ def located(
     """Return which elements of the full tensor are in a box of a shard, by their indices along each
     dim, and where they are in the flat shard; the places of the others are any numbers.
     """
-    is_inside, place = torch.tensor(True), torch.tensor(0)
+    is_inside, place = torch.tensor(True, device="cpu"), torch.tensor(0, device="cpu")
     for index, held, start, shard_start, size in zip(indices, shard, *box[1:]):
         is_inside = is_inside & (index >= start) & (index < start + size)
         place = place * held + (index - start + shard_start)

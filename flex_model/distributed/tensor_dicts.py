@@ -70,7 +70,9 @@ def gather_tensors(
         Gathered(
             end_to_end([_num_bytes(described[rank][i]) * (r == rank) for r in range(size)]),
             list(range(size)),
-            as_bytes(tensors[i]) if rank == place else torch.empty(0, dtype=torch.uint8),
+            as_bytes(tensors[i])
+            if rank == place
+            else torch.empty(0, dtype=torch.uint8, device="cpu"),
         )
         for rank, i in moved
     ]
@@ -102,7 +104,7 @@ def from_rank(
             [num_bytes * (r == rank) for r in range(len(communicator.mesh.stage_ranks))]
         )
         is_mine = communicator.mesh.group_rank == rank
-        shard = as_bytes(tensors[i]) if is_mine else torch.empty(0, dtype=torch.uint8)
+        shard = as_bytes(tensors[i]) if is_mine else torch.empty(0, dtype=torch.uint8, device="cpu")
         full = communicator.all_gather(GRID, shard, plan)[0] if num_bytes else None
         found.append(tensors[i] if is_mine else _typed(full, description))
     return found
@@ -116,7 +118,7 @@ def _typed(data: Tensor | None, description: Description) -> Tensor:
     """Return the tensor that has these bytes; None: it has no bytes."""
     dtype, shape = DTYPE_OF_NAME[description[0]], list(description[1])
     if data is None:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
         data = data.clone()  # unaligned: one of several in a buffer
     return data.view(dtype).reshape(shape)

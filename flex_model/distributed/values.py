@@ -58,7 +58,7 @@ def hashed(tensor: Tensor, is_of_gpu: bool) -> Tensor:
     """An int64 hash, on the tensor's device: ``hash_on_device`` for a tensor that is on a GPU, or
     was, so that its hash is the same wherever it is by now. Local.
     """
-    return hash_on_device(tensor) if is_of_gpu else torch.tensor(fingerprint(tensor))
+    return hash_on_device(tensor) if is_of_gpu else torch.tensor(fingerprint(tensor), device="cpu")
 
 
 def on_host(hashes: Sequence[Tensor]) -> Tensor:
@@ -146,5 +146,5 @@ class Fingerprints:
 
 def exchanged(communicator: Communicator, tensor: Tensor) -> Fingerprints:
     """Return the fingerprints of a tensor on all ranks. Collective."""
-    hashes = communicator.exchange(torch.tensor(fingerprint(tensor))).tolist()
+    hashes = communicator.exchange(torch.tensor(fingerprint(tensor), device="cpu")).tolist()
     return Fingerprints(communicator.mesh, tuple(hashes))

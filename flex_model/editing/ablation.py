@@ -159,11 +159,13 @@ def resample(
             if num_rows == 1:
                 raise ValueError("resample: the batch has one row only; give source=")
             others = full
-            order = torch.randperm(num_rows, generator=generator)
+            order = torch.randperm(num_rows, generator=generator, device="cpu")
             chosen = torch.empty_like(order)
             chosen[order] = order.roll(-1)  # one cycle, so no row gets its own
         else:
-            chosen = torch.randint(others.shape[dim], (num_rows,), generator=generator)
+            chosen = torch.randint(
+                others.shape[dim], (num_rows,), generator=generator, device="cpu"
+            )
         if microbatch is not None:
             chosen = chosen[microbatch[0]]
         drawn = others.to(full.device, full.dtype).index_select(dim, chosen.to(full.device))
@@ -213,7 +215,7 @@ def noise(std: float, *, seed: int | None = None, **where: Unpack[SelectionArgum
 
 def _as_tensor(mean: Any) -> Tensor:
     try:
-        return torch.as_tensor(mean)
+        return mean if isinstance(mean, Tensor) else torch.as_tensor(mean, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"mean: mean must be a Tensor, a number or None, got {mean!r}") from None
 

@@ -181,7 +181,7 @@ def activation_patching(
             num_patches = min(copies.number, len(patches) - start)
             table.add([runs.metric_of(of_copy(copy), "output") for copy in range(num_patches)])
         first, second, *rest = runs.on_rank_0(lambda: [*ends, *table.values])
-    values = torch.tensor(rest, dtype=torch.float64).reshape(len(places), len(chosen))
+    values = torch.tensor(rest, dtype=torch.float64, device="cpu").reshape(len(places), len(chosen))
     return PatchingMap(values, first, second, places, chosen)
 
 
@@ -332,7 +332,7 @@ def attribution_patching(
             return maps
 
         maps = runs.on_rank_0(estimate, ValueError)
-    pairs = torch.tensor(maps, dtype=torch.float64).reshape(len(places), -1, 2)
+    pairs = torch.tensor(maps, dtype=torch.float64, device="cpu").reshape(len(places), -1, 2)
     chosen, values = pairs.unbind(-1)
     labels = chosen[0].int().tolist() if chosen.eq(chosen[0]).all() else range(chosen.shape[1])
     return PatchingMap(values, None, None, places, tuple(labels))

@@ -159,7 +159,7 @@ def integrated_gradients(
             behind = set() if node is None else {node, *nodes_behind([node])}
             edges |= {(one, to_place) for one in added if found[one].grad_fn in behind}
         runs.backward(loss[-1], "integrated_gradients")
-    values = torch.zeros(len(from_sites), len(to_sites), dtype=torch.float64)
+    values = torch.zeros(len(from_sites), len(to_sites), dtype=torch.float64, device="cpu")
     for place, site in added.items():
         change = change_of(place).double()
         weight = _weight(flex, site.module) if site.side == "input" else None
@@ -296,7 +296,7 @@ def jacobian_lens(
         def keep(layer: int, grad: Tensor, scope: Scope) -> None:
             grad = as_usual(grad.detach(), sites[layer])
             part = grad[region.index(grad)].mean(1)[rows].sum(1).float().cpu()
-            matrix = found.setdefault(layer, torch.zeros(width, grad.shape[-1]))
+            matrix = found.setdefault(layer, torch.zeros(width, grad.shape[-1], device="cpu"))
             matrix[first : first + batch] += part[: width - first]
 
         for layer, site in sites.items():

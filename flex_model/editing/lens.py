@@ -136,7 +136,7 @@ def _joined(entries: list[dict[str, Any]]) -> list[Tensor]:
         rows += entry["rows"]
         parts.append(entry["logits"])
         if len(rows) == entry["in_all"]:
-            calls.append(torch.cat(parts)[torch.tensor(rows).argsort()])
+            calls.append(torch.cat(parts)[torch.tensor(rows, device="cpu").argsort()])
             rows, parts = [], []
     return calls
 

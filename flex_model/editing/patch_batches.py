@@ -79,7 +79,7 @@ class Copies:
     @property
     def all_rows(self) -> Tensor:
         """The rows of each copy: ``(copies, rows)``."""
-        return torch.tensor([self.rows(copy) for copy in range(self.number)])
+        return torch.tensor([self.rows(copy) for copy in range(self.number)], device="cpu")
 
     def where(self, site: Site, position: Selector, copy: int) -> SelectionArguments:
         """Return what a patch selects: a position of the site, in a copy."""
@@ -91,7 +91,7 @@ class Copies:
         if self.number == 1:
             return output
         dim = self.dim_of_rows(output, site)
-        return output.index_select(dim, torch.tensor(self.rows(copy)))
+        return output.index_select(dim, torch.tensor(self.rows(copy), device="cpu"))
 
     def dim_of_rows(self, full: Tensor, site: Site) -> int:
         """Return the dim of a full tensor that holds the rows of all copies.
@@ -172,7 +172,7 @@ class Table:
 
         def compare() -> None:
             # Another sharding adds up in another order.
-            kept, new = torch.tensor(self._ends or ends), torch.tensor(ends)
+            kept, new = torch.tensor([self._ends or ends, ends], device="cpu")
             effect = float(new.diff().abs().nan_to_num(0, 0))
             if not torch.allclose(kept, new, 0, 1e-3 * effect, equal_nan=True):
                 self._check({"metric, weights or hooks"})

@@ -178,7 +178,7 @@ def _difference(
     ours, theirs, index = b.values, a.values, positions(a.shape, torch.device("cpu"))
     if a.read_full is not None and b.read_full is not None:
         ours, theirs = b.read_full().reshape(-1), a.read_full().reshape(-1)
-        index = torch.arange(len(ours))
+        index = torch.arange(len(ours), device="cpu")
     apart = values.apart(ours, theirs)
     # The mean and the root of the mean square are apart by no more than the tensors are, and the
     # rounding of their own sums.

@@ -76,7 +76,7 @@ def positions(shape: Shape, device: torch.device) -> Tensor:
     if numel <= NUM_SAMPLES:
         return torch.arange(numel, device=device)
     # One in each of equal intervals, so that no region is left out; where in it, is hashed.
-    places = torch.arange(NUM_SAMPLES)
+    places = torch.arange(NUM_SAMPLES, device="cpu")
     mixed = places * _MIXER % 2**32
     mixed = (mixed ^ mixed >> 15) * _MIXER % 2**32
     return ((places + (mixed ^ mixed >> 13) / 2**32) * (numel / NUM_SAMPLES)).long().to(device)
@@ -98,7 +98,7 @@ def finished(found: Sequence[Summary]) -> list[Summary]:
         return []
     total, squares, largest = torch.stack([one.moments.cpu() for one in found]).unbind(1)
     num_reals = [math.prod(one.shape) * (1 + one.dtype.is_complex) for one in found]
-    counts = torch.tensor(num_reals).clamp(min=1)
+    counts = torch.tensor(num_reals, device="cpu").clamp(min=1)
     is_infinite = 1 - largest.isfinite().double()
     moments = torch.stack([total / counts, (squares / counts).sqrt(), largest, is_infinite], 1)
     return [replace(one, moments=row) for one, row in zip(found, moments)]

@@ -118,7 +118,7 @@ def _full(
     for i, part in enumerate(held):
         groups.setdefault(part.axes, []).append(i)
     joint = [torch.cat([samples[i] for i in group]) for group in groups.values()]
-    hashes = torch.tensor([values.fingerprint(one) for one in joint])
+    hashes = torch.tensor([values.fingerprint(one) for one in joint], device="cpu")
     sums = torch.stack([one.moments.cpu() for one in summaries])
     table = communicator.exchange(torch.cat([sums.view(torch.int64).flatten(), hashes]))
     for (axes, group), of_ranks in zip(groups.items(), table[:, sums.numel() :].t().tolist()):

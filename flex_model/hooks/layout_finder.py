@@ -181,7 +181,7 @@ class LayoutFinder:
             proven = _first_known(call.stated, proven)
             words = call.evidence.words
             hashes = [site_hash(*words), *(site_hash(encode(one)) for one in proven)]
-            row = torch.tensor([values.fingerprint(shard), *hashes])
+            row = torch.tensor([values.fingerprint(shard), *hashes], device="cpu")
             table = self._communicator.exchange(row).tolist()
             prints = values.Fingerprints(mesh, tuple(rank[0] for rank in table))
             if len({rank[1] for rank in table}) > 1:

@@ -128,4 +128,4 @@ def renew_seed() -> None:
 
 def advance_generator() -> None:
     """Advance torch's CPU generator by one draw."""
-    torch.empty((), dtype=torch.int64).random_()
+    torch.empty((), dtype=torch.int64, device="cpu").random_()

@@ -54,7 +54,7 @@ class SettledGather:
         pick = spec.pick
         dtype = leaf.dtype if pick is None else pick.dtype or leaf.dtype
         with torch.inference_mode(False):
-            self._like = torch.empty((), dtype=dtype).expand(spec.full_shape)
+            self._like = torch.empty((), dtype=dtype, device="cpu").expand(spec.full_shape)
 
     @staticmethod
     def serves(call: HookCall, leaf: Tensor, spec: TensorSpec) -> bool:

@@ -490,7 +490,7 @@ class Tracking:
         header = Header("inputs", site=site_hash("gradients", len(pairs)))
         with self._communicator.uncounted():
             self._communicator.check_consistency(header, f"the layouts of {len(pairs)} gradients")
-            table = self._communicator.exchange(torch.tensor(rows)).tolist()
+            table = self._communicator.exchange(torch.tensor(rows, device="cpu")).tolist()
         return [common(pair, [rank[i] for rank in table]) for i, pair in enumerate(pairs)]
 
     def prove_gradient(self, evidence: Evidence) -> Pair:
@@ -535,7 +535,7 @@ class Tracking:
         if not self.statements:
             return
         refuted = follower.refuted_statement(is_over)
-        verdicts = self._communicator.exchange(torch.tensor([bool(refuted)]))
+        verdicts = self._communicator.exchange(torch.tensor([bool(refuted)], device="cpu"))
         if bool(verdicts.any()):
             raise agreed(ValueError(refuted or "a statement is refuted on another rank"))
 

@@ -112,7 +112,7 @@ def full_inputs(core: HookCore, args: Any, kwargs: Any) -> Any:
     for i, leaf in enumerate(leaves):
         dp, tp = follower.placements(values[i])
         shard = dtensor.to_local(leaf.detach())
-        row = torch.tensor(shard.shape, dtype=torch.int64)
+        row = torch.tensor(shard.shape, dtype=torch.int64, device="cpu")
         shapes: list[Shape] = [tuple(shape) for shape in communicator.exchange(row).tolist()]
         if dp is None or tp is None:
             problem = "is not the same on all tensor-parallel ranks"

@@ -59,7 +59,7 @@ def indices_in_dim(tensor: Any, dim: int) -> Tensor:
     """Return the indices of a dim that this rank has, in the order of its part. Of a
     ``_StridedShard`` each rank has a piece of each of ``split_factor`` parts.
     """
-    found, mesh = torch.arange(tensor.shape[dim]), tensor.device_mesh
+    found, mesh = torch.arange(tensor.shape[dim], device="cpu"), tensor.device_mesh
     for i, placement in enumerate(tensor.placements):
         if not _is_shard(placement) or placement.dim % tensor.dim() != dim:
             continue

@@ -277,10 +277,13 @@ def is_agreed(ranks: tuple[int, ...], lines: Sequence[tuple[int, ...]], timeout_
     ]
     try:
         digest = int.from_bytes(hashlib.sha256(repr(ranks).encode()).digest()[:7], "big")
-        digests = [communicator.exchange(torch.tensor([digest])) for communicator in communicators]
+        digests = [
+            communicator.exchange(torch.tensor([digest], device="cpu"))
+            for communicator in communicators
+        ]
         agreed = bool(ranks) and all(bool((row == digest).all()) for row in digests)
         for communicator in communicators:
-            agreed = bool(communicator.exchange(torch.tensor([int(agreed)])).all())
+            agreed = bool(communicator.exchange(torch.tensor([int(agreed)], device="cpu")).all())
     finally:
         for communicator in communicators:
             communicator.close()

@@ -124,7 +124,7 @@ def _routes(value: Any) -> Tensor:
     try:
         if isinstance(value, str | bytes):
             value = numpy.load(io.BytesIO(base64.b64decode(value)), allow_pickle=False)
-        return torch.as_tensor(numpy.asarray(value).astype("int64", casting="same_kind"))
+        return torch.from_numpy(numpy.asarray(value).astype("int64", casting="same_kind"))
     except (ValueError, TypeError, EOFError) as error:
         raise ValueError(
             f"routed_experts: expected an array of integers or base64 of a .npy file ({error}); a "

@@ -319,11 +319,13 @@ class Follower:
         communicator.check_consistency(
             Header("inputs", site=self.log.num_syncs), "what a forward has run so far"
         )
-        digests = communicator.exchange(torch.tensor([digest])).flatten().tolist()
+        digests = communicator.exchange(torch.tensor([digest], device="cpu")).flatten().tolist()
         if communicator.mesh.equal_along("tp", digests):
             return [chunk] * len(digests)
         packed = chunk.pack(self.recorder.values.live())
-        lengths = communicator.exchange(torch.tensor([len(packed)])).flatten().tolist()
+        lengths = (
+            communicator.exchange(torch.tensor([len(packed)], device="cpu")).flatten().tolist()
+        )
         texts = communicator.exchange_padded(packed, max(lengths))
         chunks = {text: Chunk.unpack(text) for text in set(texts)}  # some ranks' are equal
         return [chunks[text] for text in texts]

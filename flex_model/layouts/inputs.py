@@ -297,7 +297,7 @@ def _order(communicator: Communicator, inputs: Sequence[Argument]) -> list[int |
 
 def _sketch(tensor: Tensor | None, has_rows: bool) -> Tensor:
     """An input's fingerprint and shape, of a fixed size."""
-    row = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64)
+    row = torch.zeros(3 + _MAX_DIMS, dtype=torch.int64, device="cpu")
     row[2] = has_rows
     if tensor is None:
         row[0] = _ABSENT
@@ -307,5 +307,5 @@ def _sketch(tensor: Tensor | None, has_rows: bool) -> Tensor:
         row[0] = values.fingerprint(dtensor.wait(tensor))
     shape = tensor.shape[:_MAX_DIMS]
     row[1] = len(shape)
-    row[3 : 3 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
+    row[3 : 3 + len(shape)] = torch.tensor(shape, dtype=torch.int64, device="cpu")
     return row

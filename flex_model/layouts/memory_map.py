@@ -176,7 +176,7 @@ def all_blank(tensor: Tensor) -> Blank | None:
     if count > _MAX_BLANK:
         return None
     with unset_fake_temporarily():  # flags have values even in a dry run
-        flags = torch.zeros(count, dtype=torch.bool)
+        flags = torch.zeros(count, dtype=torch.bool, device="cpu")
         flags.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
     return Blank(flags, tensor.dtype)
 

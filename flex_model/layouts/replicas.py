@@ -111,7 +111,7 @@ def compared(
         # A row of gradients that cancel is rounding alone, so the scale is the whole tensor's.
         is_close &= not any(values.beyond_rounding(other, first) for other in others)
         tensor = first
-    return tensor, bool(communicator.exchange(torch.tensor([is_close])).all())
+    return tensor, bool(communicator.exchange(torch.tensor([is_close], device="cpu")).all())
 
 
 def check_edit(communicator: Communicator, hook: str, full: Tensor, edited: Tensor) -> None:
@@ -125,7 +125,7 @@ def check_edit(communicator: Communicator, hook: str, full: Tensor, edited: Tens
     first = communicator.broadcast(edited, edited)
     # Relative to each row: one large value elsewhere must not hide what a rank adds.
     largest = values.beyond_rounding(edited, first, full.detach(), dim=-1)
-    table = communicator.exchange(torch.tensor(largest, dtype=torch.float64)).tolist()
+    table = communicator.exchange(torch.tensor(largest, dtype=torch.float64, device="cpu")).tolist()
     ranks = [communicator.mesh.rank_at(i) for i, largest in enumerate(table) if largest]
     if ranks:
         raise agreed(

@@ -357,7 +357,7 @@ def memory() -> dict[str, int]:
 
 def examine() -> dict[str, str]:
     """Return what should be the same on all ranks, and where this one is. Collective."""
-    total = torch.ones(())
+    total = torch.ones((), device="cpu")
     if torch.cuda.is_initialized():
         total = total.cuda()
     dist.all_reduce(total)

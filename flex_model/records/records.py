@@ -290,10 +290,10 @@ class Records:
         """
         if key in self._tensors:
             return self._tensors[key]
-        rows = torch.zeros(len(local), 2 + _MAX_DIMS, dtype=torch.int64)
+        rows = torch.zeros(len(local), 2 + _MAX_DIMS, dtype=torch.int64, device="cpu")
         for row, (dtype, shape) in zip(rows, local):
             row[0], row[1] = DTYPES.index(dtype), len(shape)
-            row[2 : 2 + len(shape)] = torch.tensor(shape, dtype=torch.int64)
+            row[2 : 2 + len(shape)] = torch.tensor(shape, dtype=torch.int64, device="cpu")
         table = self._communicator.exchange(rows).tolist()
         while len(self._tensors) >= _REMEMBERED_RUNS:
             del self._tensors[next(iter(self._tensors))]

@@ -159,7 +159,7 @@ def connect_host_gather(
 def _ranks(on_cpu: Transport, device: torch.device) -> list[Rank]:
     """Gather the capabilities of all ranks. Collective."""
     local = _rank(device)
-    numbers = torch.tensor([local.gpu, local.has_nccl], dtype=torch.int64)
+    numbers = torch.tensor([local.gpu, local.has_nccl], dtype=torch.int64, device="cpu")
     rows = on_cpu.exchange(numbers).tolist()
     texts = exchange_texts(on_cpu, local.why_no_kernels)
     return [Rank(gpu, bool(has_nccl), text) for (gpu, has_nccl), text in zip(rows, texts)]

@@ -39,7 +39,7 @@ class BetweenHosts:
     def gather(self, data: Tensor, sizes: list[int]) -> tuple[Tensor, list[int]]:
         """Gather ``sizes[r]`` bytes of each rank; return them, and where those of each begin."""
         offsets, all_rounds = rounds.all_gather(self.group.rank, sizes)
-        gathered = torch.empty(sum(sizes), dtype=torch.uint8)
+        gathered = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         gathered[: data.numel()].copy_(data)
         self._exchange(gathered, all_rounds)
         return gathered, offsets
@@ -145,7 +145,7 @@ class Gloo:
             data, starts = gathered
             # The ranks of hosts follow one another from wherever this host's are.
             rows = data.reshape(num_ranks, size)[[start // size for start in starts]]
-        rows = self._on_host(rows, torch.empty((num_ranks, size), dtype=torch.uint8))
+        rows = self._on_host(rows, torch.empty((num_ranks, size), dtype=torch.uint8, device="cpu"))
         return rows.view(tensor.dtype).reshape(num_ranks, *tensor.shape)
 
     def all_gather(
@@ -153,7 +153,9 @@ class Gloo:
     ) -> list[Tensor]:
         gathered = self._on_first_of_hosts(as_bytes(shard), plan.shard_bytes)
         full = None if gathered is None else assemble(*gathered, plan, shard.dtype)
-        full = self._on_host(full, torch.empty((), dtype=shard.dtype).expand(plan.full_sizes))
+        full = self._on_host(
+            full, torch.empty((), dtype=shard.dtype, device="cpu").expand(plan.full_sizes)
+        )
         if not num_copies:
             return []
         return [copy.to(shard.device) for copy in transport.copies(full, num_copies)]
@@ -179,7 +181,7 @@ class Gloo:
 
     def scatter_from_first(self, full: Tensor | None, like: Tensor, plan: GatherPlan) -> Tensor:
         of_ranks = plan.shard_bytes
-        shard = torch.empty(0, dtype=torch.uint8)
+        shard = torch.empty(0, dtype=torch.uint8, device="cpu")
         if self._between is not None:
             data = None
             if full is not None:
@@ -188,7 +190,7 @@ class Gloo:
             shard = self._between.scatter_from_first(data, self._of_hosts(of_ranks))
         if self._inside is not None:
             here = end_to_end([of_ranks[r] for r in self._ranks_of_hosts[self._host]])
-            own = torch.empty(of_ranks[self.group.rank], dtype=torch.uint8)
+            own = torch.empty(of_ranks[self.group.rank], dtype=torch.uint8, device="cpu")
             of_host = None if self._between is None else shard
             shard = self._inside.scatter_from_first(of_host, own, here)
         return shard.view(like.dtype).reshape(like.shape).to(like.device)

@@ -50,7 +50,9 @@ _CLOSE_S = 2.0  # how long to wait for kernels, which give up at once but may co
 
 def _exchange(on_cpu: Transport, numbers: list[int]) -> list[int]:
     """Gather equally many numbers of every rank, in one list. Collective."""
-    return on_cpu.exchange(torch.tensor(numbers, dtype=torch.int64)).reshape(-1).tolist()
+    return (
+        on_cpu.exchange(torch.tensor(numbers, dtype=torch.int64, device="cpu")).reshape(-1).tolist()
+    )
 
 
 def number_of(device: torch.device) -> int:
@@ -97,7 +99,7 @@ class CudaIpc:
         self._is_unfinished = False  # the host has not waited for it
         self._stream: torch.cuda.Stream | None = None  # of the last transfer
         self._state = on_every_rank(
-            on_cpu, lambda: torch.zeros(2, dtype=torch.int32, pin_memory=True)
+            on_cpu, lambda: torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
         )
         # WaitState of csrc/cuda/peers.h: 1 + a rank that kernels missed, and whether they give up.
         self._words = (ctypes.c_int32 * 2).from_address(self._state.data_ptr())

@@ -39,7 +39,7 @@ class SharedMemory(Transport):
 
     def exchange(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
-        everyone = torch.empty((self._host.size, *tensor.shape), dtype=tensor.dtype)
+        everyone = torch.empty((self._host.size, *tensor.shape), dtype=tensor.dtype, device="cpu")
         self._host.exchange(tensor, tensor.nbytes, everyone)
         return everyone
 

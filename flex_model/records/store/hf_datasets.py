@@ -84,7 +84,7 @@ def _feature(name: str, layouts: Sequence[RecordLayout]) -> Any:
             f"to_datasets: rows of {name!r} differ in more than their length: shapes "
             f"{sorted(shapes)}, dtypes {sorted(map(str, dtypes))}"
         )
-    dtype = as_numpy(torch.empty(0, dtype=dtypes.pop())).dtype.name
+    dtype = as_numpy(torch.empty(0, dtype=dtypes.pop(), device="cpu")).dtype.name
     shape = shapes.pop()
     if not shape:
         return datasets.Value(dtype)

@@ -87,7 +87,7 @@ class _Group:
         if layout.is_whole:
             # A file is mapped once: a caller's writes to its record must not change the mapping.
             return shards[0].clone()
-        full = torch.empty(layout.shape, dtype=layout.dtype)
+        full = torch.empty(layout.shape, dtype=layout.dtype, device="cpu")
         for shard, start, shard_start, sizes in layout.boxes:
             to = tuple(slice(a, a + n) for a, n in zip(start, sizes))
             source = tuple(slice(a, a + n) for a, n in zip(shard_start, sizes))
@@ -187,7 +187,9 @@ class Reader:
             width = width_of(layouts)
             if width is None or name not in index.statistics:
                 return None
-            total = torch.zeros(3, width, dtype=torch.float64) if total is None else total
+            total = (
+                torch.zeros(3, width, dtype=torch.float64, device="cpu") if total is None else total
+            )
             if total.shape[1] != width:
                 return None
             group, key = self._group(index.first), statistics_key(name)

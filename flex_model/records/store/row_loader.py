@@ -71,7 +71,7 @@ class _Buffers:
         """Return an uninitialised tensor."""
         size = rows * width * dtype.itemsize
         if not size:
-            return torch.empty(rows, width, dtype=dtype)
+            return torch.empty(rows, width, dtype=dtype, device="cpu")
         try:
             buffer = self._unused.pop()
         except IndexError:
@@ -226,10 +226,10 @@ class RowLoader(IterableDataset[Rows]):
 
     def _order(self, count: int, *of: Any) -> Tensor:
         if self._seed is None:
-            return torch.arange(count)
+            return torch.arange(count, device="cpu")
         digest = digest_of(json.dumps([self._seed, *of]).encode())
         generator = torch.Generator().manual_seed(int(digest[:15], 16))
-        return torch.randperm(count, generator=generator)
+        return torch.randperm(count, generator=generator, device="cpu")
 
 
 # ---- Some records whose rows are shuffled together -----------------------------------------------
@@ -256,7 +256,7 @@ class Segment:
     def __init__(
         self, reader: Reader, table: RowTable, blocks: Sequence[Block], parts: dict[int, Tensor]
     ) -> None:
-        rows = torch.cat([torch.empty(0, dtype=torch.int64), *parts.values()])
+        rows = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *parts.values()])
         sizes = [len(part) for part in parts.values()]
         columns = [_beside(reader, table, block) for block in blocks]
         beside = {
@@ -265,12 +265,12 @@ class Segment:
         }
         self.beside = {name: dict(zip(parts, one.split(sizes))) for name, one in beside.items()}
         ends = list(itertools.accumulate(block.num_rows for block in blocks))
-        of_blocks = torch.bucketize(rows, torch.tensor(ends), right=True)
+        of_blocks = torch.bucketize(rows, torch.tensor(ends, device="cpu"), right=True)
         used = of_blocks.bincount(minlength=len(blocks)).nonzero().flatten().tolist()
         self.runs: dict[str, dict[int, Runs]] = {}
         for name in table.names:
             records = {i: reader.rows(blocks[i].batch, name, blocks[i].call) for i in used}
-            steps = torch.zeros(len(blocks), 2, dtype=torch.int64)
+            steps = torch.zeros(len(blocks), 2, dtype=torch.int64, device="cpu")
             sources: list[RecordRows] = []
             bounds: list[int] = []  # where the rows of the next source begin
             for i, record in records.items():
@@ -281,7 +281,7 @@ class Segment:
                     sources.append(record)
             start, step = steps.index_select(0, of_blocks).unbind(1)
             places = (start + step * beside["origins"][:, 2]).split(sizes)
-            at = torch.tensor(bounds, dtype=torch.int64)
+            at = torch.tensor(bounds, dtype=torch.int64, device="cpu")
             cuts = [torch.searchsorted(part, at).tolist() for part in parts.values()]
             self.runs[name] = {
                 batch: list(zip(sources, one.tensor_split(cut)))
@@ -293,10 +293,10 @@ def _beside(reader: Reader, table: RowTable, block: Block) -> dict[str, Tensor]:
     """Return the columns beside the records of a block."""
     notes = reader.annotations(block.batch) if table.annotations or table.mask else {}
     if table.mask is None:
-        numbers = torch.arange(block.num_rows)
+        numbers = torch.arange(block.num_rows, device="cpu")
     else:
         numbers = per_row(notes[table.mask], block.shape).nonzero()[:, 0]
-    origin = torch.tensor([block.batch, block.call, 0]).repeat(len(numbers), 1)
+    origin = torch.tensor([block.batch, block.call, 0], device="cpu").repeat(len(numbers), 1)
     origin[:, 2] = numbers
     return {
         "origins": origin,

@@ -55,7 +55,7 @@ def moments_of(parts: Sequence[RecordShard], rank: int) -> Tensor:
     """Return the moments of what a rank holds of records with one width: per channel, the number of
     rows, their mean, and the sum of squared deviations from it; zeros for what it does not hold.
     """
-    total = torch.zeros(3, parts[0].layout.shape[-1], dtype=torch.float64)
+    total = torch.zeros(3, parts[0].layout.shape[-1], dtype=torch.float64, device="cpu")
     for part in parts:
         for shard, start, shard_start, sizes in part.layout.boxes:
             if part.tensor is None or part.layout.shards[shard][0] != rank or 0 in sizes:

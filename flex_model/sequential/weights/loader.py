@@ -397,7 +397,9 @@ class _Buffer:
         """Read weights into it."""
         device = self.memory.device
         if device.type == "cuda" and self._staging is None:
-            pinned = torch.empty(self.memory.shape, dtype=torch.uint8, pin_memory=True)
+            pinned = torch.empty(
+                self.memory.shape, dtype=torch.uint8, pin_memory=True, device="cpu"
+            )
             self._staging = pinned, torch.cuda.Stream(device)
             self.memory.record_stream(self._staging[1])  # the copy may outlive this object
         parts, start = [], 0

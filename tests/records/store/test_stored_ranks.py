@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing import assert_close
 
 import models
 from counted_traffic import payloads_of
@@ -605,3 +606,33 @@ def test_annotations_are_padded_as_records_are(lengths, tmp_path):
     assert torch.equal(found["table"], TABLE)
     loader = store.loader("1", batch_rows=1)
     assert sum(len(rows.origins) for rows in loader) == 2 * sum(given)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["gloo", "auto"])
+def test_a_default_device_is_the_users_alone(transport, tmp_path, monkeypatch):
+    """`torch.set_default_device("cuda")` of a model on the CPU; here no GPU is needed to see it."""
+    monkeypatch.setenv("FLEX_MODEL_TRANSPORT", transport)
+    matrix, x = models.random(8, 8), models.random(4, 6)
+
+    def numbers(model, folder):
+        flex = FlexModel(model, ActivationStore(folder), tensor_parallel_size=2)
+        edit = HookFunction("act", editing_function=lambda module, full, *_: full @ matrix)
+        flex.register_forward_hook(edit)
+        flex.register_full_backward_hook(HookFunction("fc1", output_name="gradient"))
+        flex.register_forward_hook(HookFunction("fc2", select=Select(rows=[0, 2])))
+        flex(x).square().mean().backward()
+        flex.set_module_parameter("fc2.bias", flex.get_module_parameter("fc2.bias") + 1)
+        found = [flex.get_module_parameter("fc2.bias")]
+        flex.restore()
+        dist.barrier()
+        return [*found, ActivationStore(folder).batch(0)]
+
+    one, other = (models.TWO_RANKS["dtensor"].shard(models.mlp()) for _ in range(2))
+    expected = numbers(one, tmp_path / "expected")
+    torch.set_default_device("meta")
+    try:
+        found = numbers(other, tmp_path / "found")
+    finally:
+        torch.set_default_device(None)
+    assert_close(found, expected, rtol=0, atol=0)
