@@ -34,6 +34,8 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[logged.Wr
     new, step = proofs.placements.get(written), proofs.steps[written]
     was = proofs.placements.get(before) if same else None
     gradients, is_complete = proofs.gradients, all(write.is_complete for write in writes)
+    own = proofs.own_rows.get(written)  # `out[i] = f(x[i])`: what belongs to a row stays there
+    keeps_rows = same and own is not None and own == proofs.own_rows.get(before)
     if same and before in proofs.blank:
         _fill(proofs, before, written, new, None, is_complete)
     for (old, value), dims in _other_values(writes).items():
@@ -45,6 +47,8 @@ def _follow_write(proofs: AxisProofs, written: Value, writes: Sequence[logged.Wr
         is_own_slice = isinstance(new, Shard) and new == Shard(new.dim)  # and no other rank's
         if same and is_own_slice and new == _own_slice_of_zeros(proofs, before, old):
             proofs.set_placement(value, Partial())  # a shard at its place, and zeros elsewhere
+        elif keeps_rows and isinstance(of_old, Shard):
+            proofs.set_placement(value, of_old)
         elif same and new is not None and new == was:
             is_own = isinstance(new, Shard) and of_old == REPLICATED
             if of_old is not None and not is_own:  # else each rank wrote its own part

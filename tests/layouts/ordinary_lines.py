@@ -48,6 +48,15 @@ def loop(model, h):
     return torch.stack([row.cumsum(0) * 2 for row in h])
 
 
+def written_one_by_one(model, h):
+    written = torch.zeros_like(h)
+    for i in range(len(h)):
+        written[i] = h[i].cumsum(0)
+    for i in range(0, len(h), 2):
+        written[i : i + 2, 1:] += h[i : i + 2, :1] * model.table[0]
+    return written
+
+
 def split_and_joined(model, h):
     return torch.cat([row - row.mean() for row in torch.split(h, 1, dim=0)])
 

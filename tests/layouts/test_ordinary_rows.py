@@ -320,6 +320,13 @@ def written_in_another_order(model, h):
     return made
 
 
+def written_from_other_rows(model, h):
+    made = torch.zeros_like(h)
+    for i in range(len(h)):
+        made[i] = h[len(h) - 1 - i]
+    return made
+
+
 def chosen_in_another_order(model, h):
     order = h.detach()[:, 0, 0].argsort()
     made = torch.zeros_like(h)
@@ -378,6 +385,7 @@ REFUSED = {
     "sorted behind a mask": sorted_behind_a_mask,
     "back by another order": back_by_another_order,
     "written in another order": written_in_another_order,
+    "written from other rows": written_from_other_rows,
     "chosen in another order": chosen_in_another_order,
     "chunks beside each other": lambda model, h: torch.cat(h.chunk(3), 1),
     "halves turned round": lambda model, h: torch.cat([one.flip(0) for one in h.split(2)]),
