@@ -274,10 +274,15 @@ class ArgumentReader:
     @property
     def sizes_passed(self) -> dict[int, int]:
         """The sizes that the unsharded program passes to a factory, by position: those that are
-        known, and plain numbers that are the same on all ranks.
+        known, and plain numbers that are the same on all ranks and count no rows.
         """
-        plain = {place: number for name, place, number in self._plain if name == "size"}
-        known = enumerate(self.full_sizes.get("size", []))
+        sizes = self.full_sizes.get("size", [])
+        plain = {
+            place: number
+            for name, place, number in self._plain
+            if name == "size" and not self._proofs.may_count(number, 0 < place == len(sizes) - 1)
+        }
+        known = enumerate(sizes)
         return plain | {place: size for place, size in known if size is not None}
 
     def _expanded(self, operand: Operand, name: str, place: int, number: int) -> int:

@@ -38,8 +38,8 @@ def is_factory(operation: Operation) -> bool:
 
 
 def is_fill(name: str) -> bool:
-    """Whether all elements of the result are one number."""
-    return name in _FILLS
+    """Whether all elements of the result are one number, or may be."""
+    return name in _FILLS or name in _BLANKS
 
 
 def is_draw(operation: Operation) -> bool:

@@ -156,14 +156,19 @@ class AxisProofs:
         return shard.parts if is_alike else 1
 
     def size(self, value: Any, dim: int) -> int | None:
-        """Return a size in the unsharded program; None where it is not known."""
+        """Return a size in the unsharded program; None where it is not known. Where only the extent
+        of some dims is open, the others are whole; but one row a rank is lost among dims of size 1.
+        """
         shapes, placement = self.shapes.get(value), self.placements.get(value)
-        if shapes is None or placement is None:
+        open_dims = self.open.get(value)
+        if shapes is None or (placement is None and open_dims is None) or dim in (open_dims or ()):
             return None
         if isinstance(placement, Shard) and placement.dim == dim:
             return full_size(placement, shapes)
         sizes = {shape[dim] for shape in shapes}
-        return sizes.pop() if len(sizes) == 1 else None
+        if len(sizes) > 1 or (open_dims and sizes <= self.split_sizes & {1}):
+            return None
+        return sizes.pop()
 
     def number(self, leaf: Expression) -> Any:
         """Return a size in the unsharded program; None where it is not known."""

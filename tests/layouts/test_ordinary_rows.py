@@ -460,6 +460,10 @@ def test_halves_of_a_ranks_rows_beside_each_other_are_refused(name, rows):
             flex(x)
 
 
+def sized(h, make):
+    return make(len(h), 1, WIDTH).shape[0]
+
+
 COUNTED = {  # with the number of a rank's rows
     "zeros of rows": (3, lambda model, h: h.new_zeros(len(h), LENGTH, WIDTH) + model.table[0]),
     "zeros of one row": (1, lambda model, h: torch.zeros(len(h), 4, WIDTH) + model.table),
@@ -477,6 +481,8 @@ COUNTED = {  # with the number of a rank's rows
     "of a table": (2, lambda model, h: model.table[torch.arange(len(h) * 2) % 3]),
     "tiled": (2, lambda model, h: torch.tile(h, (1, h.shape[0], 1))),
     "packed": (1, lambda model, h: h.view(1, -1, WIDTH)),
+    "by a size of zeros": (1, lambda model, h: h[:, 0].view(sized(h, torch.zeros), 1, WIDTH)),
+    "by a size of a blank": (1, lambda model, h: h[:, 0].view(sized(h, torch.empty), 1, WIDTH)),
     "packed, unflattened": (1, lambda model, h: h.unflatten(0, (1, -1))),
     "two blocks": (1, lambda model, h: torch.cat([h, -h]).view(2, -1, LENGTH, WIDTH)),
     "two blocks, by len": (1, lambda model, h: torch.cat([h, -h]).view(2, len(h), LENGTH, WIDTH)),

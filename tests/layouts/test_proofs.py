@@ -277,6 +277,19 @@ def test_what_only_looks_replicated_is_not_known():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [torch.zeros, torch.empty])
+def test_a_size_of_what_a_rank_makes_as_wide_as_its_shard_may_be_a_share(make):
+    def viewed(m, x):
+        h = m.column(x)
+        return h.view(4, make(4, 4).shape[1], 1)
+
+    x, whole = models.random(4, 6), models.seeded(nn.Linear, 6, 8).double()
+    model = Sites(viewed, column=columns_of(whole))
+    found, _, _ = follow(model, mesh_of(tp_size=2), [x], [WHOLE])
+    assert_close(found[""][0], whole(x)[..., None])
+
+
+@pytest.mark.ranks(2)
 def test_layers_that_state_nothing_are_not_known_until_they_are_stated():
     x, whole = models.random(5, 6), models.random(8, 6)
     up = nn.Linear(6, 4, bias=False).double()
