@@ -21,7 +21,7 @@ import torch
 from flex_model.distributed.placement import Partial, Placement, Shard
 from flex_model.layouts import factories
 from flex_model.layouts.propagation import rules
-from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, differ
+from flex_model.layouts.propagation.operation import REPLICATED, Operand, Operation, Shape, differ
 from flex_model.layouts.propagation.reshaping import dims_with
 from flex_model.layouts.propagation.text_cases import RECURRENT
 
@@ -36,6 +36,7 @@ _JOIN = {*_VIEWS, "cat", "stack", "repeat", "repeat_interleave"}
 _BESIDE = {"where", "masked_fill", "copy", "index_copy", "complex"}
 _AT_INDICES = {"index_put", "index_copy"}
 _AT_FEWER = {"gather", "scatter", "scatter_add", "scatter_reduce"}  # indices than there are rows
+_KEEP_SIZES = {"clone", "_to_copy", "transpose", "permute", "native_layer_norm", "linear"}
 _MAX_CHOICES = 64
 EXPANDS = {"expand": "size", "repeat": "repeats"}  # by the argument that has the sizes
 _FILLS = {"zeros_like", "ones_like", "full_like", "fill", "zero"}
@@ -88,6 +89,24 @@ def open_dims(operation: Operation, proofs: AxisProofs, are_numbers: bool) -> Op
     joined = name == "cat"
     found = _joined(operation, of_each) if joined else _parallel(operation, of_each, axis)
     return None if found is None else found | grown
+
+
+def closed_sizes(
+    operation: Operation, shape: Shape, dims: OpenDims, proofs: AxisProofs
+) -> dict[int, int]:
+    """Return, by dim, the sizes of a result that has these open dims, if it has all of its
+    operands' other dims: plain numbers passed to other operations may count rows. One row a rank is
+    lost among dims of size 1.
+    """
+    is_kept = may_expand(operation.name, proofs.axis) or operation.name in _KEEP_SIZES
+    is_kept |= torch.Tag.pointwise in operation.tags
+    if not is_kept or any(v in proofs.open.keys() - proofs.sizes_passed for v in operation.values):
+        return {}
+    return {
+        d: n
+        for d, n in enumerate(shape)
+        if d not in dims and (n > 1 or n not in proofs.split_sizes)
+    }
 
 
 def joins_copies(operation: Operation, proofs: AxisProofs) -> bool:

@@ -268,6 +268,9 @@ def _note_open(
             is_same = is_tp and all(one.placement == REPLICATED for one in operation.operands)
             proofs.set_placement(value, REPLICATED if is_same and operation.operands else None)
             proofs.open[value] = dims
+            shape = proofs.shapes[value][0]
+            if sizes := constants.closed_sizes(operation, shape, dims, proofs):
+                proofs.sizes_passed[value] = sizes
             others = [one for one in values if one in proofs.open]
             are_plain = proofs.axis == "dp" and read.are_plain
             if are_plain and all(one in proofs.plain for one in others):

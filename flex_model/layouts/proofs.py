@@ -50,7 +50,8 @@ class AxisProofs:
         blank: For values of ``torch.empty``, and of ``torch.zeros`` and the like with a size that
             is not known: the placement of all that was written to them so far.
         joint: For values of ``joint`` entries: the value that all ranks have.
-        sizes_passed: For values of ``torch.zeros`` and the like: the sizes that were passed.
+        sizes_passed: For values of ``torch.zeros`` and the like: the sizes that were passed; for
+            what is expanded: the sizes of dims that are not open.
         ranges: For values that are consecutive integers on each rank: the first one and the count.
         own_rows: For values that belong to some of a rank's own rows: which.
         makers: For values that an operation split off, joined or sorted, or made as zeros or as
@@ -156,19 +157,14 @@ class AxisProofs:
         return shard.parts if is_alike else 1
 
     def size(self, value: Any, dim: int) -> int | None:
-        """Return a size in the unsharded program; None where it is not known. Where only the extent
-        of some dims is open, the others are whole; but one row a rank is lost among dims of size 1.
-        """
+        """Return a size in the unsharded program; None where it is not known."""
         shapes, placement = self.shapes.get(value), self.placements.get(value)
-        open_dims = self.open.get(value)
-        if shapes is None or (placement is None and open_dims is None) or dim in (open_dims or ()):
+        if shapes is None or placement is None or dim in self.open.get(value, ()):
             return None
         if isinstance(placement, Shard) and placement.dim == dim:
             return full_size(placement, shapes)
         sizes = {shape[dim] for shape in shapes}
-        if len(sizes) > 1 or (open_dims and sizes <= self.split_sizes & {1}):
-            return None
-        return sizes.pop()
+        return sizes.pop() if len(sizes) == 1 else None
 
     def number(self, leaf: Expression) -> Any:
         """Return a size in the unsharded program; None where it is not known."""

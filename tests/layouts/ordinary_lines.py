@@ -428,7 +428,7 @@ def two_experts_for_each(model, h):
 def queries(model, h):
     """Learned ones, the same for each row, attend to its tokens."""
     weight, tokens = model.fc.weight, h.transpose(0, 1)
-    learned = model.table[:3].expand(len(h), -1, -1).transpose(0, 1)
+    learned = F.layer_norm(model.table[:3].expand(len(h), -1, -1), (WIDTH,)).transpose(0, 1)
     weights = torch.cat([weight, weight.sin(), weight.cos()])
     out, _ = F.multi_head_attention_forward(
         learned, tokens, tokens, WIDTH, 2, weights, None, None, None, False, 0.0, weight, None

@@ -464,6 +464,10 @@ def sized(h, make):
     return make(len(h), 1, WIDTH).shape[0]
 
 
+def viewed(model, h):
+    return model.table.repeat(len(h), 1).view(-1, len(h), WIDTH).shape[1]
+
+
 COUNTED = {  # with the number of a rank's rows
     "zeros of rows": (3, lambda model, h: h.new_zeros(len(h), LENGTH, WIDTH) + model.table[0]),
     "zeros of one row": (1, lambda model, h: torch.zeros(len(h), 4, WIDTH) + model.table),
@@ -482,6 +486,7 @@ COUNTED = {  # with the number of a rank's rows
     "tiled": (2, lambda model, h: torch.tile(h, (1, h.shape[0], 1))),
     "packed": (1, lambda model, h: h.view(1, -1, WIDTH)),
     "by a size of zeros": (1, lambda model, h: h[:, 0].view(sized(h, torch.zeros), 1, WIDTH)),
+    "by a size of a view": (2, lambda model, h: h[:, 0].view(-1, viewed(model, h), WIDTH)),
     "by a size of a blank": (1, lambda model, h: h[:, 0].view(sized(h, torch.empty), 1, WIDTH)),
     "packed, unflattened": (1, lambda model, h: h.unflatten(0, (1, -1))),
     "two blocks": (1, lambda model, h: torch.cat([h, -h]).view(2, -1, LENGTH, WIDTH)),
