@@ -151,7 +151,7 @@ def _sorted(operation: Operation, output: int, known: Known) -> OwnRows | None:
     if name == "scatter":  # empty[order] = torch.arange(rows)
         of_all = OwnRows(ALL, own.total, None, 0, True)
         is_inverted = known.get(operation.operands[-1].value) == of_all
-        is_inverted &= operation.operands[0].shapes == key.shapes
+        is_inverted &= len({one.shapes for one in operation.operands}) == 1
     else:
         is_inverted = counts and not operation.get("descending")
     return own._replace(place=("inverse", own.place)) if is_order and is_inverted else None
