@@ -17,6 +17,7 @@ from typing import Any
 from flex_model import _C
 from flex_model.distributed.communicator import Communicator
 from flex_model.integrations.torch_private import call_last, current_graph_task
+from flex_model.runs.graphs import tensors_with_graph
 
 _GRACE_S = 0.5  # for the other ranks to receive the report; Ctrl-C must return within a second
 _FAILURE = "the model's own backward failed or was interrupted; see that rank's own traceback"
@@ -78,9 +79,8 @@ class BackwardWatch:
         if self._communicator.is_local:
             return
         hook = _C.watched(self.watch, self._report)
-        for leaf in _C.flatten(output)[0]:
-            if leaf.grad_fn is not None:
-                leaf.register_hook(hook)
+        for tensor in tensors_with_graph(output):
+            tensor.register_hook(hook)
 
     def _aborted(self, task: int, num_agreed: int) -> None:
         """Handle a pass that ended early: report it, unless all ranks have the reason already."""

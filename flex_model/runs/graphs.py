@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from flex_model import _C
 from flex_model.integrations import torch_private
+from flex_model.layouts.sources import leaves
 from flex_model.runs.remembered_runs import RememberedRuns, backward_task
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Graphs:
 
     def watch(self, run: Run, output: Any) -> None:
         """Watch for backward passes that begin at an output, or reach it from behind. Local."""
-        nodes = [leaf.grad_fn for leaf in _C.flatten(output)[0] if leaf.grad_fn is not None]
+        nodes: list[Any] = [tensor.grad_fn for tensor in tensors_with_graph(output)]
         if not nodes:
             return
         graph = self.add(run)
@@ -207,6 +208,12 @@ class _Served:
         """Mark the graphs of a pass that ended well as used, if their memory was freed."""
         for graph in self.graphs:
             graph.passed(self._frees)
+
+
+def tensors_with_graph(output: Any) -> list[Tensor]:
+    """Return the tensors in an output, also in objects of the user's classes, that have a graph."""
+    found = (one for one in (*_C.flatten(output)[0], *leaves(output)) if isinstance(one, Tensor))
+    return list({id(one): one for one in found if one.grad_fn is not None}.values())
 
 
 def is_in_checkpoint() -> bool:

@@ -241,6 +241,33 @@ def test_a_backward_from_inside_leaves_the_rest_of_its_graph_in_use():
     assert_close(*found)
 
 
+class Answer:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class Answering(models.Checkpointed):
+    """A model whose output is an object of the user's, which torch does not look into."""
+
+    def forward(self, x):
+        return Answer(super().forward(x))
+
+
+@pytest.mark.parametrize("after", [restore, choose_no_group])
+@pytest.mark.parametrize("recompute", HOW)
+def test_an_output_of_a_class_of_the_user(recompute, after):
+    """The part was recomputed without its edit: no tensor was found that a backward begins at."""
+    found = []
+    for how, then in ((None, nothing), (recompute, after)):
+        model = models.seeded(Answering, how).double()
+        flex = FlexModel(model, {})
+        flex.register_forward_hook(HookFunction("b.act", editing_function=plus_square))
+        answer = then(flex, [], lambda flex=flex: flex(BATCH))
+        answer.logits.sin().mean().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert_close(*found)
+
+
 @pytest.mark.parametrize("recompute", HOW)
 def test_an_error_in_the_backward_leaves_no_hook_behind(recompute):
     def fail(grad):
