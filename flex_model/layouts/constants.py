@@ -243,7 +243,8 @@ def with_extents(
     if not unknown or not others or len(others) + len(unknown) < len(operands):
         return operation
     placed: dict[int, Placement | None]
-    if operation.name in RECURRENT and all(one.placement == REPLICATED for one in others):
+    is_whole = all(one.placement == REPLICATED for one in others) and operands[0] in others
+    if operation.name in RECURRENT and is_whole:
         # `torch.zeros(layers, rows, features)`: states, as large as input and weights show.
         placed = {id(operand): REPLICATED for operand, _ in unknown}
     elif len(unknown) == 1 and _counts_values(operation, unknown[0][0], others):

@@ -468,10 +468,17 @@ def viewed(model, h):
     return model.table.repeat(len(h), 1).view(-1, len(h), WIDTH).shape[1]
 
 
+def recurrent(model, h):
+    weight = torch.cat([model.fc.weight, model.fc.weight.T, model.fc.weight])
+    zeros, state = h.new_zeros(len(h), 4, WIDTH), h.new_zeros(1, len(h), WIDTH)
+    return torch.gru(zeros, state, [weight, weight], False, 1, 0.0, False, False, True)[0]
+
+
 COUNTED = {  # with the number of a rank's rows
     "zeros of rows": (3, lambda model, h: h.new_zeros(len(h), LENGTH, WIDTH) + model.table[0]),
     "zeros of one row": (1, lambda model, h: torch.zeros(len(h), 4, WIDTH) + model.table),
     "as many as all rows": (1, lambda model, h: torch.zeros(len(h), WIDTH) + model.table[:2]),
+    "what a recurrent layer makes of zeros": (1, recurrent),
     "joined copies": (3, lambda model, h: torch.cat([model.table[None]] * len(h))),
     "stacked copies": (3, lambda model, h: torch.stack([model.table] * len(h))),
     "three a row": (2, lambda model, h: torch.zeros(len(h) * 3, WIDTH)),
