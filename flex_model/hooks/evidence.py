@@ -110,6 +110,7 @@ class Forward:
     key: Key | None = None
     follower: Follower | None = None
     is_over: bool = True
+    has_failed: bool = False
     layouts: ForwardLayouts | None = None
     seen: dict[Place, tuple[Evidence, tuple[int, ...]]] = field(default_factory=dict)
     stack: ExitStack | None = None
@@ -148,6 +149,10 @@ class Forward:
     def finish(self) -> None:
         """Note that the ranks compare what they have followed: the forward is over."""
         self.is_over = True
+
+    def fail(self) -> None:
+        """Note that the model's own code has failed in it."""
+        self.has_failed = True
 
     def close(self) -> None:
         """Stop following operations; do nothing if it has stopped already."""

@@ -136,6 +136,7 @@ class Tracking:
         """
         if self.forward.enter() or self.is_local:
             return
+        self.finish()  # a forward of the same run that failed
         parameters = [r for r in active.parameters if self._infers_gradient(r)]
         states = states_of((args, kwargs))
         forward = self.forward = Forward(1, part, states=states, parameters=parameters)
@@ -257,6 +258,7 @@ class Tracking:
         self._has_failed |= failed
         if failed:
             self._note_proofs(forward)
+            forward.fail()
         else:
             self.finish(output)
             if forward.layouts is not None:
@@ -280,11 +282,18 @@ class Tracking:
         self._kept.note_state(left)
 
     def finish(self, output: Any = None) -> None:
-        """Compare and store the results of a followed forward. Collective where there was one."""
+        """Compare and store the results of a followed forward; only compare those of one that has
+        failed, for its records. Collective where there was one.
+        """
         forward = self.forward
         if forward.follower is None or forward.is_over:
             return
         forward.finish()
+        if forward.has_failed:
+            self._compare(forward.follower)
+            for evidence, _ in forward.seen.values():
+                evidence.settle()
+            return
         forward.follower.note_outputs(output, forward.part.name if forward.part else "")
         left = [forward.follower.joint_value(one) for one in _tensors([*forward.states, output])]
         assert self._buffers is not None

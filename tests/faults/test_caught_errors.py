@@ -1,5 +1,6 @@
 """Errors that the user catches, so that the loop goes on: no later record is another batch's."""
 
+import contextlib
 import copy
 import random
 import time
@@ -177,6 +178,27 @@ def test_a_collective_that_the_failed_rank_never_called_ends_the_flex_model():
         flex.restore()
         if dist.get_rank() == 1:
             model[1](torch.zeros(4, 4, dtype=torch.float64))  # meets what rank 0 has begun
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["ddp", "dtensor"])
+def test_a_run_keeps_the_records_of_a_forward_that_failed_alike_on_all_ranks(name, monkeypatch):
+    """As one process does: how they are placed was compared at the end of a forward only."""
+    found = []
+    for way, group in ((models.TWO_RANKS[name], None), (models.ONE_RANK, alone_group())):
+        model, records = way.shard(models.seeded(Failing).double()), {}
+        flex = FlexModel(model, records, process_group=group, output_ranks="all")
+        for site in ("fc1", "act", "out"):
+            flex.register_forward_hook(HookFunction(site))
+        with flex.active():
+            for fails in (True, False, True):
+                monkeypatch.setattr(Failing, "fails", fails)
+                with pytest.raises(LookupError) if fails else contextlib.nullcontext():
+                    flex(way.my_rows(BATCH))
+        found.append(records)
+        flex.restore()
+    assert {site: len(kept) for site, kept in found[0].items()} == {"fc1": 3, "act": 3, "out": 1}
+    assert_close(*found)
 
 
 @pytest.mark.ranks(2)
