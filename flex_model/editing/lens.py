@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from flex_model.editing.edit import Edit, Scope, check_number, format_call, input_of
 from flex_model.editing.region import Region
+from flex_model.runs.step import current_step
 from flex_model.selection.selectors import Selector
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ class Lens(Edit):
         entry = {
             "rows": rows,
             "in_all": in_all,
+            "step": current_step(),
             "logits": logits if self._keep is None else self._keep(logits),
         }
         vars(scope.save_ctx).setdefault(self._key + scope.site, []).append(entry)
@@ -106,7 +109,8 @@ class Lens(Edit):
         """Return and remove the logits since the last ``take``, of all lenses of this name, also
         those of a failed run (take these before the next one): ``site -> [tensor, ...]`` in call
         order, each of the whole batch, ``(rows, positions, vocabulary)``. Local; call it on every
-        rank. In a pipeline rank 0 gets all of them, the other ranks an empty dict.
+        rank. In a pipeline rank 0 gets all of them but those of a call that had a part of the batch
+        when its step failed, the other ranks an empty dict.
 
         Example::
 
@@ -127,17 +131,19 @@ class Lens(Edit):
 
 def _joined(entries: list[dict[str, Any]]) -> list[Tensor]:
     calls: list[Tensor] = []
-    rows: list[int] = []
-    parts: list[Tensor] = []
+    seen = Counter[tuple[int, ...]]()  # a module may be called more than once in a micro-batch
+    of_calls: dict[tuple[int, int], tuple[list[int], list[Tensor]]] = {}
     for entry in entries:
         if not entry["rows"]:
             calls.append(entry["logits"])
             continue
+        microbatch = entry["step"], *entry["rows"]
+        seen[microbatch] += 1
+        rows, parts = of_calls.setdefault((entry["step"], seen[microbatch]), ([], []))
         rows += entry["rows"]
         parts.append(entry["logits"])
         if len(rows) == entry["in_all"]:
             calls.append(torch.cat(parts)[torch.tensor(rows, device="cpu").argsort()])
-            rows, parts = [], []
     return calls
 
 

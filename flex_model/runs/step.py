@@ -25,6 +25,7 @@ class MicrobatchState:
             step is finished without edits so that no other stage waits for this one.
         failure: The error to report to the other ranks when the step is over.
         rows: By data-parallel rank: its number of rows in each micro-batch.
+        number: Counts steps.
     """
 
     is_running: bool = False
@@ -33,11 +34,13 @@ class MicrobatchState:
     is_silent: bool = False
     failure: Failure = field(default_factory=Failure)
     rows: Sequence[Sequence[int]] = ()
+    number: int = 0
 
     @contextlib.contextmanager
     def running(self, rows: Sequence[Sequence[int]]) -> Iterator[None]:
         """A context for one step."""
         self.is_running, self.is_silent, self.rows = True, False, rows
+        self.number += 1
         self.failure.clear()
         try:
             yield
@@ -119,6 +122,11 @@ def current_microbatch() -> int | None:
             save_ctx.norms[current_microbatch()] = inputs.norm()
     """
     return _under_way[-1].microbatch if _under_way else None
+
+
+def current_step() -> int:
+    """Return the number of a pipeline's step that is computed now in this process; 0 outside."""
+    return _under_way[-1].number if _under_way else 0
 
 
 def current_rows() -> tuple[list[int], int] | None:

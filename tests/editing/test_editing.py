@@ -1,5 +1,6 @@
 """Ready editing functions: the same numbers on one process and on every sharding."""
 
+import contextlib
 import copy
 
 import pytest
@@ -12,7 +13,7 @@ from torch.testing import assert_close
 
 import models
 import pipelines
-from flex_model import FlexModel, HookError, HookFunction, editing
+from flex_model import FlexModel, HookError, HookFunction, editing, pipelining
 from flex_model.pipelining import ScheduleGPipe, SplitPoint, pipeline
 from tiers import grid_but
 
@@ -295,6 +296,40 @@ def test_experiments_and_lenses(sharding):
     pytest.importorskip("transformers")
     expected, found = experiments(Harness()), experiments(Harness(sharding))
     assert_close(found, {name: expected[name] for name in found}, **TOLERANCE)
+
+
+class Twice(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return self.block(self.block(x))
+
+
+@pytest.mark.ranks(2)
+def test_a_lens_joins_the_microbatches_of_one_call_in_one_step():
+    """Those of two calls, or of a step that failed and the next, were joined as one batch."""
+    model, found, fails = pipelines.make_mlp(), [], [False]
+    model.layers[6] = Twice(model.layers[6])
+    x = models.random(8, pipelines.WIDTH, dtype=torch.float32)
+    schedule = pipelines.make_schedule(ScheduleGPipe, model)
+
+    def fail(module, full, save_ctx, modules):
+        if fails[0] and pipelining.current_microbatch() == 1:
+            raise ArithmeticError
+
+    for wrapped, group in ((schedule, None), (model, pipelines.alone_group())):
+        with torch.no_grad(), FlexModel(wrapped, {}, process_group=group) as flex:
+            lens = editing.logit_lens("head.weight", kind="none")
+            flex.register_forward_hook(lens.at("layers.6.block"))
+            flex.register_forward_hook(HookFunction("layers.7", editing_function=fail))
+            for fails[0] in (wrapped is schedule, False):
+                with pytest.raises(HookError) if fails[0] else contextlib.nullcontext():
+                    flex(-x if fails[0] else x)
+            found.append(lens.take(flex)["layers.6.block"][-2:] if dist.get_rank() == 0 else None)
+    assert dist.get_rank() or len(found[0]) == 2
+    assert_close(*found)
 
 
 @pytest.mark.ranks(4)
