@@ -389,17 +389,15 @@ class FlexModel(nn.Module):
             )
         if self._runner.is_running:
             raise RuntimeError("no_rows: a run goes on; enter it before active()")
-        if self._core.mesh.dp_size == 1:  # this rank has runs of its own
-            for registration in self._core.table.registrations:
-                self._dict_records.pop(registration.hook_function.record_name, None)
-            with self.active(groups=()):
-                yield self
-            return
-        self._core.tracking.note_rows(False)
-        try:
+        core, context = self._core, contextlib.ExitStack()
+        core.tracking.note_rows(False)
+        context.callback(core.tracking.note_rows, True)
+        with context:
+            if core.mesh.dp_size == 1:  # this rank has runs of its own
+                for registration in core.table.registrations:
+                    self._dict_records.pop(registration.hook_function.record_name, None)
+                context.enter_context(self.active(groups=()))
             yield self
-        finally:
-            self._core.tracking.note_rows(True)
 
     @contextlib.contextmanager
     def active(

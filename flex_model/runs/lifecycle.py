@@ -330,7 +330,8 @@ class Runs:
         self.check_entry()
         before, parent = self._table.choices, self.current
         in_recomputation = parent is None or in_backward()
-        if in_recomputation or choice in (EVERYTHING, before[0]):
+        is_stand_in = not self._tracking.has_rows and self._communicator.mesh.dp_size == 1
+        if in_recomputation or is_stand_in or choice in (EVERYTHING, before[0]):
             if not in_recomputation:
                 self.note_forward()
             yield

@@ -2,6 +2,7 @@
 not; and that a script is the same on one process.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -53,6 +54,18 @@ def test_the_ranks_that_share_a_batch():
         assert (mesh.pp_size, mesh.dp_size, mesh.tp_size) == (2, 1, 2)
         assert mesh.coordinates == {"pp": rank // 4, "dp": 0, "tp": rank % 2}
         assert mesh.of_own_batch() is mesh
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("groups", ["all", "mine"])
+def test_no_hook_is_called_without_rows_whatever_the_groups(groups):
+    records = {}
+    flex = local(models.mlp(), records)
+    flex.create_hook_group("mine", "fc1")
+    with flex.no_rows() if dist.get_rank() else contextlib.nullcontext():
+        flex(BATCH, groups=groups)
+    assert list(records) == ["fc1"] * (dist.get_rank() == 0)
+    flex.restore()
 
 
 @pytest.mark.ranks(2)
