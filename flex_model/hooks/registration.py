@@ -49,8 +49,7 @@ class Registration:
         given: The HookFunction that the user registered: the function itself, or the one on several
             tensors that has it as a member.
         joint: Shared with the other tensors of its call; None if the call edits just one.
-        targets: The modules that stand for its site on this rank, or the parameter; ``keys``: their
-            ids.
+        targets: The modules that stand for its site on this rank, or the parameter.
         moment: When a parameter's hook gets the gradient.
         index: Counts this rank's registrations with the FlexModel, removed ones included.
         number: Counts the hooks at one place: the same on every rank that has the same hooks now,
@@ -84,7 +83,6 @@ class Registration:
     clean_name: str
     joint: Joint | None = None
     targets: Sequence[weakref.ref[Any]] = ()
-    keys: frozenset[int] = frozenset()
     moment: Moment = "computed"
     hook: _C.Hook = field(init=False)
     specs: dict[Any, Any] = field(default_factory=dict)

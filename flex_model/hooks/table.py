@@ -102,8 +102,9 @@ class HookTable:
         self._serves_hooks = serves_hooks
         self._clean = clean
         self._pads = pads
-        self._modules: dict[int, ModuleSite] = {}
-        self._parameters: dict[int, ParameterSite] = {}
+        # By weak references: the id of a module that is gone may be another's later.
+        self._modules: dict[weakref.ref[nn.Module], ModuleSite] = {}
+        self._parameters: dict[weakref.ref[nn.Parameter], ParameterSite] = {}
         self.choices: tuple[Choice, Choice] = EVERYTHING, EVERYTHING
         self._next_index = 0
         self._is_closed = False
@@ -182,7 +183,6 @@ class HookTable:
                 self._clean(member.module_name),
                 joint,
                 targets=[weakref.ref(target) for target in targets],
-                keys=frozenset(map(id, targets)),
                 moment=moment,
                 pads=self._pads and kind != "tensor",
             )
@@ -201,19 +201,21 @@ class HookTable:
         for target in registration.living_targets:
             self._site(registration, target).add(registration.hook)
             if isinstance(target, nn.Module):
-                registration.places.append(self._modules[id(target)])
+                registration.places.append(self._modules[weakref.ref(target)])
 
     def _site(self, registration: Registration, target: nn.Module | nn.Parameter) -> _C.Site:
         """Return the target's site for hooks of this kind; make it if there is none."""
         if isinstance(target, nn.Module):
-            if id(target) not in self._modules:
-                self._modules[id(target)] = ModuleSite(self._handlers, self._dispatcher, target)
-            return self._modules[id(target)].site(registration.kind)
-        if id(target) not in self._parameters:
-            self._parameters[id(target)] = ParameterSite(
+            module = weakref.ref(target)
+            if module not in self._modules:
+                self._modules[module] = ModuleSite(self._handlers, self._dispatcher, target)
+            return self._modules[module].site(registration.kind)
+        parameter = weakref.ref(target)
+        if parameter not in self._parameters:
+            self._parameters[parameter] = ParameterSite(
                 self._handlers, self._parameter_dispatcher, target, registration.moment
             )
-        return self._parameters[id(target)].site
+        return self._parameters[parameter].site
 
     def _free_number(self, place: tuple[str, str, int | str]) -> int:
         taken = {other.number for other in self.groups.alike(place)}
@@ -255,7 +257,7 @@ class HookTable:
     def _remove_hooks(self, registrations: Sequence[Registration]) -> None:
         for registration in registrations:
             places = self._places(registration)
-            for key in registration.keys & places.keys():
+            for key in places.keys() & registration.targets:
                 place = places[key]
                 for site in place.all_sites:
                     site.remove(registration.hook)
@@ -267,8 +269,8 @@ class HookTable:
                     del places[key]
             registration.drop_hook()
 
-    def _places(self, registration: Registration) -> dict[int, Any]:
-        """Return the sites of hooks of its kind, by the ids of their targets."""
+    def _places(self, registration: Registration) -> dict[Any, Any]:
+        """Return the sites of hooks of its kind, by their targets."""
         return self._parameters if registration.kind == "tensor" else self._modules
 
     # The backward of a graph may need hooks that are not active now.
@@ -320,7 +322,7 @@ class HookTable:
         for registration in registrations:
             for target in registration.living_targets:
                 self._site(registration, target).refresh()
-                self._places(registration)[id(target)].install(self._keeps_installed)
+                self._places(registration)[weakref.ref(target)].install(self._keeps_installed)
 
     def chosen(self, choice: Choice) -> list[Registration]:
         """Return the hooks that a choice makes active, on any rank."""
@@ -472,7 +474,7 @@ class HookTable:
             return self.active_hooks.names
         return _names(r for r in self.registrations if r.index in indices)
 
-    def exchange_calls(self, calls: dict[int, Any]) -> dict[int, Any]:
+    def exchange_calls(self, calls: dict[Any, Any]) -> dict[Any, Any]:
         """Replace the calls in progress by those of another batch; return the former."""
         return {
             key: before

@@ -47,7 +47,7 @@ class BatchRun:
     run: Run | None = None
     is_in_run: bool = False
     forward: Forward = field(default_factory=Forward)
-    calls: dict[int, list[Any]] = field(default_factory=dict)
+    calls: dict[Any, list[Any]] = field(default_factory=dict)
     rows: Sequence[RankRows] = ()
 
     def exchange(self, core: HookCore) -> None:

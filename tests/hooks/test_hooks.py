@@ -97,6 +97,30 @@ def test_a_hook_function_can_be_used_again():
             assert len(records["fc1"]) == 1
 
 
+class _Doubles(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_a_hook_at_a_module_where_one_that_is_gone_had_been_in_memory():
+    for _ in range(20):  # the memory may be taken by something else meanwhile
+        flex = FlexModel(nn.Sequential(_Doubles()), records := {})
+        first = flex.register_forward_hook(HookFunction("0", output_name="first"))
+        gone, others = id(flex.module[0]), []
+        del flex.module[0]
+        while id(new := _Doubles()) != gone and len(others) < 100:
+            others.append(new)
+        flex.module.append(new)
+        flex.register_forward_hook(HookFunction("0", output_name="second"))
+        first.remove()
+        flex(torch.ones(1))
+        assert_close(records["second"], [torch.full((1,), 2.0)])
+        flex.restore()
+        if id(new) == gone:
+            return
+    pytest.skip("no module was made where the former one had been")
+
+
 def test_a_copy_of_a_registered_hook_is_registered_nowhere():
     flex = FlexModel(models.mlp(), activations := {})
     hook = HookFunction("fc1", editing_function=negate)
