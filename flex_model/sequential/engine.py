@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from flex_model import _C
 from flex_model.integrations import torch_private
+from flex_model.records.store.input_hashes import hash_of
 from flex_model.runs.batches import BatchRun, BatchRuns
 from flex_model.runs.interrupts import Deferral, deferrable
-from flex_model.sequential.input_hashes import hash_of
 from flex_model.sequential.suspension import (
     ModuleAttributes,
     ProcessState,

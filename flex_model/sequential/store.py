@@ -13,9 +13,9 @@ from flex_model.distributed.tensor_dicts import exchange_json
 from flex_model.errors import agreed
 from flex_model.hooks.core import HookCore
 from flex_model.records.store import ActivationStore
+from flex_model.records.store.input_hashes import hash_of
 from flex_model.records.store.session import config_hash
 from flex_model.sequential.engine import Batch
-from flex_model.sequential.input_hashes import hash_of
 
 _NOTES = {"input_ids": "token_ids", "attention_mask": "attention_mask"}
 

@@ -32,6 +32,7 @@ from flex_model.names import wrapped_chain
 from flex_model.records.store.activation_store import ActivationStore
 from flex_model.records.store.annotations import described, parts_of, parts_of_first
 from flex_model.records.store.files import FolderLock, Writer, safetensors_of, write_whole
+from flex_model.records.store.input_hashes import hash_of
 from flex_model.records.store.manifest import (
     MANIFEST_ASIDE,
     Index,
@@ -471,7 +472,7 @@ def config_hash(module: nn.Module) -> str | None:
     if not isinstance(fields, Mapping):
         return None
     fields = {str(name): value for name, value in fields.items() if name not in _IGNORED}
-    text = json.dumps(fields, sort_keys=True, default=lambda value: type(value).__qualname__)
+    text = json.dumps(fields, sort_keys=True, default=hash_of)
     return digest_of(text.encode())
 
 

@@ -1,5 +1,6 @@
 """Runs of one process into a store: what is a batch, what is refused, what is kept."""
 
+import copy
 import errno
 import gc
 import json
@@ -7,6 +8,7 @@ import os
 import threading
 import time
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -258,6 +260,32 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
         monkeypatch.chdir("/")
         flex(batches(1)[0])
     assert ActivationStore(tmp_path / "a").num_batches == 1
+
+
+@dataclass
+class _Rope:
+    theta: float
+
+
+@pytest.mark.parametrize(
+    "value, other",
+    [
+        (torch.float32, torch.bfloat16),
+        (_Rope(1e4), _Rope(1e6)),
+        ([_Rope(1e4)], [_Rope(1e6)]),
+        (torch.relu, torch.tanh),
+    ],
+)
+def test_models_whose_configurations_differ_in_what_json_cannot_hold(tmp_path, value, other):
+    for of_model in (value, copy.deepcopy(value), other):
+        module = model()
+        module.config = {"value": of_model}
+        if of_model is other:
+            with pytest.raises(ValueError, match="a model with another configuration"):
+                wrapped(ActivationStore(tmp_path), module)
+        else:
+            with wrapped(ActivationStore(tmp_path), module) as flex:
+                flex(batches(1)[0])
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path):

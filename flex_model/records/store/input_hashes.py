@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import hashlib
 from argparse import Namespace
 from collections.abc import Mapping
@@ -14,10 +15,13 @@ from torch import Tensor
 
 from flex_model.distributed import values
 
+_PLAIN = (bool, int, float, str, bytes, torch.dtype)
+
 
 def hash_of(inputs: Any) -> str:
     """Return the hash of a batch: of its structure, the values of its tensors and arrays, plain
-    numbers and strings, and of objects of other kinds only the name of the class.
+    numbers, strings, dtypes and enums, the names of functions and classes, and of objects of other
+    kinds only the name of the class.
     """
     digest = hashlib.blake2b(digest_size=16)
     _add(digest, inputs)
@@ -46,6 +50,8 @@ def _add(digest: Any, value: Any) -> None:
         _add(digest, sorted(map(hash_of, value)))
     elif isinstance(value, Namespace):
         _add(digest, vars(value))
+    elif isinstance(value, enum.Enum):  # whose repr may have an address
+        digest.update(f"{type(value).__qualname__}.{value.name};".encode())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         _add(digest, {one.name: getattr(value, one.name) for one in dataclasses.fields(value)})
     elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
@@ -55,6 +61,6 @@ def _add(digest: Any, value: Any) -> None:
         else:
             digest.update(value.tobytes())
     else:
-        is_plain = value is None or isinstance(value, (bool, int, float, str, bytes))
-        text = repr(value) if is_plain else type(value).__qualname__
+        is_plain = value is None or isinstance(value, _PLAIN)
+        text = repr(value) if is_plain else getattr(value, "__qualname__", type(value).__qualname__)
         digest.update(f"{text};".encode())  # [1, 23] is not [12, 3]
