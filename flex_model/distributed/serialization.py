@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from flex_model.distributed.plain import kind_of, plain
 from flex_model.integrations import dtensor
 
 PLAIN = (bool, int, float, str, type(None))
+_DICTS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 
 
 def encode(value: Any, tensors: list[Tensor]) -> Any:
@@ -42,8 +45,17 @@ def encode(value: Any, tensors: list[Tensor]) -> Any:
         kind = "tuple" if isinstance(value, tuple) else type(value).__name__
         items = sorted(value, key=repr) if kind == "set" else value  # as on other ranks
         return {kind: [encode(item, tensors) for item in items]}
+    if isinstance(value, defaultdict):
+        factory = value.default_factory
+        name = None if factory is None else getattr(factory, "__name__", "")
+        if factory is not (name and getattr(builtins, name, None)):
+            raise TypeError(
+                "a collections.defaultdict of something other than list, int or the like"
+            )
+        return {"defaultdict": [name, encode(dict(value), tensors)]}
     if isinstance(value, dict):
-        return {"dict": [[encode(k, tensors), encode(v, tensors)] for k, v in value.items()]}
+        kind = type(value).__name__ if type(value) in _DICTS.values() else "dict"
+        return {kind: [[encode(k, tensors), encode(v, tensors)] for k, v in value.items()]}
     if isinstance(value, Namespace):
         return {"namespace": encode(vars(value), tensors)}
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__}")
@@ -60,8 +72,11 @@ def decode(value: Any, tensors: list[Tensor]) -> Any:
         return float(content)
     if kind == "complex":
         return complex(*content)
-    if kind == "dict":
-        return {decode(k, tensors): decode(v, tensors) for k, v in content}
+    if kind == "defaultdict":
+        name, items = content
+        return defaultdict(name and getattr(builtins, name), decode(items, tensors))
+    if kind in _DICTS:
+        return _DICTS[kind]({decode(k, tensors): decode(v, tensors) for k, v in content})
     if kind == "namespace":
         return Namespace(**decode(content, tensors))
     if kind == "numpy":
