@@ -112,6 +112,8 @@ def seed_inputs(
             (along_dp[i], [shapes[i][place] for place in line]) for i in shared if i in passed
         ]
         rows = _rows_of(inputs_along, is_stand_in, pads)
+        if not any(isinstance(one, Shard) for one, _ in inputs_along):
+            gather_checked(communicator, "the inputs of the model", check_others)
         here = mesh.group_rank // mesh.tp_size
         own = ([s[one.dim] for s in each] for one, each in inputs_along if isinstance(one, Shard))
         num_rows = next(own, [])

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from flex_model.distributed.placement import Placement, Shard
+from flex_model.distributed import values
+from flex_model.distributed.placement import Partial, Placement, Shard
 from flex_model.layouts import memory_map
 from flex_model.layouts.follow import Follower, Pair
 from flex_model.layouts.placement_encoding import encode
@@ -26,6 +27,7 @@ class _Kept(NamedTuple):
     name: str  # the same on all ranks
     pair: Pair
     is_made: bool  # by a forward, not passed to it
+    digest: int | None  # of a partial sum
 
 
 class KeptTensors:
@@ -100,7 +102,9 @@ class KeptTensors:
             is_made |= before is not None and before.is_made
             text = f"{name} of forward {self._num_forwards}"
             version, owner = memory_map.version_of(tensor), StorageWeakRef(storage)
-            self._kept[storage._cdata, geometry] = _Kept(owner, version, text, pair, is_made)
+            digest = _digest(tensor, pair)
+            kept = _Kept(owner, version, text, pair, is_made, digest)
+            self._kept[storage._cdata, geometry] = kept
 
     def source(self, tensor: Tensor) -> tuple[str, Any] | None:
         """Return the name and encoded placements of a tensor of an earlier forward; None for
@@ -128,7 +132,15 @@ class KeptTensors:
         kept = self._kept.get((storage._cdata, geometry))
         if kept is None or kept.storage.expired() or kept.version != memory_map.version_of(tensor):
             return None
-        return kept
+        return kept if kept.digest == _digest(tensor, kept.pair) else None
+
+
+def _digest(tensor: Tensor, pair: Pair) -> int | None:
+    """Return a hash of a partial sum: a collective of the user's, which completes it, raises no
+    version.
+    """
+    is_sum = any(isinstance(one, Partial) for one in pair) and tensor.device.type != "meta"
+    return values.fingerprint(tensor) if is_sum else None
 
 
 def _is_placed_alike(shape: Sequence[int], before: Sequence[int], pair: Pair) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from flex_model.distributed import values
 from flex_model.distributed.header import site_hash
+from flex_model.distributed.placement import Partial
 from flex_model.distributed.plain import kind_of
 from flex_model.layouts.placement_encoding import UNKNOWN, Pair, encode
 from flex_model.names import clean
@@ -33,11 +34,13 @@ class State:
     Attributes:
         pair: Its placements; None for initial or loaded content, which is placed as the model's
             other weights.
+        content: A hash of a partial sum.
     """
 
     tensor: weakref.ref[Tensor]
     mark: Mark
     pair: Pair | None
+    content: int | None = None
 
     def is_of(self, tensor: Tensor, mark: Mark) -> bool:
         """Whether the tensor is this buffer, and was not written to since."""
@@ -97,7 +100,8 @@ class Buffers:
         """Detect writes since the last forward, as a forward of the model begins."""
         for name, buffer, mark in self._named():
             known = self._states.get(name)
-            if known is not None and known.is_of(buffer, mark):
+            is_known = known is not None and known.is_of(buffer, mark)
+            if known and is_known and (known.content is None or known.content == _hash(buffer)):
                 continue
             own = self._own.get(name)
             is_own = own is not None and own == _hash(buffer)
@@ -130,7 +134,10 @@ class Buffers:
             return
         for name, buffer, mark in self._named():
             if name in pairs:
-                self._states[name] = State(weakref.ref(buffer), mark, pairs[name])
+                # A collective of the user's, which completes a sum, raises no version.
+                is_sum = any(isinstance(one, Partial) for one in pairs[name])
+                content = _hash(buffer) if is_sum else None
+                self._states[name] = State(weakref.ref(buffer), mark, pairs[name], content)
 
     @property
     def digest(self) -> int:

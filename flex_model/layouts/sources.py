@@ -310,7 +310,7 @@ def named_inputs(module: nn.Module, args: Any, kwargs: Any) -> list[Argument]:
 
 
 def check_without_tensors(batch_dim: BatchDim, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Check the arguments of a forward that is passed no tensor, along dp.
+    """Check the arguments of a forward that is passed no tensor with rows, along dp.
 
     Raises:
         ValueError: a list, a text or an array, which may hold rows that can't be seen.
@@ -318,15 +318,26 @@ def check_without_tensors(batch_dim: BatchDim, module: nn.Module, args: Any, kwa
     names = _argument_names(module, len(args)) if args else ()
     named = batch_dim if isinstance(batch_dim, Mapping) else {}
     for name, value in [*zip(names, args), *kwargs.items()]:
-        is_array = type(value).__module__ == "numpy" and getattr(value, "ndim", 0) > 0
-        may_hold_rows = is_array or (isinstance(value, (list, tuple, str, Mapping)) and len(value))
-        if may_hold_rows and named.get(name, 0) is not None:
+        if _may_hold_rows(value) and named.get(name, 0) is not None:
             raise ValueError(
                 f"input {name!r} is a {type(value).__name__}, whose rows can't be followed; pass "
                 "tensors, or give each data-parallel rank hooks of its own with "
-                f"FlexModel(dp_batch='local'), or state with batch_dim={ {name: None} } that all "
-                "rows share it"
+                f"FlexModel(dp_batch='local'), or state with batch_dim={ {**named, name: None} } "
+                "that all rows share it"
             )
+
+
+def _may_hold_rows(value: Any, is_item: bool = False) -> bool:
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        return any(
+            _may_hold_rows(getattr(value, field.name)) for field in dataclasses.fields(value)
+        )
+    if isinstance(value, (list, tuple, Mapping)):
+        items = value.values() if isinstance(value, Mapping) else value
+        return any(_may_hold_rows(item, is_item=True) for item in items)
+    if isinstance(value, str) or type(value).__module__ == "numpy":
+        return is_item or bool(len(value) if isinstance(value, str) else getattr(value, "ndim", 0))
+    return is_item and value is not None and not isinstance(value, Tensor)
 
 
 def _passed(value: Any) -> Iterator[Tensor]:

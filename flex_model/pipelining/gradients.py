@@ -14,6 +14,7 @@ from flex_model.distributed.group_pool import GRID
 from flex_model.errors import HookError
 from flex_model.hooks.core import HookCore
 from flex_model.integrations import fsdp2
+from flex_model.runs.graphs import leaves_between
 
 
 class Gradients:
@@ -32,6 +33,7 @@ class Gradients:
         # Each stage whose editing functions use a trainable module has a part of its gradient.
         self._trainable = [p for p in core.modules.parameters() if p.requires_grad]
         self._before: dict[Tensor, Tensor | None] = {}
+        self._outside: set[Tensor] = set()  # leaves whose part of the gradient is divided already
         stages = [
             parameter
             for stage in core.module.children()
@@ -39,13 +41,29 @@ class Gradients:
             if parameter.requires_grad
         ]
         self.include([*stages, *self._trainable])
-        # Before autograd adds them up: an input may be computed from others, outside of the step.
-        of_inputs = {id(one): one for one in inputs if one.requires_grad and divisor > 1}
-        self._handles = [one.register_hook(lambda g: g / divisor) for one in of_inputs.values()]
+        self._handles = []
+        for one in {id(one): one for one in inputs if one.requires_grad and divisor > 1}.values():
+            behind = {one} if one.is_leaf else set(leaves_between([], one))
+            if one.is_leaf or not behind.isdisjoint(self._trainable):
+                self.include([*behind, one] if one.retains_grad else behind)
+            else:  # it is computed by modules of others, which may take gradients from autograd
+                self._handles.append(one.register_hook(lambda grad: grad / divisor))
+                self._outside |= behind
 
     def include(self, leaves: Iterable[Tensor]) -> None:
-        """Scale the gradients of these, too: leaves that editing functions close over."""
+        """Scale the gradients of these, too: leaves that editing functions close over.
+
+        Raises:
+            HookError: inputs of the step are computed from one.
+        """
         for leaf in leaves:
+            if leaf in self._outside:
+                raise HookError(
+                    f"a tensor of shape {tuple(leaf.shape)} that an editing function reads is one "
+                    "that inputs of the step are computed from, so the parts of its gradient can't "
+                    "be told apart; register its module by register_trainable_module, or pass "
+                    "inputs.detach()"
+                )
             if leaf not in self._before:
                 self._before[leaf], leaf.grad = leaf.grad, None
 

@@ -299,3 +299,55 @@ def test_rows_in_a_list_of_numbers_are_refused():
             if "dp_batch" in settings or dist.get_rank() == 0:
                 assert_close(records["emb"], [output.detach()])
         flex.restore()
+
+
+@dataclass
+class Texts:
+    ids: list
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_dataclass", [False, True])
+def test_rows_in_a_list_beside_a_tensor_without_rows_or_in_a_dataclass_are_refused(is_dataclass):
+    class Scaled(OfIds):
+        def forward(self, ids, scale):
+            return super().forward(getattr(ids, "ids", ids)) * scale
+
+    ids = [[1, 2], [3, 4]]
+    with FlexModel(models.seeded(Scaled), {}, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("emb"))
+        with pytest.raises(ValueError, match=r"input 'ids' is a .*, whose rows can't be followed"):
+            flex(Texts(ids) if is_dataclass else ids, torch.tensor(2.0))
+
+
+class Centred(nn.Module):
+    """By the sum over all rows of the call before, as DINO's centre."""
+
+    def __init__(self):
+        super().__init__()
+        self.centre = nn.Identity()
+        self.register_buffer("total", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, x, total=None):
+        x = x - self.centre(self.total * 1 if total is None else total * 1)
+        self.total = x.detach().sum(0)
+        return x, x.detach().sum(0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("is_returned", [False, True])
+def test_a_sum_that_the_user_completes_between_calls(is_returned):
+    """c10d writes without a new version: it was summed again, twice as large."""
+    rows, (model, twin), records = models.random(4, 6), (Centred(), Centred()), {}
+    with torch.no_grad(), FlexModel(model, records, data_parallel_size=2) as flex:
+        flex.register_forward_hook(HookFunction("centre", None, mixing_rows))
+        _, total = flex(my_half(rows))
+        dist.all_reduce(total if is_returned else model.total)
+        if not is_returned:
+            with pytest.raises(ValueError, match="lost at total, as it was written"):
+                flex(my_half(rows))
+            return
+        flex(my_half(rows), total)
+        _, total = twin(rows)
+    if dist.get_rank() == 0:
+        assert_close(records["centre"], [total])

@@ -321,6 +321,43 @@ def test_a_leaf_that_an_edit_closes_over_gets_the_gradient_of_the_mean_loss():
         assert_near(vectors[0].grad, vectors[1].grad, "", 1e-6)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", ["input", "prompt", "outside"])
+def test_leaves_behind_the_inputs_get_the_gradient_of_the_mean_loss(what):
+    """An input that an edit reads, too; a trainable prompt in the input; a module of others."""
+    model, (x, y) = make_mlp(), data()
+    found = []
+    for schedule in (make_schedule(ALL[0], model, loss_fn=MSE), None):
+        leaf = torch.full_like(x[:1], 0.5).requires_grad_()
+        inputs = x.clone().requires_grad_() if what == "input" else x + leaf
+        edit = (lambda m, t, *_, own=inputs: t + own.mean()) if what == "input" else None
+        if schedule is None:
+            whole = copy.deepcopy(model)
+            if edit is not None:
+                whole.layers[0].register_forward_hook(lambda m, args, t, edit=edit: edit(m, t))
+            MSE(whole(inputs), y).backward()
+        else:
+            with FlexModel(schedule) as flex:
+                if what == "prompt":
+                    flex.register_trainable_module("prompt", nn.ParameterList([leaf]))
+                flex.register_forward_hook(HookFunction("layers.0", editing_function=edit))
+                flex(inputs, target=y)
+                has_first = 0 in flex.module.by_index
+        found.append(inputs.grad if what == "input" else leaf.grad)
+    if has_first:
+        assert_near(*found, "", 1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_an_edit_that_reads_what_an_input_is_computed_from_is_refused():
+    leaf, (x, y) = torch.ones(1, requires_grad=True), data()
+    with FlexModel(make_schedule(ALL[0], make_mlp(), loss_fn=MSE)) as flex:
+        edit = HookFunction("layers.0", editing_function=lambda m, t, *_: t * leaf)
+        flex.register_forward_hook(edit)
+        with pytest.raises(HookError, match="one that inputs of the step are computed from"):
+            flex(x * leaf, target=y)
+
+
 class Penalty(torch.autograd.Function):
     """Adds the gradient of an auxiliary loss in its backward, as losses of routers are added."""
 

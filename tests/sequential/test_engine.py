@@ -358,6 +358,27 @@ def test_batches_of_a_generator_are_run_in_its_contexts(window):
     assert not any(output.requires_grad for output in found)
 
 
+@pytest.mark.parametrize("kind", [Namespace, type("Batch", (), {})])
+def test_batches_of_any_class_in_one_memory_are_found(kind):
+    class Read(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, batch):
+            return self.b(self.a(batch.x))
+
+    def batches():
+        memory = torch.zeros(2, 6)
+        for i in range(3):
+            batch = kind()
+            batch.x = memory.fill_(i)
+            yield (batch,)
+
+    with torch.no_grad(), pytest.raises(ValueError, match="batch 0 was changed by reading a later"):
+        sequential.run(Read(), batches(), targets=["a", "b"], window=3)
+
+
 @pytest.mark.parametrize("what", ["dict", "tensor", "memory"])
 def test_batches_that_are_one_object_are_read_one_at_a_time(what):
     model = Stack(3)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flex_model import _C
 from flex_model.distributed import values
+from flex_model.layouts.sources import leaves
 
 _PLAIN = (bool, int, float, str, bytes, torch.dtype)
 
@@ -21,7 +23,7 @@ _PLAIN = (bool, int, float, str, bytes, torch.dtype)
 def hash_of(inputs: Any) -> str:
     """Return the hash of a batch: of its structure, the values of its tensors and arrays, plain
     numbers, strings, dtypes and enums, the names of functions and classes, and of objects of other
-    kinds only the name of the class.
+    kinds the name of the class and the values in their attributes.
     """
     digest = hashlib.blake2b(digest_size=16)
     _add(digest, inputs)
@@ -64,3 +66,5 @@ def _add(digest: Any, value: Any) -> None:
         is_plain = value is None or isinstance(value, _PLAIN)
         text = repr(value) if is_plain else getattr(value, "__qualname__", type(value).__qualname__)
         digest.update(f"{text};".encode())  # [1, 23] is not [12, 3]
+        if not is_plain:  # what it holds, as far as that is seen
+            _add(digest, [*_C.flatten(value)[0], *leaves(value, depth=3)])
