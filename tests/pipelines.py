@@ -36,6 +36,17 @@ class Block(nn.Module):
         return x + self.fc2(self.act(self.fc1(x)))
 
 
+class Twice(nn.Module):
+    """Calls a block twice."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return self.block(self.block(x))
+
+
 class MLP(nn.Module):
     """Blocks between an embedding and a head."""
 

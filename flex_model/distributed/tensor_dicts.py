@@ -70,9 +70,7 @@ def gather_tensors(
         Gathered(
             end_to_end([_num_bytes(described[rank][i]) * (r == rank) for r in range(size)]),
             list(range(size)),
-            as_bytes(tensors[i])
-            if rank == place
-            else torch.empty(0, dtype=torch.uint8, device="cpu"),
+            _own_bytes(tensors, i, rank == place),
         )
         for rank, i in moved
     ]
@@ -104,7 +102,7 @@ def from_rank(
             [num_bytes * (r == rank) for r in range(len(communicator.mesh.stage_ranks))]
         )
         is_mine = communicator.mesh.group_rank == rank
-        shard = as_bytes(tensors[i]) if is_mine else torch.empty(0, dtype=torch.uint8, device="cpu")
+        shard = _own_bytes(tensors, i, is_mine)
         full = communicator.all_gather(GRID, shard, plan)[0] if num_bytes else None
         found.append(tensors[i] if is_mine else _typed(full, description))
     return found
@@ -112,6 +110,11 @@ def from_rank(
 
 def _num_bytes(description: Description) -> int:
     return DTYPE_OF_NAME[description[0]].itemsize * math.prod(description[1])
+
+
+def _own_bytes(tensors: Sequence[Tensor], i: int, is_mine: bool) -> Tensor:
+    """Return the bytes that this rank has of the tensor of a number: all of its own, else none."""
+    return as_bytes(tensors[i]) if is_mine else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _typed(data: Tensor | None, description: Description) -> Tensor:

@@ -45,10 +45,10 @@ from flex_model.layouts.sources import (
     Constants,
     Weights,
     check_without_tensors,
-    leaves,
     named_inputs,
     stated_by_dtensor,
     states_of,
+    tensors_of,
 )
 from flex_model.layouts.statements import Statement, Statements
 
@@ -274,7 +274,7 @@ class Tracking:
 
     def _note_state(self, forward: Forward, layouts: ForwardLayouts, output: Any) -> None:
         """Note the placements of state after a forward that was not followed."""
-        left = list(zip(_tensors([*forward.states, output]), layouts.state))
+        left = list(zip(tensors_of([*forward.states, output]), layouts.state))
         attributes = self._attributes.tensors() if layouts.attributes else {}
         for name, pair in layouts.attributes.items():
             if name in attributes:
@@ -295,7 +295,7 @@ class Tracking:
                 evidence.settle()
             return
         forward.follower.note_outputs(output, forward.part.name if forward.part else "")
-        left = [forward.follower.joint_value(one) for one in _tensors([*forward.states, output])]
+        left = [forward.follower.joint_value(one) for one in tensors_of([*forward.states, output])]
         assert self._buffers is not None
         written = {
             name: forward.follower.joint_buffer_value(buffer, is_same)
@@ -555,7 +555,3 @@ class Tracking:
         follow.place_edited(self._communicator.mesh, tensor, original, placed)
         if evidence.follower is not None and evidence.follower in follow.recording():
             evidence.note_edit(evidence.follower.recorder.value(tensor))
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]

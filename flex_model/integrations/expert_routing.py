@@ -67,7 +67,8 @@ class Routing:
         Raises:
             ValueError: there are not as many as experts, or one is not finite.
         """
-        added = torch.as_tensor(values, device="cpu").detach().clone()
+        given = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+        added = given.detach().clone()
         if tuple(added.shape) != (self._num_experts,) or not added.isfinite().all():
             raise ValueError(
                 f"bias of {self._name!r}: expected {self._num_experts} finite values, one for each "

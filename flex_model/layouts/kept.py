@@ -16,7 +16,7 @@ from flex_model.distributed.placement import Partial, Placement, Shard
 from flex_model.layouts import memory_map
 from flex_model.layouts.follow import Follower, Pair
 from flex_model.layouts.placement_encoding import encode
-from flex_model.layouts.sources import Constants, attributes, leaves, tensors_in
+from flex_model.layouts.sources import Constants, attributes, tensors_in, tensors_of
 
 _MIN_LIMIT = 64
 
@@ -73,7 +73,7 @@ class KeptTensors:
         tensors are kept.
         """
         for state in states:
-            tensors = [leaf for leaf in leaves(state) if isinstance(leaf, Tensor)]
+            tensors = tensors_of(state)
             noted = [(tuple(tensor.shape), self.pair(tensor)) for tensor in tensors]
             self._states[type(state), len(tensors)] = noted
 
@@ -83,7 +83,7 @@ class KeptTensors:
         cache may be cropped, repeated, scaled, or its rows reordered.
         """
         for state in states:
-            tensors = [leaf for leaf in leaves(state) if isinstance(leaf, Tensor)]
+            tensors = tensors_of(state)
             noted = self._states.get((type(state), len(tensors)), [])
             for i, (tensor, (shape, pair)) in enumerate(zip(tensors, noted)):
                 if self._of(tensor) is None and _is_placed_alike(tensor.shape, shape, pair):

@@ -304,8 +304,8 @@ def named_inputs(module: nn.Module, args: Any, kwargs: Any) -> list[Argument]:
         ]
         if states_of(value):
             seen = {id(tensor) for tensor in flat}
-            of_value = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
-            inside += [Argument(name, one, True) for one in of_value if id(one) not in seen]
+            of_value = (one for one in tensors_of(value) if id(one) not in seen)
+            inside += [Argument(name, one, True) for one in of_value]
     return found + inside
 
 
@@ -366,6 +366,11 @@ def leaves(value: Any, depth: int = 8) -> Iterator[Any]:
             yield from leaves(item, depth - 1)
     else:
         yield from leaves(getattr(value, "__dict__", {}), depth - 1)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in any object, as ``leaves`` finds them."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def states_of(value: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from flex_model import _C
 from flex_model.integrations import torch_private
-from flex_model.layouts.sources import leaves
+from flex_model.layouts.sources import tensors_of
 from flex_model.runs.remembered_runs import RememberedRuns, backward_task
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class _Served:
 
 def tensors_with_graph(output: Any) -> list[Tensor]:
     """Return the tensors in an output, also in objects of the user's classes, that have a graph."""
-    found = (one for one in (*_C.flatten(output)[0], *leaves(output)) if isinstance(one, Tensor))
+    found = *_C.flatten(output)[0], *tensors_of(output)
     return list({id(one): one for one in found if one.grad_fn is not None}.values())
 
 

@@ -298,20 +298,11 @@ def test_experiments_and_lenses(sharding):
     assert_close(found, {name: expected[name] for name in found}, **TOLERANCE)
 
 
-class Twice(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        return self.block(self.block(x))
-
-
 @pytest.mark.ranks(2)
 def test_a_lens_joins_the_microbatches_of_one_call_in_one_step():
     """Those of two calls, or of a step that failed and the next, were joined as one batch."""
     model, found, fails = pipelines.make_mlp(), [], [False]
-    model.layers[6] = Twice(model.layers[6])
+    model.layers[6] = pipelines.Twice(model.layers[6])
     x = models.random(8, pipelines.WIDTH, dtype=torch.float32)
     schedule = pipelines.make_schedule(ScheduleGPipe, model)
 

@@ -211,7 +211,9 @@ UNSENDABLE = {
     "a builtins.object": object,
     "a torch.sparse_coo": lambda: torch.eye(2).to_sparse(),
     "a container of itself": circle,
-    "a collections.defaultdict of something other than list": lambda: defaultdict(lambda: [0]),
+    "a collections.defaultdict of something other than list, int or the like": lambda: defaultdict(
+        lambda: [0]
+    ),
 }
 
 
@@ -225,7 +227,7 @@ def test_what_cannot_be_sent_is_an_error_on_every_rank_and_the_next_run_works(wh
         FlexModel(models.mlp(), tensor_parallel_size=2, edit_on="rank0", save_ctx_on="all")
     )
     handle = flex.register_forward_hook(HookFunction("fc1", editing_function=keep))
-    with pytest.raises(ValueError, match=f"save_ctx.odd is {what}.* on rank 0, and can't"):
+    with pytest.raises(ValueError, match=f"save_ctx.odd is {what} on rank 0, and can't"):
         flex(models.random(4, 6))
     assert flex.save_ctx.even == 2
     handle.remove()

@@ -26,6 +26,7 @@ from pipelines import (
     Block,
     Scaled,
     Summary,
+    Twice,
     alone_group,
     make_mlp,
     make_schedule,
@@ -860,14 +861,6 @@ def test_checkpointed_blocks_repeat_their_edits(kind, use_reentrant):
 
 @pytest.mark.ranks(2)
 def test_modules_called_again_and_names_shared():
-    class Twice(nn.Module):
-        def __init__(self, block):
-            super().__init__()
-            self.block = block
-
-        def forward(self, x):
-            return self.block(self.block(x))
-
     def script(flex):
         for i in (2, 6):
             flex.register_forward_hook(HookFunction(f"layers.{i}.block", output_name="acts"))

@@ -137,10 +137,11 @@ py::object Site::record_list(const Hook& hook) const {
     PyObject* list = PyDict_GetItemWithError(records, name);
     if (list != nullptr) return borrow(list);
     throw_if(PyErr_Occurred() != nullptr);
+  } else {
+    const int present = PySequence_Contains(records, name);
+    throw_if(present < 0);
+    if (present) return checked(PyObject_GetItem(records, name));
   }
-  const int present = PySequence_Contains(records, name);
-  throw_if(present < 0);
-  if (present) return checked(PyObject_GetItem(records, name));
   py::object list = checked(PyList_New(0));
   throw_if(PyObject_SetItem(records, name, list.ptr()) < 0);
   return list;

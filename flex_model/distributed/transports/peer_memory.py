@@ -50,9 +50,8 @@ _CLOSE_S = 2.0  # how long to wait for kernels, which give up at once but may co
 
 def _exchange(on_cpu: Transport, numbers: list[int]) -> list[int]:
     """Gather equally many numbers of every rank, in one list. Collective."""
-    return (
-        on_cpu.exchange(torch.tensor(numbers, dtype=torch.int64, device="cpu")).reshape(-1).tolist()
-    )
+    own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    return on_cpu.exchange(own).reshape(-1).tolist()
 
 
 def number_of(device: torch.device) -> int:

@@ -67,4 +67,6 @@ def _add(digest: Any, value: Any) -> None:
         text = repr(value) if is_plain else getattr(value, "__qualname__", type(value).__qualname__)
         digest.update(f"{text};".encode())  # [1, 23] is not [12, 3]
         if not is_plain:  # what it holds, as far as that is seen
-            _add(digest, [*_C.flatten(value)[0], *leaves(value, depth=3)])
+            tensors = _C.flatten(value)[0]
+            seen = set(map(id, tensors))
+            _add(digest, [*tensors, *(one for one in leaves(value, 3) if id(one) not in seen)])

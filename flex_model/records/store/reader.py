@@ -187,9 +187,8 @@ class Reader:
             width = width_of(layouts)
             if width is None or name not in index.statistics:
                 return None
-            total = (
-                torch.zeros(3, width, dtype=torch.float64, device="cpu") if total is None else total
-            )
+            if total is None:
+                total = torch.zeros(3, width, dtype=torch.float64, device="cpu")
             if total.shape[1] != width:
                 return None
             group, key = self._group(index.first), statistics_key(name)
