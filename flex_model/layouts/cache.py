@@ -1,7 +1,8 @@
 """Caches the layouts of earlier forwards, by a key that is known when a forward begins.
 
 The key holds shapes and dtypes of the inputs, the other arguments, torch's modes, training flags
-and other attributes of modules, adapters and the active hooks, of all ranks. A forward with a new
+and other attributes of modules, which parameters require gradients, adapters and the active hooks,
+of all ranks. A forward with a new
 key is followed; one with a cached key runs as the cached one did, unless its control flow depends
 on values.
 
@@ -258,13 +259,13 @@ class Conditions:
         self._root = root
         self._objects: list[Any] = []  # the modules, their forwards and their hooks
         self._generation = 0  # how often they have changed
-        self._training = 0  # a hash of the training flags
+        self._flags = 0  # a hash of training flags and of which parameters require gradients
         self._state = 0  # a hash of the modules' plain attributes
         self._adapted: list[nn.Module] = []
 
     def _refresh(self) -> None:
         """Detect changes of the modules since the forward before."""
-        objects, self._training, self._state = _C.walk_modules(
+        objects, self._flags, self._state = _C.walk_modules(
             self._root, self._objects, Tensor, nn.Module
         )
         if objects is self._objects:
@@ -293,7 +294,7 @@ class Conditions:
             torch.get_autocast_dtype("cpu"),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
-            self._training,
+            self._flags,
             self._state,
             *map(_adapters, self._adapted),
         ]

@@ -7,6 +7,7 @@ Nothing is inferred here; `proofs` does that from the logs.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -348,6 +349,11 @@ class Recorder(DispatchMode):
         is_strided = schema.name == "aten::as_strided_"
         before = memory_map.elements_of(args[0]) if is_strided else ()
         result = func(*args, **kwargs)
+        if schema.name == "aten::slice":
+            # One that is cut to the tensor, as ``h[:, -4:]``, grows with it until it is not.
+            size = args[0].shape[args[1]] if len(args) > 1 else 0
+            bounds = [abs(bound) for bound in args[2:4] if bound is not None]
+            self.comparisons += [("lt", size, n) for n in bounds if size < n < sys.maxsize]
         if schema.name in _SAME_MEMORY and self.note_same(args[0], result):
             return result
         if is_strided and before == memory_map.elements_of(result):

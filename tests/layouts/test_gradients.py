@@ -740,3 +740,29 @@ def test_returned_tensors_without_gradients_count_as_unread():
             flex(BATCH.clone().requires_grad_())[0].square().mean().backward()
         found.append(records["site"])
     assert_close(found[1], found[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_of_layers_that_are_unfrozen(way):
+    """The layouts of the frozen model's forwards were used, and refused."""
+    found = []
+    for model, is_sharded in zip(pair(way, "normal", dist.group.WORLD), (True, False)):
+        records = {}
+        with wrapped(model, way, is_sharded, records) as flex:
+            flex.register_forward_hook(HookFunction("0", editing_function=mixing_features))
+            for site in SITES[way]:
+                flex.register_full_backward_hook(HookFunction(site, output_name=f"to {site}"))
+            for layers, requires_grad in (
+                (model, False),
+                (model, False),
+                (model[2:], True),
+                (model, True),
+            ):
+                layers.requires_grad_(requires_grad)
+                result = flex(BATCH)
+                if result.requires_grad:
+                    result.square().sum().backward()
+                found.append({name: list(kept) for name, kept in records.items()})
+    if dist.get_rank() == 0:
+        assert_close(found[:4], found[4:])

@@ -4,6 +4,7 @@ the records were silently wrong.
 """
 
 import collections
+import copy
 import enum
 import functools
 from types import SimpleNamespace as Namespace
@@ -16,7 +17,9 @@ from torch import nn
 from torch.testing import assert_close
 
 import models
+import pipelines
 from flex_model import FlexModel, HookFunction
+from shared_edits import mixing_features
 
 X = models.random(4, 8)
 
@@ -350,3 +353,36 @@ def test_lengths_are_predicted_up_to_the_one_that_decides_otherwise(longest):
         else:
             flex(mine(longer))
             assert flex._core.tracking.num_followed == 2
+
+
+class LastFour(nn.Module):
+    """Keeps a window of positions, which grows with the length at first."""
+
+    columns, rows = ("up",), ("down",)
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.window = nn.Linear(8, 8), nn.Linear(8, 8), nn.Identity()
+
+    def forward(self, x):
+        return self.down(self.window(self.up(x)[:, -4:]))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("first, num_followed", [(1, 4), (3, 3)])
+def test_a_window_of_positions_is_predicted_before_and_after_it_is_full(first, num_followed):
+    """It was predicted to grow on, and refused."""
+    way, model, found = models.TWO_RANKS["dtensor"], models.seeded(LastFour), []
+    for one, sizes, expected in (
+        (copy.deepcopy(model), {"process_group": pipelines.alone_group()}, 0),
+        (way.shard(model), way.sizes, num_followed),
+    ):
+        with FlexModel(one, records := {}, output_ranks="all", timeout=20, **sizes) as flex:
+            flex.register_forward_hook(HookFunction("window", editing_function=mixing_features))
+            flex.register_full_backward_hook(HookFunction("window", output_name="gradient"))
+            for length in range(first, 9):
+                flex(models.random(2, length, 8).float()).square().sum().backward()
+                found.append({name: list(kept) for name, kept in records.items()})
+            assert flex._core.tracking.num_followed == expected
+    half = len(found) // 2
+    assert_close(found[half:], found[:half])

@@ -108,6 +108,16 @@ def test_training_flags_are_told_apart():
     assert walk(root, [])[1] == all_training
 
 
+def test_parameters_that_require_gradients_are_told_apart():
+    root = model()
+    digests = {walk(root, [])[1]}
+    for parameter in root.parameters():
+        digests.add(walk(root.requires_grad_(), [])[1])
+        parameter.requires_grad_(False)
+        digests.add(walk(root, [])[1])
+    assert len(digests) == 1 + len(list(root.parameters()))
+
+
 class Slots:
     __slots__ = ("size", "unset")
 

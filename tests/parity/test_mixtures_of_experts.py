@@ -1,5 +1,5 @@
 """Mixtures of experts under data parallelism: rows inside of the experts are in their experts'
-order, those of the result in that of the inputs.
+order, those of the result in that of the inputs. And experts whose units are sharded.
 """
 
 import copy
@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import frameworks
 import models
+import pipelines
 import tiny_models
 from flex_model import FlexModel, HookFunction
 from flex_model.layouts.contracts import experts
@@ -150,3 +151,24 @@ def test_a_capacity_makes_rows_depend_on_each_other(monkeypatch):
                 continue
             with pytest.raises(ValueError, match=r"moe_expert_capacity_factor.*each other"):
                 flex(half)
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3"])
+def test_gradients_into_sharded_experts_that_a_reentrant_checkpoint_recomputes(name, tmp_path):
+    """Where the experts' input was all that a layer reads, its gradient was twice the right one,
+    without a word; elsewhere it was refused.
+    """
+    model, found = frameworks.huggingface_model(name).float(), []
+    sharded = models.loaded_by_transformers(model, tmp_path)
+    for one, own in (model, pipelines.alone_group()), (sharded, None):
+        one.train().activation_checkpointing_enable({"use_reentrant": True})
+        records = {}
+        with FlexModel(one, records, process_group=own, output_ranks="all", timeout=30) as flex:
+            for site in ("model.layers.1.mlp", "model.layers.0"):
+                flex.register_full_backward_hook(HookFunction(site, output_name=f"to {site}"))
+            flex.register_forward_hook(HookFunction("model.layers.0", None, mixing_features))
+            flex(frameworks.tokens(2), use_cache=False).logits.square().mean().backward()
+            weight = flex.get_module_gradient("model.layers.0.input_layernorm.weight")
+        found.append((records, weight))
+    assert_close(*found)

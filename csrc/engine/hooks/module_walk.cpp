@@ -18,6 +18,8 @@ struct Names {
   PyObject* forward = PyUnicode_InternFromString("forward");
   PyObject* training = PyUnicode_InternFromString("training");
   PyObject* modules = PyUnicode_InternFromString("_modules");
+  PyObject* parameters = PyUnicode_InternFromString("_parameters");
+  PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   PyObject* hooks[4] = {PyUnicode_InternFromString("_forward_pre_hooks"),
                         PyUnicode_InternFromString("_forward_hooks"),
                         PyUnicode_InternFromString("_backward_pre_hooks"),
@@ -58,7 +60,7 @@ class Walk {
     return list;
   }
 
-  uint64_t training() const { return training_; }
+  uint64_t flags() const { return flags_; }
   uint64_t state() const { return state_.value(); }
 
  private:
@@ -71,15 +73,21 @@ class Walk {
     add(attribute(type, names().forward).ptr());
     add(item(own, names().forward));
     PyObject* training = item(own, names().training);
-    note_training(training ? training : attribute(module, names().training).ptr());
+    note_flag(training ? training : attribute(module, names().training).ptr());
+    PyObject *key = nullptr, *value = nullptr;
+    PyObject* parameters = item(own, names().parameters);
+    if (parameters != nullptr && PyDict_Check(parameters)) {
+      for (Py_ssize_t at = 0; PyDict_Next(parameters, &at, &key, &value);) {
+        note_flag(attribute(value, names().requires_grad).ptr());  // a parameter may be None
+      }
+    }
     state_.add_module(module, own.ptr());
     PyObject* children = item(own, names().modules);
     if (children == nullptr || !PyDict_Check(children)) return;
-    PyObject *key = nullptr, *child = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &child);) {
-      if (child == Py_None) continue;
-      add(child);
-      waiting_.push_back(child);
+    for (Py_ssize_t at = 0; PyDict_Next(children, &at, &key, &value);) {
+      if (value == Py_None) continue;
+      add(value);
+      waiting_.push_back(value);
     }
   }
 
@@ -121,17 +129,17 @@ class Walk {
 
   void add(PyObject* value) { found_.push_back(borrow(value == nullptr ? Py_None : value)); }
 
-  // FNV-1a, a byte for each module.
-  void note_training(PyObject* flag) {
-    const int is_training = flag == nullptr ? 0 : PyObject_IsTrue(flag);
-    throw_if(is_training < 0);
-    training_ = (training_ ^ static_cast<uint64_t>(is_training)) * 0x100000001b3ULL;
+  // FNV-1a, a byte for each flag.
+  void note_flag(PyObject* flag) {
+    const int is_set = flag == nullptr ? 0 : PyObject_IsTrue(flag);
+    throw_if(is_set < 0);
+    flags_ = (flags_ ^ static_cast<uint64_t>(is_set)) * 0x100000001b3ULL;
   }
 
   std::vector<PyObject*> waiting_;
   std::unordered_set<PyObject*> seen_;
   std::vector<py::object> found_;
-  uint64_t training_ = 0xcbf29ce484222325ULL;
+  uint64_t flags_ = 0xcbf29ce484222325ULL;
   StateHash state_;
 };
 
@@ -143,7 +151,7 @@ std::tuple<py::list, uint64_t, uint64_t> walk_modules(const py::object& root,
                                                       const py::type& module_type) {
   Walk walk(tensor_type.ptr(), module_type.ptr());
   walk.visit(root.ptr());
-  return {walk.is(before) ? before : walk.objects(), walk.training(), walk.state()};
+  return {walk.is(before) ? before : walk.objects(), walk.flags(), walk.state()};
 }
 
 }  // namespace flex_model

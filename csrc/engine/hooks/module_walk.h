@@ -13,7 +13,8 @@ namespace flex_model {
 //   objects to compare by identity: they differ where a module, its `forward` or a hook on it was
 //     replaced. Hooks of this library are left out. If they equal those of `before`, it is `before`
 //     itself, so that `is` shows whether anything changed
-//   a hash of the training flags of all modules, in order; the same on every rank
+//   a hash of the flags of all modules, in order: `training`, and each parameter's `requires_grad`
+//     (which tensors have gradients); the same on every rank
 //   a hash of the modules' other attributes, see `StateHash`; of this process
 // `tensor_type`, `module_type`: torch's.
 std::tuple<py::list, uint64_t, uint64_t> walk_modules(const py::object& root,
