@@ -557,7 +557,7 @@ def test_a_rank_that_has_registered_no_hooks_never_comes_and_is_named(transport)
 @pytest.mark.ranks(2)
 def test_a_rank_that_has_removed_its_hooks_never_comes_and_is_named():
     """The other one waited for the whole timeout, and said that it was missing."""
-    flex = models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=30))
+    flex = models.replicas(FlexModel(models.mlp(), tensor_parallel_size=2, timeout=10))
     handle = flex.register_forward_hook(HookFunction("fc1"))
     flex(BATCH)
     if dist.get_rank() == 0:

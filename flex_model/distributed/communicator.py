@@ -187,6 +187,11 @@ class Communicator(GroupPool):
         """Whether there were forwards without hooks since the last one with hooks."""
         return bool(self._skipped)
 
+    @property
+    def is_after_skipped(self) -> bool:
+        """Whether forwards without hooks, in its mode, came before the forward that begins."""
+        return self._forward is not None and self._forward.num_skipped > 0
+
     def forget_forward(self) -> None:
         """Drop the recorded forward, which has ended. Local."""
         self._forward = None

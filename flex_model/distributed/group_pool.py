@@ -162,7 +162,9 @@ class GroupPool:
         if self._notices is not None and not self.is_child:
             self._notices.publish_hooks(digest)
 
-    def publish_run(self, active: int, choice: str, mode: int, has_hooks: bool = True) -> None:
+    def publish_run(
+        self, active: int, choice: str, mode: int, has_hooks: bool = True, skipped: bool = False
+    ) -> None:
         """Publish that a run, or a part of one, begins, and its active hooks. Local.
 
         Args:
@@ -170,9 +172,11 @@ class GroupPool:
             choice: A description of how they were chosen, for messages.
             mode: The mode of its forwards. A run without hooks, in another mode, may be between two
                 runs of the other ranks.
+            skipped: Whether this rank ran forwards in this mode without hooks before it, which
+                others may still be in.
         """
         if self._notices is not None and not self.is_child:
-            self._notices.publish_run(self.sequence, active, choice, mode, has_hooks)
+            self._notices.publish_run(self.sequence, active, choice, mode, has_hooks, skipped)
 
     def compare(self, waited_s: float) -> None:
         """During a long wait, raise if a rank has other hooks than this one and may never

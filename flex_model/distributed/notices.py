@@ -14,7 +14,7 @@ from flex_model.distributed.bounded_store import BoundedStore
 from flex_model.distributed.hosts import Hosts
 from flex_model.distributed.polling import Looks
 
-_HOOKS_GRACE_S = 5.0  # how long a rank may take to register its hooks
+_HOOKS_GRACE_S = 5.0  # how long a rank may take to register its first hooks
 _RUN_GRACE_S = 1.0  # how long to wait for the exchange before runs are compared
 
 
@@ -105,6 +105,7 @@ class Notices:
         self._num_runs = 0  # those with hooks
         self._run = ""  # the last published run
         self._active = -1  # the digest of its hooks
+        self._has_skipped = False  # whether runs without hooks, of its mode, came before it
         self._waited_s = 0.0  # so far, in this wait
         self._looks = Looks()  # of this wait
 
@@ -118,12 +119,13 @@ class Notices:
         self._agreed = self._hooks
 
     def publish_run(
-        self, sequence: int, active: int, choice: str, mode: int, has_hooks: bool
+        self, sequence: int, active: int, choice: str, mode: int, has_hooks: bool, skipped: bool
     ) -> None:
         """Publish that a run, or a part of one, begins after the exchange ``sequence``. The other
         arguments are those of ``GroupPool.publish_run``. Local.
         """
         self._num_runs += has_hooks
+        self._has_skipped = skipped
         number = self._num_runs + (not has_hooks)
         flag = "true" if has_hooks else "false"
         notice = f"[{sequence}, {number}, {active}, {_quoted(choice)}, {mode}, {flag}]"
@@ -145,6 +147,8 @@ class Notices:
         """
         compares_hooks = is_of_hooks or self._hooks == self._agreed
         run_grace_s = min(_RUN_GRACE_S, timeout_s / 2)
+        # What changes hooks between runs that went well does so on every rank, sooner or later.
+        hooks_grace_s = timeout_s / 2 if self._agreed else min(_HOOKS_GRACE_S, timeout_s / 2)
         if waited_s > run_grace_s / 2:
             self._board.publish_rest()
         if waited_s < self._waited_s:  # in another wait
@@ -153,7 +157,7 @@ class Notices:
         if waited_s <= run_grace_s or not self._looks.are_due(waited_s, timeout_s):
             return ""
         difference = self._of_runs()
-        if not difference and compares_hooks and waited_s > min(_HOOKS_GRACE_S, timeout_s / 2):
+        if not difference and compares_hooks and waited_s > hooks_grace_s:
             difference = self._of_hooks()
         return difference
 
@@ -163,14 +167,14 @@ class Notices:
         local = board.own("run")
         if not local or not local[5]:
             return ""
-        # Others may be in a run before or after this one.
+        # Others may be in a run before or after this one, or in one before it without hooks.
         others = [
             rank
             for rank, run in runs.items()
             if run
             and run[:2] == local[:2]
             and run[2] != local[2]
-            and (run[5] or run[4] == local[4])
+            and (run[5] or (run[4] == local[4] and not self._has_skipped))
         ]
         if not others:
             return ""

@@ -2,9 +2,8 @@
 
 The key holds shapes and dtypes of the inputs, the other arguments, torch's modes, training flags
 and other attributes of modules, which parameters require gradients, adapters and the active hooks,
-of all ranks. A forward with a new
-key is followed; one with a cached key runs as the cached one did, unless its control flow depends
-on values.
+of all ranks. A forward with a new key is followed; one with a cached key runs as the cached one
+did, unless its control flow depends on values.
 
 In decoding, lengths grow by one from call to call. After two followed calls that differ in such
 lengths alone and have the same layouts, the next ones are predicted: each tensor's sizes must grow

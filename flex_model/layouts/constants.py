@@ -38,7 +38,8 @@ _AT_INDICES = {"index_put", "index_copy"}
 _AT_FEWER = {"gather", "scatter", "scatter_add", "scatter_reduce"}  # indices than there are rows
 _KEEP_SIZES = {"clone", "_to_copy", "transpose", "permute", "native_layer_norm", "linear"}
 _MAX_CHOICES = 64
-EXPANDS = {"expand": "size", "repeat": "repeats"}  # by the argument that has the sizes
+#: By the argument that has the sizes.
+EXPANDS = {"expand": "size", "repeat": "repeats", "repeat_interleave": "repeats"}
 _FILLS = {"zeros_like", "ones_like", "full_like", "fill", "zero"}
 
 
@@ -110,19 +111,32 @@ def closed_sizes(
 
 
 def joins_copies(operation: Operation, proofs: AxisProofs) -> bool:
-    """Whether it joins copies of one tensor, of which there may be one for each row:
-    ``torch.cat([token] * len(x))``; where Python has no plain number of rows, along a dim in which
-    each has one index. The last dim of several has features, such as the halves of a rotary
+    """Whether it may join copies of one tensor, or of several in turn, for each row:
+    ``torch.cat([cls, sep] * len(x))``; where Python has no plain number of rows, along a dim in
+    which each has one index. The last dim of several has features, such as the halves of a rotary
     embedding of one frequency.
     """
     if operation.name not in ("cat", "stack"):
         return False
-    count, shape = len(operation.values), operation.outputs[0].shapes[0]
-    are_copies = len(set(operation.values)) == 1 and operation.values[0] is not None
-    is_last = operation["dim"] % len(shape) == len(shape) - 1 > 0
-    is_one_each = 1 < count == shape[operation["dim"]]
-    are_rows = count in proofs.split_sizes and (is_one_each or bool(proofs.units))
-    return are_copies and are_rows and not is_last
+    shape = operation.outputs[0].shapes[0]
+    dim = operation["dim"] % len(shape)
+    origins = [_origin(value, proofs) for value in operation.values]
+    count, kinds = len(origins), len(set(origins))
+    copies = count // kinds
+    if origins != origins[:kinds] * copies or copies == 1 < count or dim == len(shape) - 1 > 0:
+        return False
+    if proofs.units:
+        return proofs.may_count(copies, False)
+    multiples = {size for size in proofs.split_sizes if size > 1 or count == 1}
+    return count == shape[dim] and any(copies % size == 0 for size in multiples)
+
+
+def _origin(value: Any, proofs: AxisProofs, depth: int = 4) -> Any:
+    """Return by what operations of what values it was made; numbers differ by what was passed."""
+    step = proofs.steps.get(value)
+    if step is None or not step.inputs or depth == 0 or value in proofs.numbers:
+        return value
+    return step.text, *(_origin(one, proofs, depth - 1) for one in step.inputs)
 
 
 def _grown(operation: Operation, proofs: AxisProofs) -> OpenDims:
@@ -197,17 +211,24 @@ def _expanded(operation: Operation, dims: OpenDims, proofs: AxisProofs) -> OpenD
     as often, if Python has a plain number of rows.
     """
     operand, result = operation.operands[0], operation.outputs[0]
+    passed = operation.by_rank(EXPANDS[operation.name])
     offset = result.ndim - operand.ndim
     found = {dim + offset for dim in dims}
     known = operation.full_sizes.get(EXPANDS[operation.name], [None] * result.ndim)
+    if operation.name == "repeat_interleave":  # along one dim, by a number or as a tensor says
+        if isinstance(passed[0], Operand):
+            return None
+        along = (operation["dim"] or 0) % result.ndim
+        passed = [[n if dim == along else 1 for dim in range(result.ndim)] for n in passed]
+        known = [known[0] if dim == along else n for dim, n in enumerate(result.shapes[0])]
     for dim in range(result.ndim):
         sizes = {shape[dim] for shape in result.shapes}
         was = {shape[dim - offset] for shape in operand.shapes} if dim >= offset else {1}
         full = known[dim] if dim < len(known) else None
-        if operation.name == "repeat" and was != {1}:
+        if operation.name != "expand" and was != {1}:
             if not proofs.units:
                 continue  # a number of copies, not a size
-            sizes, was = {numbers[dim] for numbers in operation.by_rank("repeats")}, {1}
+            sizes, was = {numbers[dim] for numbers in passed}, {1}
         is_last = 0 < dim == result.ndim - 1
         may_count = any(proofs.may_count(size, is_last) for size in sizes)
         if sizes == was and (full is not None or not may_count):

@@ -305,8 +305,9 @@ def _read(
     start = int(name in ("tril_indices", "triu_indices"))  # of two dims, always
     made = {size for output in outputs for shape in output.shapes for size in shape[start:]}
     may_be_split |= constants.may_expand(name, proofs.axis)
-    if name == "repeat" and proofs.units:
-        made.update(arguments[0]["repeats"])
+    if name.startswith("repeat") and proofs.units:
+        repeats = arguments[0]["repeats"]
+        made.update([repeats] if isinstance(repeats, int) else repeats)
     unsettled = {one for one in made if may_be_split and proofs.may_count(one, False)}
     reader.conclude_sizes(unsettled)
     operation = Operation(

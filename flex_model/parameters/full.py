@@ -149,13 +149,14 @@ class Parameters:
     ) -> None:
         """Write each rank's shard of ``full`` into the parameter, or into that of some experts."""
         shown = clean(self._root, name)
+        is_tensor = isinstance(full, Tensor)
+        got = tuple(full.shape) if is_tensor else None
+        what = f"a new full value of parameter {shown!r}, of shape {got}"
+        is_shard = dtensor.is_dtensor(full)
+        self._agree(what, "set", name, got, is_tensor and full.is_complex(), is_shard)
         check_type(
             f"set_module_parameter: expected a full torch.Tensor for {shown!r}", full, Tensor
         )
-        got = tuple(full.shape)
-        what = f"a new full value of parameter {shown!r}, of shape {got}"
-        is_shard = dtensor.is_dtensor(full)
-        self._agree(what, "set", name, got, full.is_complex(), is_shard)
         if is_shard:
             raise agreed(
                 TypeError(

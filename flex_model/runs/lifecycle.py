@@ -232,7 +232,8 @@ class Runs:
             self._table.settle_edits(run.is_recomputed)  # which save_ctx is a part of
         if not communicator.is_local:
             hooks = self._table.active_hooks
-            communicator.publish_run(hooks.digest, hooks.choice, self._mode)
+            skipped = communicator.is_after_skipped
+            communicator.publish_run(hooks.digest, hooks.choice, self._mode, skipped=skipped)
             if hooks.acts_in_backward:
                 self._read_divide_factor()
             self._digests.check()

@@ -8,7 +8,14 @@ from flex_model.distributed.hosts import Hosts, Settings
 from flex_model.distributed.notices import Board, Notices
 
 TICK_S = 0.02  # between looks of a wait in shared memory
-OWN_RUN = {"sequence": 7, "active": 1, "choice": "all groups", "mode": 3, "has_hooks": True}
+OWN_RUN = {
+    "sequence": 7,
+    "active": 1,
+    "choice": "all groups",
+    "mode": 3,
+    "has_hooks": True,
+    "skipped": False,
+}
 
 
 class Store:
@@ -75,3 +82,32 @@ def test_a_difference_is_seen_before_a_short_deadline():
     assert wait(notices, 0.0, 1.7, 2.0)[0] == ""
     others.publish_run(**OWN_RUN | {"active": 2, "choice": "no groups"})
     assert "rank 1 runs no groups" in wait(notices, 1.7, 2.0, 2.0)[0]
+
+
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_rank_behind_in_a_run_without_hooks_has_chosen_none_unless_this_one_had_such_a_run(
+    skipped,
+):
+    """One that came a second late between a run with ``groups=()`` and the next was aborted."""
+    store = Store()
+    notices, others = notices_of(0, store), notices_of(1, store)
+    without = {"active": 2, "choice": "no groups", "has_hooks": False}
+    if skipped:
+        notices.publish_run(**OWN_RUN | without)
+    others.publish_run(**OWN_RUN | without)
+    notices.publish_run(**OWN_RUN | {"skipped": skipped})
+    assert ("rank 1 runs no groups" in wait(notices, 0.0, 60.0, 600.0)[0]) is not skipped
+
+
+def test_ranks_that_have_run_with_hooks_have_half_the_timeout_to_register_others():
+    """A sweep over layers in which one rank plots each layer for six seconds was aborted."""
+    store = Store()
+    notices, others = notices_of(0, store), notices_of(1, store)
+    for one in (notices, others):
+        one.publish_hooks("1")
+        one.agree_hooks()
+        one.publish_hooks("")
+    notices.publish_hooks("2")
+    difference, waited_s = wait(notices, 0.0, 60.0, 60.0, compares_hooks=True)
+    assert "rank 1 has registered no hooks" in difference
+    assert 30 < waited_s < 32

@@ -210,6 +210,7 @@ def held_in_containers(model, h):
 def repeated_for_rows(model, h):
     """Prompts of all rows, by a number that is as large as a rank's rows."""
     prompts = model.table[:2].repeat(len(h), 1, 1)
+    prompts = prompts + model.table[None, 1:3].sin().repeat_interleave(h.shape[0], 0)
     return torch.cat([prompts * 2, h], 1)[:, 1:-1].sin()
 
 

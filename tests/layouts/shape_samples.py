@@ -151,13 +151,10 @@ MOVING = [
     on("pad", Z, args=([1, 1], "circular")),
     *[on("repeat", X, args=(r,)) for r in ([2, 1], [1, 3], [2, 1, 1], [1, 1])],
     *[
-        sample(
-            "repeat",
-            x,
-            floats(4, 3),
-            program=lambda op, x, rows: op(x, (rows.shape[0], 1, 1)),
-            sizes=("repeats",),
-            unstated=None,
+        sample(name, x, floats(4, 3), program=program, sizes=("repeats",), unstated=None)
+        for name, program in (
+            ("repeat", lambda op, x, rows: op(x, (rows.shape[0], 1, 1))),
+            ("repeat_interleave.self_int", lambda op, x, rows: op(x, rows.shape[0], 0)),
         )
         for x in (floats(1, 3), floats(2, 3), floats(1, 2, 3))
     ],

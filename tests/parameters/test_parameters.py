@@ -109,6 +109,8 @@ def test_writing_a_wrong_shape_is_an_error_on_every_rank():
         flex.set_module_parameter("fc1.weight", torch.zeros(9, 6, dtype=torch.float64))
     with pytest.raises(TypeError, match=r"'fc1.weight' is torch.float64, got torch.complex64"):
         flex.set_module_parameter("fc1.weight", torch.zeros(8, 6, dtype=torch.complex64))
+    with pytest.raises(HookMismatchError, match=r"rank 1 is at a new full value .* of shape None"):
+        flex.set_module_parameter("fc1.weight", before if dist.get_rank() == 0 else None)
     assert torch.equal(flex.get_module_parameter("fc1.weight", (8, 6)), before)
 
 

@@ -118,9 +118,8 @@ void bind_hooks(py::module_& m) {
   m.def(
       "walk_modules", &walk_modules,
       "All modules under `root`, their code and the hooks of others on them, as objects to compare "
-      "by identity: `before` itself where nothing has changed; digests of training flags, with which "
-      "parameters require gradients, and "
-      "of the other attributes.",
+      "by identity: `before` itself where nothing has changed; digests of the flags (training, "
+      "requires_grad) and of the other attributes.",
       py::arg("root"), py::arg("before"), py::arg("tensor_type"), py::arg("module_type"));
 
   py::class_<Dispatcher>(m, "Dispatcher", "Selects the hooks that run now.")

@@ -157,12 +157,20 @@ def repeat(operation: Operation) -> Placements:
     return [placement]
 
 
-@rule("repeat_interleave")
+@rule("repeat_interleave", "repeats")
 def repeat_interleave(operation: Operation) -> Placements:
-    """Repeat each index along ``dim``; without ``dim``, of the flattened tensor."""
-    operand, times, dim = operation["self"], operation["repeats"], operation["dim"]
+    """Repeat each index along ``dim``; without ``dim``, of the flattened tensor. Of a whole tensor
+    each rank may make some of the copies.
+    """
+    operand, of_ranks, dim = operation["self"], operation.by_rank("repeats"), operation["dim"]
+    times = of_ranks[0]
     if isinstance(times, Operand) and dim is not None:
         return form("self:...[dim] repeats:_ -> ...[dim] = self*!repeats")(operation)
+    full = next(iter(operation.full_sizes.get("repeats", ())), times)
+    if any(own != full for own in of_ranks):
+        if full != sum(of_ranks) or operand.placement != REPLICATED or dim is None:
+            return [None]
+        return [Shard(dim % operand.ndim, parts=operand.shapes[0][dim])]
     shard = operand.shard
     is_moved = shard is not None and (dim is None or shard.dim == dim % operand.ndim)
     if isinstance(times, Operand) or (is_moved and (dim is None or shard.part_sizes is not None)):
