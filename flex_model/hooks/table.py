@@ -468,6 +468,12 @@ class HookTable:
                 if complement != any(map(hook.hook.has, numbers)):
                     yield hook
 
+    @property
+    def called(self) -> frozenset[int]:
+        """The hooks that torch calls now: those of parameters are active by a choice of their own."""
+        of_modules = (r.index for r in self.active_hooks.registrations if r.kind != "tensor")
+        return frozenset(of_modules).union(r.index for _, on in self.parameters() for r in on)
+
     def record_names(self, indices: Set[int]) -> frozenset[str]:
         """Return the names of the records of these hooks."""
         if indices == self.active_hooks.indices:

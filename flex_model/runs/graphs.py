@@ -167,16 +167,19 @@ class Graphs:
             return
         served.graphs.append(graph)
         self._runs.serve(graph.run)
-        present = self._table.active.union(r.index for r in served.put_back)
+        present = self._table.called.union(r.index for r in served.put_back)
         missing = graph.run.active - present
         if not missing:
             return
         known = {registration.index: registration for registration in self._table.registrations}
         known.update((registration.index, registration) for registration in graph.removed)
         found = [known[index] for index in sorted(missing & known.keys())]
-        # For parameters, the hooks of the last run stay active while the FlexModel lives.
         acts = [
-            r for r in found if (self._is_left if r.kind == "tensor" else r.edits or r.is_backward)
+            r
+            for r in found
+            if (
+                r.is_registered or self._is_left if r.kind == "tensor" else r.edits or r.is_backward
+            )
         ]
         self._table.put_back(acts)
         served.put_back.extend(acts)

@@ -938,6 +938,22 @@ def test_no_backward_hook_runs_for_a_graph_without_groups():
         assert lengths(records) == {"fc1": 1, "fc1.weight": 1}
 
 
+@pytest.mark.parametrize("site", [None, "fc1"])
+def test_a_run_without_groups_between_a_forward_and_its_backward_leaves_parameters_hooks(site):
+    """A reference for a loss turned off the hook that the graph's own run had chosen."""
+    flex, records = wrap()
+    weight = flex.module.fc1.weight
+    expected = torch.autograd.grad(flex.module(BATCH).sum(), weight)[0] + 1
+    flex.register_hook(HookFunction("fc1.weight", editing_function=plus_one))
+    if site is not None:
+        flex.register_full_backward_hook(HookFunction(site))
+    for _ in range(2):
+        weight.grad, output = None, flex(BATCH)
+        (output - flex(BATCH, groups=()).detach()).sum().backward()
+        assert_close(weight.grad, expected)
+        assert len(records["fc1.weight"]) == 1
+
+
 @pytest.mark.parametrize(
     "pattern", ["fc", re.compile(r"^fc\d$"), nn.Linear], ids=["substring", "regex", "type"]
 )
