@@ -215,10 +215,11 @@ def _expanded(operation: Operation, dims: OpenDims, proofs: AxisProofs) -> OpenD
     offset = result.ndim - operand.ndim
     found = {dim + offset for dim in dims}
     known = operation.full_sizes.get(EXPANDS[operation.name], [None] * result.ndim)
-    if operation.name == "repeat_interleave":  # along one dim, by a number or as a tensor says
-        if isinstance(passed[0], Operand):
-            return None
+    if operation.name == "repeat_interleave":  # along one dim
         along = (operation["dim"] or 0) % result.ndim
+        is_of_features = along == result.ndim - 1 > 0 and known[0] is None  # frequencies, twice
+        if isinstance(passed[0], Operand) or is_of_features:
+            return dims or None
         passed = [[n if dim == along else 1 for dim in range(result.ndim)] for n in passed]
         known = [known[0] if dim == along else n for dim, n in enumerate(result.shapes[0])]
     for dim in range(result.ndim):

@@ -166,7 +166,8 @@ def repeat_interleave(operation: Operation) -> Placements:
     times = of_ranks[0]
     if isinstance(times, Operand) and dim is not None:
         return form("self:...[dim] repeats:_ -> ...[dim] = self*!repeats")(operation)
-    full = next(iter(operation.full_sizes.get("repeats", ())), times)
+    full = next(iter(operation.full_sizes.get("repeats", ())), None)
+    full = times if full is None else full
     if any(own != full for own in of_ranks):
         if full != sum(of_ranks) or operand.placement != REPLICATED or dim is None:
             return [None]
