@@ -470,7 +470,7 @@ class HookTable:
 
     @property
     def called(self) -> frozenset[int]:
-        """The hooks that torch calls now: those of parameters are active by a choice of their own."""
+        """The hooks that torch calls now: those of parameters are active by their own choice."""
         of_modules = (r.index for r in self.active_hooks.registrations if r.kind != "tensor")
         return frozenset(of_modules).union(r.index for _, on in self.parameters() for r in on)
 

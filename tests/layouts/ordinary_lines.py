@@ -214,7 +214,7 @@ def repeated_for_rows(model, h):
     return torch.cat([prompts * 2, h], 1)[:, 1:-1].sin()
 
 
-def frequencies(model, h):
+def frequencies_twice(model, h):
     """Of a rotary embedding, each twice: as often as some ranks have rows."""
     angles = torch.arange(h.shape[1])[:, None] * model.table[0, ::2]
     return h * angles.cos().repeat_interleave(2, -1) if len(h) else h
