@@ -39,7 +39,6 @@ _SETTINGS = (
     *("get_autocast_dtype", "get_default_dtype"),
 )
 _MODES: Any = (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast)
-_NO_SAMPLE = object()
 
 
 class SampledProxy(torch.fx.Proxy):
@@ -50,7 +49,7 @@ class SampledProxy(torch.fx.Proxy):
 
     @property
     def sample(self) -> Any:
-        return self.tracer.samples.get(self.node, _NO_SAMPLE)  # type: ignore[attr-defined]
+        return self.tracer.samples[self.node]  # type: ignore[attr-defined]
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -61,8 +60,6 @@ class SampledProxy(torch.fx.Proxy):
         return kind if issubclass(kind, (tuple, list, dict)) else type(self)
 
     def __getattr__(self, name: str) -> Any:
-        if self.sample is _NO_SAMPLE:
-            return super().__getattr__(name)
         value = getattr(self.sample, name)
         if callable(value):
             return torch.fx.proxy.Attribute(self, name)
@@ -83,10 +80,10 @@ class SampledProxy(torch.fx.Proxy):
         return tracer.samples[node]
 
     def __bool__(self) -> bool:
-        return super().__bool__() if self.sample is _NO_SAMPLE else bool(self._fixed(bool))
+        return bool(self._fixed(bool))
 
     def __len__(self) -> int:
-        return super().__len__() if self.sample is _NO_SAMPLE else int(self._fixed(len))
+        return int(self._fixed(len))
 
     def __index__(self) -> int:
         return int(self._fixed(operator.index))
@@ -101,8 +98,6 @@ class SampledProxy(torch.fx.Proxy):
         return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
 
     def __iter__(self) -> Iterator[Any]:
-        if self.sample is _NO_SAMPLE:
-            return super().__iter__()
         if isinstance(self.sample, dict):
             return iter(self.keys())
         return iter([operator.getitem(self, i) for i in range(len(self))])
@@ -176,7 +171,7 @@ class SequentialTracer(torch.fx.Tracer):
         return m not in self.ancestors or m in self.offloaded
 
     def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
-        return SampledProxy(node, self)
+        return super().proxy(node) if self.sample_input is None else SampledProxy(node, self)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -215,8 +210,10 @@ class SequentialTracer(torch.fx.Tracer):
         ways that no proxy sees (``is``), and it is checked when the graph runs.
         """
         proxy = super().create_proxy(*args, **settings)
-        value = self.samples.get(proxy.node, _NO_SAMPLE)
-        if not is_plain(value) or proxy.node.name in self.optional:
+        if self.sample_input is None or proxy.node.name in self.optional:
+            return proxy
+        value = self.samples[proxy.node]
+        if not is_plain(value):
             return proxy
         proxy.node.meta[IS_FIXED] = True
         return value
