@@ -19,7 +19,7 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 from flex_model.distributed.processes import identity
 from flex_model.notebook import rank_process, remote
 from flex_model.notebook.cell_run import CellError, CellRun, Engine, Failure
-from flex_model.notebook.rank_process import ByName, MemoryReport, RanksReport, Request
+from flex_model.notebook.rank_process import MemoryReport, RanksReport, Request
 from flex_model.notebook.wire import MemoryFile, Packer, Reference, Unpacker
 from flex_model.runs.interrupts import deferred
 
@@ -227,10 +227,7 @@ class Ranks:
         self._in_use = [*shared.values()]
         answer, registered = self._send(engines, "answer", packer, pickled, dropped)
         self._in_use = [shared[reference] for reference in registered if reference in shared]
-        found = Unpacker(answer[1], self._object_of).unpickle(answer[0])
-        if isinstance(found, ByName):
-            return _KINDS[found.kind](self, ("name", found.name), found.summary)
-        return found
+        return Unpacker(answer[1], self._object_of).unpickle(answer[0])
 
     def _update(
         self,
