@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from flex_model.pipelining.row_proofs import StageRecording
 from flex_model.pipelining.stages import accepted_kwargs
 from flex_model.pipelining.stand_ins import OwnTensor
 from flex_model.runs.graphs import leaves_between
+from flex_model.runs.settings import Settings
 from flex_model.runs.step import MicrobatchState
 from flex_model.runs.until import Site, ended_at
 
@@ -65,9 +66,7 @@ class StepCall:
     has_backward: bool
     appends: bool
     until: list[tuple[str, str]] | None
-    batch_mode: str
-    return_on: str
-    microbatch_dim: int | Mapping[str, int | None] | None
+    settings: Settings
 
 
 @dataclass(eq=False)

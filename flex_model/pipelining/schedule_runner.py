@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,20 +53,17 @@ class ScheduleRunner:
         index: The modules and parameters of all stages, by name.
         parameters: Reads and writes the parameters of all stages in full.
         session: The session of the store that records go to, if any.
-        step_settings: ``batch_mode``, ``return_on`` and ``microbatch_dim`` of the next steps.
+        step_settings: Those of the next steps.
+        everyone: The communicator to all ranks of the model.
     """
 
     def __init__(self, schedule: Any, settings: Settings, local_class: Any = LocalSchedule) -> None:
         self._pipeline = pipeline = LocalPipeline(schedule, settings, local_class)
-        self.core, self.index = pipeline.core, pipeline.index
+        self.core, self.index, self.everyone = pipeline.core, pipeline.index, pipeline.everyone
         self._shown: Any = schedule  # its class stands for the model in ``show``
         self.parameters = pipeline.parameters
         self.session: Session | None = None
-        self.step_settings: dict[str, Any] = {
-            "batch_mode": settings.batch_mode,
-            "return_on": settings.return_on,
-            "microbatch_dim": settings.microbatch_dim,
-        }
+        self.step_settings = settings
         self._choice: Choice | None = None  # of an active()
         self._is_first_of_run, self._has_batch = True, False
         self._steps = StepRunner(pipeline)
@@ -113,17 +111,12 @@ class ScheduleRunner:
         return found
 
     @property
-    def everyone(self) -> Communicator:
-        """The communicator to all ranks of the model."""
-        return self._pipeline.everyone
-
-    @property
     def is_running(self) -> bool:
         return self.core.runs.current is not None or self._choice is not None
 
     def change(self, name: str, value: Any) -> None:
         """Change a setting of the next steps."""
-        self.step_settings[name] = value
+        self.step_settings = replace(self.step_settings, **{name: value})
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         return self.index.stages_of(name)
@@ -174,7 +167,7 @@ class ScheduleRunner:
             has_backward=has_loss and torch.is_grad_enabled() and not forward_only,
             appends=not self._is_first_of_run,
             until=until,
-            **self.step_settings,
+            settings=self.step_settings,
         )
         session = self.session
         try:
@@ -555,14 +548,10 @@ class ForwardRunner(ScheduleRunner):
         kwargs = with_cache_of(list(self._signature.parameters), kwargs)
         return super()._step((), kwargs, *of_step, **more)
 
-    @contextlib.contextmanager
-    def one_run_at_most(self) -> Iterator[None]:
-        """A context in which all forwards are one run."""
-        if self._choice is not None:
-            yield
-            return
-        with self.active("all", complement=False):
-            yield
+    def one_run_at_most(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all forwards are one run."""
+        is_one = self._choice is not None
+        return contextlib.nullcontext() if is_one else self.active("all", complement=False)
 
     # What belongs to schedules.
 

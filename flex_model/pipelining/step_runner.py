@@ -24,7 +24,6 @@ from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed
 from flex_model.hooks import save_ctx
 from flex_model.hooks.random_state import renew_seed
 from flex_model.hooks.registration import Registration
-from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.gradients import Gradients
@@ -175,7 +174,7 @@ class StepRunner:
         """Return the dims of the rows in records that the user states, by their name; None for
         those that have no rows.
         """
-        stated = call.microbatch_dim
+        stated = call.settings.microbatch_dim
         dims: dict[str, int | None] = {}
         for registration in chosen:
             name = registration.hook_function.record_name
@@ -206,27 +205,21 @@ class StepRunner:
         records = self._core.records
         if self._state.failure.has_error or not records.keeps_full:
             return []
-        shapes: dict[tuple[str, str], list[ExpectedShape]] = {}
-        hooks: dict[tuple[str, str], str] = {}
-        rows = self._rows.of_records(chosen)
+        hooks: dict[tuple[str, str], list[Registration]] = {}
         placements = {
             name: Replicate() if dim is None else Shard(dim) for name, dim in stated.items()
         }
         for registration in chosen:
-            function = registration.hook_function
-            shape = function.expected_shape if function.select is None else None
-            key = function.record_name, registration.kind
-            shapes.setdefault(key, []).append(shape)
-            hooks[key] = registration.describe()
+            key = registration.hook_function.record_name, registration.kind
+            hooks.setdefault(key, []).append(registration)
         try:
             self._rows.check_selections(chosen, stated)
             return microbatches.join_records(
                 records.output_ptr,
                 plan.number,
                 plan.rows,
-                placements.get,
-                lambda *key: rows.get(key, BatchRows()),
-                {key: of_key[0] for key, of_key in shapes.items() if len(of_key) == 1},
+                placements,
+                self._rows.of_records(chosen),
                 hooks,
             )
         except ValueError as error:
@@ -272,7 +265,7 @@ class StepEnd:
         outputs: list[Tensor] = []
         structure = None
         failure = self._state.failure
-        if call.return_on == "all" and self._local.has_last and not failure.has_error:
+        if call.settings.return_on == "all" and self._local.has_last and not failure.has_error:
             try:
                 structure = encode(output, outputs)
             except TypeError as error:
@@ -299,7 +292,7 @@ class StepEnd:
         self._merge_contexts([of_rank["written"] for of_rank in gathered], sent)
         along = gathered[mesh.group_rank :: len(mesh.stage_ranks)]  # this rank's pipeline
         gradients.add_stages(self._line, [of_rank["gradients"] for of_rank in along])
-        if call.return_on == "all" and call.return_outputs:
+        if call.settings.return_on == "all" and call.return_outputs:
             last = self._pipeline.index.pp_ranks[-1]
             structure, shapes = along[last]["output"]
             tensors = from_rank(self._line, last, outputs, shapes)
