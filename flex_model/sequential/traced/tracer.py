@@ -19,13 +19,14 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx
 from torch import Tensor, nn
 
 from flex_model.errors import TraceError
-from flex_model.integrations.torch_private import tree_flatten, tree_unflatten
+from flex_model.integrations.torch_private import restored, tree_flatten, tree_unflatten
 from flex_model.sequential.traced.trace_check import IS_FIXED, Runner, Structures, is_plain
 
 # Factories of tensors: torch does not dispatch on the type of their arguments, which may be sizes.
@@ -38,7 +39,12 @@ _SETTINGS = (
     *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled"),
     *("get_autocast_dtype", "get_default_dtype"),
 )
-_MODES: Any = (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast)
+# What begins a mode of torch.
+_BEGINS = (
+    *((torch.no_grad, "__enter__"), (torch.enable_grad, "__enter__")),
+    *((torch.inference_mode, "__enter__"), (torch.autocast, "__enter__")),
+    (torch.set_grad_enabled, "__init__"),
+)
 
 
 class SampledProxy(torch.fx.Proxy):
@@ -152,13 +158,11 @@ class SequentialTracer(torch.fx.Tracer):
         if self.sample_input is None or not self.is_leaf_module(m, ""):
             return super().call_module(m, forward, args, kwargs)
         # Hooks of transformers, which collect outputs, are of the traced code: they get proxies.
-        hooks = dict(m._forward_hooks)
-        m._forward_hooks.clear()
-        try:
+        hooks = list(m._forward_hooks.values())
+        with restored([m._forward_hooks]):
+            m._forward_hooks.clear()
             output = super().call_module(m, forward, args, kwargs)
-        finally:
-            m._forward_hooks.update(hooks)
-        for hook in hooks.values():
+        for hook in hooks:
             hook(m, args, output)
         return output
 
@@ -254,12 +258,9 @@ class SequentialTracer(torch.fx.Tracer):
                 else:
                     undo.callback(table.__delitem__, name)
                 table[name] = function
-            for mode in _MODES:
-                undo.callback(setattr, mode, "__enter__", mode.__enter__)
-                mode.__enter__ = self._refusing(mode.__enter__)
-            kind: Any = torch.set_grad_enabled  # which begins when it is made
-            undo.callback(setattr, kind, "__init__", kind.__init__)
-            kind.__init__ = self._refusing(kind.__init__)
+            for mode, name in _BEGINS:
+                begin = self._refusing(getattr(mode, name))
+                undo.enter_context(mock.patch.object(mode, name, begin))
             yield
 
     def _as_setting(self, read: Callable[[], Any]) -> Callable[..., Any]:
@@ -407,12 +408,10 @@ def follow(
             running.add(frame.f_code)
             frame = frame.f_back
 
-    handles = [target.register_forward_pre_hook(note) for target in targets]
-    try:
+    with contextlib.ExitStack() as handles:
+        for target in targets:
+            handles.enter_context(target.register_forward_pre_hook(note))
         result = run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return _path_of(running, ancestors), result
 
 
@@ -480,11 +479,9 @@ def _is_own_method(module: nn.Module, name: str) -> bool:
     """Whether a module has a method of that name that torch's own classes don't define."""
     if name == "forward" or name.startswith("__"):
         return False
-    for kind in type(module).__mro__:
-        if name in vars(kind):
-            is_method = isinstance(vars(kind)[name], types.FunctionType)
-            return is_method and not kind.__module__.startswith("torch.")
-    return False
+    kind: Any = next((kind for kind in type(module).__mro__ if name in vars(kind)), object)
+    is_method = isinstance(vars(kind).get(name), types.FunctionType)
+    return is_method and not kind.__module__.startswith("torch.")
 
 
 def names_in(code: types.CodeType) -> set[str]:
