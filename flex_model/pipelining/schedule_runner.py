@@ -105,10 +105,8 @@ class ScheduleRunner:
     def communicators(self) -> dict[str, Communicator]:
         """The communicators that hooks use; the first is to all ranks of a step."""
         world, line = self._pipeline.world, self._pipeline.line
-        found = {"all": world, "line": line, "stage": self.core.communicator}
-        if line is world:
-            del found["line"]
-        return found
+        lines = {} if line is world else {"line": line}
+        return {"all": world, **lines, "stage": self.core.communicator}
 
     @property
     def is_running(self) -> bool:
@@ -148,10 +146,7 @@ class ScheduleRunner:
         kwargs: dict[str, Any],
         choice: Choice,
         forward_only: bool,
-        target: Tensor | None = None,
-        losses: list[Tensor] | None = None,
-        return_outputs: bool = True,
-        until: list[tuple[str, str]] | None = None,
+        **of_step: Any,
     ) -> Any:
         check_open(self.core)
         if self._choice is not None and choice == EVERYTHING:
@@ -160,14 +155,11 @@ class ScheduleRunner:
         call = StepCall(
             args,
             kwargs,
-            target,
-            losses,
-            return_outputs,
             choice,
+            self.step_settings,
             has_backward=has_loss and torch.is_grad_enabled() and not forward_only,
             appends=not self._is_first_of_run,
-            until=until,
-            settings=self.step_settings,
+            **of_step,
         )
         session = self.session
         try:

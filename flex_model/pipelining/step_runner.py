@@ -107,8 +107,8 @@ class StepRunner:
         inputs = pytree.tree_leaves((call.args, call.kwargs))
         gradients = Gradients(core, divisor, [one for one in inputs if isinstance(one, Tensor)])
         is_edited = any(r.edits and r.kind in ("forward", "forward_pre") for r in chosen)
-        self._begin_stages(call, gradients if is_edited else None)
         self._rows.begin(call, plan, chosen)
+        self._begin_stages(call, gradients if is_edited else None)
         losses: list[Tensor] = []
         output = None
         before = save_ctx.begin_step(core.save_ctx)
@@ -168,7 +168,8 @@ class StepRunner:
                     if self._index.stage_of(name, kind) == last
                 ]
             is_skipped = stage.index > last
-            stage.begin(StageStep(call.has_backward, is_skipped, sites, edited))
+            recording = self._rows.recordings.get(stage.index)
+            stage.begin(StageStep(call.has_backward, is_skipped, sites, edited, recording))
 
     def _stated_dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int | None]:
         """Return the dims of the rows in records that the user states, by their name; None for
@@ -387,19 +388,23 @@ RecordKey = tuple[str, str, int]  # name, kind and stage
 class StepRows:
     """The rows in the tensors of one pipeline's hooks. The steps that record a hook first are
     followed, or with ``follow="always"`` every step; all ranks follow the same ones.
+
+    Attributes:
+        recordings: By stage: what records it in the running step.
     """
 
     def __init__(self, pipeline: LocalPipeline) -> None:
         self._pipeline = pipeline
         self._conditions: int | None = None  # of the steps that were followed
         self._found: dict[int, dict[int, BatchRows]] = {}  # by a hook's index and the stage
-        self._recordings: dict[int, StageRecording] = {}  # of the running step, by stage
+        self.recordings: dict[int, StageRecording] = {}
         # Steps write other statistics to them than the unsplit model's forwards.
         self._buffers = Buffers(pipeline.core.module)
         self._is_always = pipeline.settings.follow == "always"
 
     def begin(self, call: StepCall, plan: StepPlan, chosen: Sequence[Registration]) -> None:
-        """Record this rank's stages in the step that begins, if it records new hooks."""
+        """Have this rank's stages recorded in the step that begins, if it records new hooks."""
+        self.recordings = {}
         if plan.number == 1:
             return
         conditions = site_hash(plan.conditions, call.until)
@@ -413,35 +418,29 @@ class StepRows:
         self._found |= {registration.index: {} for registration in joined}
         here = [r for r in chosen if r.module is not None and r.kind != "tensor"]
         core = self._pipeline.core
-        for stage in self._pipeline.local.instrumented:
-            of_torch = stage.stage
-            recording = StageRecording(
-                of_torch.submod,
-                core,
-                self._buffers,
-                here,
-                (call.args, call.kwargs),
-                of_torch.is_first,
-                plan.number,
+        inputs = call.args, call.kwargs
+        self.recordings = {
+            one.stage_index: StageRecording(
+                one.submod, core, self._buffers, here, inputs, one.is_first, plan.number
             )
-            self._recordings[stage.index] = recording
-            stage.record(recording)
+            for one in self._pipeline.local.stages
+        }
 
     def infer(self) -> None:
         """Infer what the step has shown, if it was recorded. Then collective over the stages of
         one pipeline.
         """
-        if not self._recordings:
+        if not self.recordings:
             return
 
         def infer(stage: Any, received: list[Any] | None) -> list[Any]:
-            found, sent = self._recordings[stage.index].infer(received or ())
+            found, sent = self.recordings[stage.index].infer(received or ())
             for index, rows in found.items():
                 self._found.setdefault(index, {})[stage.index] = rows
             return sent
 
         problem = run_in_order(self._pipeline, "the rows in stage", infer)
-        self._end()
+        self.recordings = {}
         self._pipeline.conditions.note_attributes()
         if problem:
             self._pipeline.state.fail(problem, HookError(problem))
@@ -449,13 +448,7 @@ class StepRows:
     def forget(self) -> None:
         """Follow the next step, after one that failed. The same on all ranks."""
         self._found.clear()
-        self._end()
-
-    def _end(self) -> None:
-        """Drop the recordings, which hold the operations of all micro-batches."""
-        for stage in self._pipeline.local.instrumented if self._recordings else ():
-            stage.record(None)
-        self._recordings.clear()
+        self.recordings = {}
 
     def check_selections(
         self, chosen: Sequence[Registration], stated: Mapping[str, int | None]
