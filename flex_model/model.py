@@ -59,7 +59,7 @@ def _step_setting(name: str) -> Any:
     """Return a property for a setting of a pipeline's next steps."""
 
     def read(flex: FlexModel) -> Any:
-        return flex._runner.step_settings[name]
+        return getattr(flex._runner.step_settings, name)
 
     def write(flex: FlexModel, value: Any) -> None:
         if name in CHOICES:

@@ -13,13 +13,13 @@ import psutil
 import torch
 import torch.distributed as dist
 from IPython import get_ipython
-from IPython.core.magic import Magics, line_cell_magic, magics_class, no_var_expand
+from IPython.core.magic import no_var_expand
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from flex_model.distributed.processes import identity
 from flex_model.notebook import rank_process, remote
 from flex_model.notebook.cell_run import CellError, CellRun, Engine, Failure
-from flex_model.notebook.rank_process import ByName, MemoryReport, RanksReport, Request
+from flex_model.notebook.rank_process import MemoryReport, RanksReport, Request
 from flex_model.notebook.wire import MemoryFile, Packer, Reference, Unpacker
 from flex_model.runs.interrupts import deferred
 
@@ -227,10 +227,7 @@ class Ranks:
         self._in_use = [*shared.values()]
         answer, registered = self._send(engines, "answer", packer, pickled, dropped)
         self._in_use = [shared[reference] for reference in registered if reference in shared]
-        found = Unpacker(answer[1], self._object_of).unpickle(answer[0])
-        if isinstance(found, ByName):
-            return _KINDS[found.kind](self, ("name", found.name), found.summary)
-        return found
+        return Unpacker(answer[1], self._object_of).unpickle(answer[0])
 
     def _update(
         self,
@@ -354,29 +351,22 @@ class Ranks:
 # ---- Magics --------------------------------------------------------------------------------------
 
 
-@magics_class
-class RanksMagics(Magics):
-    """The magics of `Ranks`, in place of ipyparallel's of the same name."""
-
-    def __init__(self, shell: Any, ranks: Ranks) -> None:
-        super().__init__(shell)
-        self._ranks = ranks
+def _register_magics(ranks: Ranks) -> None:
+    """Have ``%px`` and ``%%px`` of this IPython session, if there is one, run on these ranks, in
+    place of ipyparallel's of the same name.
+    """
 
     @no_var_expand
-    @line_cell_magic
     @magic_arguments()
     @argument("-t", "--targets", help="the ranks that run it, as 0 or 0,2 (default: all)")
-    def px(self, line: str, cell: str | None = None) -> None:
+    def px(line: str, cell: str | None = None) -> None:
         """Run the cell, or the rest of the line, on all ranks."""
         if cell is None:
-            self._ranks.run_cell(line)
+            ranks.run_cell(line)
             return
-        chosen = parse_argstring(self.px, line).targets
-        self._ranks.run_cell(cell, None if chosen is None else [*map(int, chosen.split(","))])
+        chosen = parse_argstring(px, line).targets
+        ranks.run_cell(cell, None if chosen is None else [*map(int, chosen.split(","))])
 
-
-def _register_magics(ranks: Ranks) -> None:
-    """Have ``%px`` and ``%%px`` of this IPython session, if there is one, run on these ranks."""
     shell = get_ipython()
     if shell is not None:
-        shell.register_magics(RanksMagics(shell, ranks))
+        shell.register_magic_function(px, "line_cell")

@@ -65,6 +65,13 @@ class Kept:
     value: Any
 
 
+@dataclass(frozen=True)
+class ByName:
+    """A variable of the cells that stays on the ranks."""
+
+    name: str
+
+
 class RankProcess:
     """What a rank holds for the driver.
 
@@ -129,6 +136,9 @@ class RankProcess:
             return reference
 
         def refer(value: Any) -> Reference | None:
+            if isinstance(value, ByName):
+                found = look_up(value.name)
+                return ("remote", ("name", value.name), kind_of(found), summary(found))
             value, stays = (value.value, True) if isinstance(value, Kept) else (value, False)
             if id(value) in known and known[id(value)][0] == "shared":
                 return known[id(value)]
@@ -190,18 +200,7 @@ def reveal(value: Any) -> Any:
 
 def read(name: str) -> Any:
     value = look_up(name)
-    if kind_of(value) == "mapping" or isinstance(value, _STAYS):
-        return ByName(name, kind_of(value), summary(value))
-    return value
-
-
-@dataclass(frozen=True)
-class ByName:
-    """A variable of the cells that stays on the ranks."""
-
-    name: str
-    kind: str
-    summary: str
+    return ByName(name) if kind_of(value) == "mapping" or isinstance(value, _STAYS) else value
 
 
 def read_attribute(value: Any, name: str) -> Any:

@@ -90,23 +90,20 @@ class MemoryFile:
     """
 
     def __init__(self, size: int, tensors: list[tuple[int, Tensor]]) -> None:
-        self._fd = os.memfd_create("flex_model")
-        self.address = (os.getpid(), self._fd)
+        self._file = open(os.memfd_create("flex_model"), "wb")  # noqa: SIM115
+        self.address = (os.getpid(), self._file.fileno())
         try:
-            os.truncate(self._fd, size)
+            self._file.truncate(size)
             for start, tensor in tensors:
-                data = _bytes_of(tensor)
-                done = 0
-                while done < len(data):
-                    done += os.pwrite(self._fd, data[done:], start + done)
+                self._file.seek(start)
+                self._file.write(_bytes_of(tensor))
+            self._file.flush()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        self._file.close()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from flex_model.pipelining.row_proofs import StageRecording
 from flex_model.pipelining.stages import accepted_kwargs
 from flex_model.pipelining.stand_ins import OwnTensor
 from flex_model.runs.graphs import leaves_between
+from flex_model.runs.settings import Settings
 from flex_model.runs.step import MicrobatchState
 from flex_model.runs.until import Site, ended_at
 
@@ -58,16 +59,14 @@ class StepCall:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    target: Tensor | None
-    losses: list[Tensor] | None
-    return_outputs: bool
     choice: Choice
+    settings: Settings
     has_backward: bool
     appends: bool
-    until: list[tuple[str, str]] | None
-    batch_mode: str
-    return_on: str
-    microbatch_dim: int | Mapping[str, int | None] | None
+    target: Tensor | None = None
+    losses: list[Tensor] | None = None
+    return_outputs: bool = True
+    until: list[tuple[str, str]] | None = None
 
 
 @dataclass(eq=False)
@@ -103,12 +102,14 @@ class StageStep(NamedTuple):
         is_skipped: Whether the step needs nothing of the stage.
         sites: The modules after which its forwards end; None: they run to their end.
         edited: The step's gradients, where hooks edit activations of this rank's stages.
+        recording: What records the step's micro-batches, if anything does.
     """
 
     has_backward: bool = False
     is_skipped: bool = False
     sites: list[Site] | None = None
     edited: Gradients | None = None
+    recording: StageRecording | None = None
 
 
 class InstrumentedStage:
@@ -119,7 +120,6 @@ class InstrumentedStage:
         self._state, self._core = state, core
         self._accepted = accepted_kwargs(stage.submod)
         self._step = StageStep()
-        self._recording: StageRecording | None = None
         self._failed: set[int] = set()  # micro-batches that continue with zeros
         self._num_backwards = 0
         #: The inputs and outputs that the user made the stage for, on meta; None: it takes any.
@@ -149,6 +149,7 @@ class InstrumentedStage:
         try:
             yield
         finally:
+            self._step = StageStep()  # a recording holds the operations of all micro-batches
             for name in _REPLACED:
                 vars(self.stage).pop(name, None)
 
@@ -162,10 +163,6 @@ class InstrumentedStage:
         self._splits_backward = self._may_split_backward and step.edited is None
         self.stage.has_backward = step.has_backward
         self.stage.clear_runtime_states()
-
-    def record(self, recording: StageRecording | None) -> None:
-        """Record the micro-batches of the step that begins; None: no longer."""
-        self._recording = recording
 
     def prepare(
         self, number: int, has_backward: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -249,10 +246,11 @@ class InstrumentedStage:
             return self._of_torch("forward_maybe_with_nosync", *args, **kwargs)
 
         try:
-            if self._recording is None:
+            recording = self._step.recording
+            if recording is None:
                 output = forward()
             else:
-                output = self._recording.run(self._state.microbatch, forward, args, kwargs)
+                output = recording.run(self._state.microbatch, forward, args, kwargs)
         finally:
             core.tracking.end(output)
         return sendable(output)

@@ -194,9 +194,10 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
         HookMismatchError: ranks call it differently, or have different hooks.
     """
     core, schedule, index = pipeline.core, pipeline.schedule, pipeline.index
+    settings = call.settings
     mesh, stages, world = core.mesh, pipeline.local.stages, pipeline.world
     has_first, has_last = stages[0].is_first, stages[-1].is_last
-    number = 1 if call.batch_mode == "full" else schedule._n_microbatches
+    number = 1 if settings.batch_mode == "full" else schedule._n_microbatches
     args = call.args if has_first else ()
     target = call.target if has_last else None
     has_edits = core.runs_edits and any(r.edits for r in core.table.chosen(call.choice))
@@ -204,9 +205,9 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
     sites = site_hash(*(registration.site for registration in registrations))
     shown = "; ".join(registration.describe() for registration in registrations[:16])
     equal = {
-        "batch_mode": call.batch_mode,
-        "return_on": call.return_on,
-        "microbatch_dim": str(call.microbatch_dim),
+        "batch_mode": settings.batch_mode,
+        "return_on": settings.return_on,
+        "microbatch_dim": str(settings.microbatch_dim),
         "groups": str(call.choice),
         "the modules of run_until": str(call.until),
         "a backward pass (torch.no_grad, loss_fn)": call.has_backward,
@@ -217,7 +218,7 @@ def plan_step(call: StepCall, pipeline: LocalPipeline, prepared: int | None) -> 
     def describe() -> dict[str, Any]:
         index.check_kwargs(call.kwargs)
         pipeline.local.check_inputs(call.kwargs)
-        check_dims(call.microbatch_dim, index)
+        check_dims(settings.microbatch_dim, index)
         rows = None
         if has_first:
             rows = microbatches.num_rows(schedule, args, call.kwargs, number)

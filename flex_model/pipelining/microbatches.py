@@ -5,7 +5,7 @@ of micro-batches, and sends them to the ranks that keep them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from flex_model.distributed.communicator import Communicator
 from flex_model.distributed.placement import Placement, Replicate, Shard
 from flex_model.distributed.tensor_dicts import Description, describe, gather_tensors
 from flex_model.distributed.transports.buffer_layout import same_bits
-from flex_model.layouts.expected_shape import ExpectedShape
+from flex_model.hooks.registration import Registration
 from flex_model.pipelining.row_proofs import BatchRows
 from flex_model.records.records import list_of
 
@@ -270,10 +270,9 @@ def join_records(
     recorded: dict[Any, list[Tensor]],
     number: int,
     rows: Sequence[Sequence[int]],
-    stated: Callable[[str], Placement | None],
-    rows_of: Callable[[str, str, int], BatchRows],
-    expected: Mapping[tuple[str, str], ExpectedShape],
-    hooks: Mapping[tuple[str, str], str],
+    stated: Mapping[str, Placement],
+    proven: Mapping[tuple[str, str, int], BatchRows],
+    hooks: Mapping[tuple[str, str], Sequence[Registration]],
 ) -> list[StageRecords]:
     """Return the records of this rank's stages.
 
@@ -281,13 +280,13 @@ def join_records(
         recorded: By name, kind and (stage, micro-batch), as ``records.Records`` keeps them.
         number: The number of micro-batches.
         rows: By data-parallel rank: its rows of each micro-batch.
-        stated: Returns what the user states of their rows, by name.
-        rows_of: Returns what is proven of their rows, by name, kind and stage.
-        expected: By name and kind: their ``expected_shape``, where it has one.
-        hooks: By name and kind: a hook that makes them, for messages.
+        stated: By name: what the user states of their rows.
+        proven: By name, kind and stage: what is proven of their rows.
+        hooks: By name and kind: those that make them.
 
     Raises:
-        ValueError: the micro-batches' tensors don't fit together, or not with ``expected``.
+        ValueError: the micro-batches' tensors don't fit together, or not with an
+            ``expected_shape``.
     """
     found: dict[tuple[str, str, int], dict[int, list[Tensor]]] = {}
     for (name, kind, (stage, microbatch)), tensors in recorded.items():
@@ -306,20 +305,25 @@ def join_records(
                 f"{stage}, so the parts of a call can't be found; hook a module that is called "
                 'equally often in each, or use batch_mode="full"'
             )
+        of = proven.get((name, kind, stage), BatchRows())
         try:
             whole = [
-                join(parts, stated(name), rows, rows_of(name, kind, stage), kind in _BACKWARD)
+                join(parts, stated.get(name), rows, of, kind in _BACKWARD)
                 for parts in zip(*lists, strict=True)
             ]
             for tensor in whole:
-                _check_shape(tensor, expected.get((name, kind)))
+                _check_shape(tensor, hooks[name, kind])
         except ValueError as error:
-            raise ValueError(f"{hooks[name, kind]}: {error}") from None
+            raise ValueError(f"{hooks[name, kind][-1].describe()}: {error}") from None
         result.append(StageRecords(name, kind, stage, whole))
     return result
 
 
-def _check_shape(whole: Tensor, expected: ExpectedShape) -> None:
+def _check_shape(whole: Tensor, hooks: Sequence[Registration]) -> None:
+    function = hooks[0].hook_function
+    expected = function.expected_shape
+    if len(hooks) > 1 or function.select is not None:
+        return
     if expected is None or len(expected) != whole.dim():
         return  # the hook's own call checks it
     if any(size not in (None, got) for size, got in zip(expected, whole.shape)):

@@ -14,6 +14,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,20 +53,17 @@ class ScheduleRunner:
         index: The modules and parameters of all stages, by name.
         parameters: Reads and writes the parameters of all stages in full.
         session: The session of the store that records go to, if any.
-        step_settings: ``batch_mode``, ``return_on`` and ``microbatch_dim`` of the next steps.
+        step_settings: Those of the next steps.
+        everyone: The communicator to all ranks of the model.
     """
 
     def __init__(self, schedule: Any, settings: Settings, local_class: Any = LocalSchedule) -> None:
         self._pipeline = pipeline = LocalPipeline(schedule, settings, local_class)
-        self.core, self.index = pipeline.core, pipeline.index
+        self.core, self.index, self.everyone = pipeline.core, pipeline.index, pipeline.everyone
         self._shown: Any = schedule  # its class stands for the model in ``show``
         self.parameters = pipeline.parameters
         self.session: Session | None = None
-        self.step_settings: dict[str, Any] = {
-            "batch_mode": settings.batch_mode,
-            "return_on": settings.return_on,
-            "microbatch_dim": settings.microbatch_dim,
-        }
+        self.step_settings = settings
         self._choice: Choice | None = None  # of an active()
         self._is_first_of_run, self._has_batch = True, False
         self._steps = StepRunner(pipeline)
@@ -107,15 +105,8 @@ class ScheduleRunner:
     def communicators(self) -> dict[str, Communicator]:
         """The communicators that hooks use; the first is to all ranks of a step."""
         world, line = self._pipeline.world, self._pipeline.line
-        found = {"all": world, "line": line, "stage": self.core.communicator}
-        if line is world:
-            del found["line"]
-        return found
-
-    @property
-    def everyone(self) -> Communicator:
-        """The communicator to all ranks of the model."""
-        return self._pipeline.everyone
+        lines = {} if line is world else {"line": line}
+        return {"all": world, **lines, "stage": self.core.communicator}
 
     @property
     def is_running(self) -> bool:
@@ -123,7 +114,7 @@ class ScheduleRunner:
 
     def change(self, name: str, value: Any) -> None:
         """Change a setting of the next steps."""
-        self.step_settings[name] = value
+        self.step_settings = replace(self.step_settings, **{name: value})
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         return self.index.stages_of(name)
@@ -155,10 +146,7 @@ class ScheduleRunner:
         kwargs: dict[str, Any],
         choice: Choice,
         forward_only: bool,
-        target: Tensor | None = None,
-        losses: list[Tensor] | None = None,
-        return_outputs: bool = True,
-        until: list[tuple[str, str]] | None = None,
+        **of_step: Any,
     ) -> Any:
         check_open(self.core)
         if self._choice is not None and choice == EVERYTHING:
@@ -167,14 +155,11 @@ class ScheduleRunner:
         call = StepCall(
             args,
             kwargs,
-            target,
-            losses,
-            return_outputs,
             choice,
+            self.step_settings,
             has_backward=has_loss and torch.is_grad_enabled() and not forward_only,
             appends=not self._is_first_of_run,
-            until=until,
-            **self.step_settings,
+            **of_step,
         )
         session = self.session
         try:
@@ -555,14 +540,10 @@ class ForwardRunner(ScheduleRunner):
         kwargs = with_cache_of(list(self._signature.parameters), kwargs)
         return super()._step((), kwargs, *of_step, **more)
 
-    @contextlib.contextmanager
-    def one_run_at_most(self) -> Iterator[None]:
-        """A context in which all forwards are one run."""
-        if self._choice is not None:
-            yield
-            return
-        with self.active("all", complement=False):
-            yield
+    def one_run_at_most(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all forwards are one run."""
+        is_one = self._choice is not None
+        return contextlib.nullcontext() if is_one else self.active("all", complement=False)
 
     # What belongs to schedules.
 

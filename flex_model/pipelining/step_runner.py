@@ -24,7 +24,6 @@ from flex_model.errors import HookError, HookMismatchError, agreed, is_agreed
 from flex_model.hooks import save_ctx
 from flex_model.hooks.random_state import renew_seed
 from flex_model.hooks.registration import Registration
-from flex_model.layouts.expected_shape import ExpectedShape
 from flex_model.layouts.module_buffers import Buffers
 from flex_model.pipelining import microbatches
 from flex_model.pipelining.gradients import Gradients
@@ -108,8 +107,8 @@ class StepRunner:
         inputs = pytree.tree_leaves((call.args, call.kwargs))
         gradients = Gradients(core, divisor, [one for one in inputs if isinstance(one, Tensor)])
         is_edited = any(r.edits and r.kind in ("forward", "forward_pre") for r in chosen)
-        self._begin_stages(call, gradients if is_edited else None)
         self._rows.begin(call, plan, chosen)
+        self._begin_stages(call, gradients if is_edited else None)
         losses: list[Tensor] = []
         output = None
         before = save_ctx.begin_step(core.save_ctx)
@@ -169,13 +168,14 @@ class StepRunner:
                     if self._index.stage_of(name, kind) == last
                 ]
             is_skipped = stage.index > last
-            stage.begin(StageStep(call.has_backward, is_skipped, sites, edited))
+            recording = self._rows.recordings.get(stage.index)
+            stage.begin(StageStep(call.has_backward, is_skipped, sites, edited, recording))
 
     def _stated_dims(self, call: StepCall, chosen: list[Registration]) -> dict[str, int | None]:
         """Return the dims of the rows in records that the user states, by their name; None for
         those that have no rows.
         """
-        stated = call.microbatch_dim
+        stated = call.settings.microbatch_dim
         dims: dict[str, int | None] = {}
         for registration in chosen:
             name = registration.hook_function.record_name
@@ -206,27 +206,21 @@ class StepRunner:
         records = self._core.records
         if self._state.failure.has_error or not records.keeps_full:
             return []
-        shapes: dict[tuple[str, str], list[ExpectedShape]] = {}
-        hooks: dict[tuple[str, str], str] = {}
-        rows = self._rows.of_records(chosen)
+        hooks: dict[tuple[str, str], list[Registration]] = {}
         placements = {
             name: Replicate() if dim is None else Shard(dim) for name, dim in stated.items()
         }
         for registration in chosen:
-            function = registration.hook_function
-            shape = function.expected_shape if function.select is None else None
-            key = function.record_name, registration.kind
-            shapes.setdefault(key, []).append(shape)
-            hooks[key] = registration.describe()
+            key = registration.hook_function.record_name, registration.kind
+            hooks.setdefault(key, []).append(registration)
         try:
             self._rows.check_selections(chosen, stated)
             return microbatches.join_records(
                 records.output_ptr,
                 plan.number,
                 plan.rows,
-                placements.get,
-                lambda *key: rows.get(key, BatchRows()),
-                {key: of_key[0] for key, of_key in shapes.items() if len(of_key) == 1},
+                placements,
+                self._rows.of_records(chosen),
                 hooks,
             )
         except ValueError as error:
@@ -272,7 +266,7 @@ class StepEnd:
         outputs: list[Tensor] = []
         structure = None
         failure = self._state.failure
-        if call.return_on == "all" and self._local.has_last and not failure.has_error:
+        if call.settings.return_on == "all" and self._local.has_last and not failure.has_error:
             try:
                 structure = encode(output, outputs)
             except TypeError as error:
@@ -299,7 +293,7 @@ class StepEnd:
         self._merge_contexts([of_rank["written"] for of_rank in gathered], sent)
         along = gathered[mesh.group_rank :: len(mesh.stage_ranks)]  # this rank's pipeline
         gradients.add_stages(self._line, [of_rank["gradients"] for of_rank in along])
-        if call.return_on == "all" and call.return_outputs:
+        if call.settings.return_on == "all" and call.return_outputs:
             last = self._pipeline.index.pp_ranks[-1]
             structure, shapes = along[last]["output"]
             tensors = from_rank(self._line, last, outputs, shapes)
@@ -394,19 +388,23 @@ RecordKey = tuple[str, str, int]  # name, kind and stage
 class StepRows:
     """The rows in the tensors of one pipeline's hooks. The steps that record a hook first are
     followed, or with ``follow="always"`` every step; all ranks follow the same ones.
+
+    Attributes:
+        recordings: By stage: what records it in the running step.
     """
 
     def __init__(self, pipeline: LocalPipeline) -> None:
         self._pipeline = pipeline
         self._conditions: int | None = None  # of the steps that were followed
         self._found: dict[int, dict[int, BatchRows]] = {}  # by a hook's index and the stage
-        self._recordings: dict[int, StageRecording] = {}  # of the running step, by stage
+        self.recordings: dict[int, StageRecording] = {}
         # Steps write other statistics to them than the unsplit model's forwards.
         self._buffers = Buffers(pipeline.core.module)
         self._is_always = pipeline.settings.follow == "always"
 
     def begin(self, call: StepCall, plan: StepPlan, chosen: Sequence[Registration]) -> None:
-        """Record this rank's stages in the step that begins, if it records new hooks."""
+        """Have this rank's stages recorded in the step that begins, if it records new hooks."""
+        self.recordings = {}
         if plan.number == 1:
             return
         conditions = site_hash(plan.conditions, call.until)
@@ -420,35 +418,29 @@ class StepRows:
         self._found |= {registration.index: {} for registration in joined}
         here = [r for r in chosen if r.module is not None and r.kind != "tensor"]
         core = self._pipeline.core
-        for stage in self._pipeline.local.instrumented:
-            of_torch = stage.stage
-            recording = StageRecording(
-                of_torch.submod,
-                core,
-                self._buffers,
-                here,
-                (call.args, call.kwargs),
-                of_torch.is_first,
-                plan.number,
+        inputs = call.args, call.kwargs
+        self.recordings = {
+            one.stage_index: StageRecording(
+                one.submod, core, self._buffers, here, inputs, one.is_first, plan.number
             )
-            self._recordings[stage.index] = recording
-            stage.record(recording)
+            for one in self._pipeline.local.stages
+        }
 
     def infer(self) -> None:
         """Infer what the step has shown, if it was recorded. Then collective over the stages of
         one pipeline.
         """
-        if not self._recordings:
+        if not self.recordings:
             return
 
         def infer(stage: Any, received: list[Any] | None) -> list[Any]:
-            found, sent = self._recordings[stage.index].infer(received or ())
+            found, sent = self.recordings[stage.index].infer(received or ())
             for index, rows in found.items():
                 self._found.setdefault(index, {})[stage.index] = rows
             return sent
 
         problem = run_in_order(self._pipeline, "the rows in stage", infer)
-        self._end()
+        self.recordings = {}
         self._pipeline.conditions.note_attributes()
         if problem:
             self._pipeline.state.fail(problem, HookError(problem))
@@ -456,13 +448,7 @@ class StepRows:
     def forget(self) -> None:
         """Follow the next step, after one that failed. The same on all ranks."""
         self._found.clear()
-        self._end()
-
-    def _end(self) -> None:
-        """Drop the recordings, which hold the operations of all micro-batches."""
-        for stage in self._pipeline.local.instrumented if self._recordings else ():
-            stage.record(None)
-        self._recordings.clear()
+        self.recordings = {}
 
     def check_selections(
         self, chosen: Sequence[Registration], stated: Mapping[str, int | None]

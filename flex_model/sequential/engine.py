@@ -336,13 +336,13 @@ class Engine:
             contextlib.ExitStack() as handles,
         ):
             for module in self._targets:
-                enter = module.register_forward_pre_hook(
-                    self._enter, prepend=True, with_kwargs=True
+                handles.enter_context(
+                    module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
                 )
-                handles.callback(enter.remove)
                 if self._ends_matter:
-                    leave = module.register_forward_hook(self._leave, always_call=True)
-                    handles.callback(leave.remove)
+                    handles.enter_context(
+                        module.register_forward_hook(self._leave, always_call=True)
+                    )
             yield
 
     def _current_target(self, module: nn.Module) -> tuple[Batch, Target] | None:
@@ -468,9 +468,7 @@ class ActivationOffloader:
         which the bits of later results may depend.
         """
         for tensor, device in self._moved.pop(batch.index, ()):
-            content = _memory_of(tensor)
-            is_there = content.device == device
-            _set_memory(tensor, content.clone() if is_there else content.to(device))
+            _set_memory(tensor, _memory_of(tensor).to(device, copy=True))
 
     def _movable(self, batch: Batch) -> Iterator[Tensor]:
         """Tensors that only the batch's functions hold, as far as can be seen."""

@@ -80,7 +80,8 @@ def harvest(
             f"harvest: {type(empty).__name__} reads {empty.main_input_name}, and not the tokens of "
             "a text; call flex_model.sequential.run with batches of your own"
         )
-    max_length = min(max_length, _num_positions(empty) or max_length)
+    positions = getattr(empty.config.get_text_config(), "max_position_embeddings", None)
+    max_length = min(max_length, positions or max_length)  # some configurations have none
     lines = _Lines(data)
     batches = _batches(lines, _tokenizer(folder), empty, batch_size, max_length)
     with FlexModel(empty, {}) as flex:
@@ -117,11 +118,6 @@ def harvest(
             stacklevel=2,
         )
     return result
-
-
-def _num_positions(model: Any) -> int:
-    """Return how many tokens the model has positions for; 0 where its configuration has none."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
 
 
 def _tokenizer(folder: Path) -> Any:

@@ -33,27 +33,23 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
     """A context without gradients in which no hook of the model runs, but for those by which
     transformers collects hidden states: they are part of its code.
     """
-    tables = [
-        table
+    before = [
+        (table, dict(table))
         for module in model.modules()
         for table in (module._forward_hooks, module._forward_pre_hooks)
     ]
-    before = [dict(table) for table in tables]
-    for table, hooks in zip(tables, before):
-        table.clear()
-        table.update({key: hook for key, hook in hooks.items() if _is_of_transformers(hook)})
+    for table, hooks in before:
+        for key, hook in hooks.items():
+            if not getattr(hook, "__module__", "").startswith("transformers."):
+                del table[key]
     try:
         with torch.no_grad():
             yield
     finally:
-        for table, hooks in zip(tables, before):
-            added = {key: hook for key, hook in table.items() if key not in hooks}
+        for table, hooks in before:
+            found = hooks | table  # transformers' may have been added
             table.clear()
-            table.update(hooks | added)
-
-
-def _is_of_transformers(hook: Any) -> bool:
-    return getattr(hook, "__module__", "").startswith("transformers.")
+            table.update(found)
 
 
 def check_unchanged(model: nn.Module, before: dict[str, dict[str, Any]]) -> None:

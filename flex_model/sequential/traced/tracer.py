@@ -19,13 +19,14 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.fx
 from torch import Tensor, nn
 
 from flex_model.errors import TraceError
-from flex_model.integrations.torch_private import tree_flatten, tree_unflatten
+from flex_model.integrations.torch_private import restored, tree_flatten, tree_unflatten
 from flex_model.sequential.traced.trace_check import IS_FIXED, Runner, Structures, is_plain
 
 # Factories of tensors: torch does not dispatch on the type of their arguments, which may be sizes.
@@ -38,8 +39,12 @@ _SETTINGS = (
     *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled"),
     *("get_autocast_dtype", "get_default_dtype"),
 )
-_MODES: Any = (torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast)
-_NO_SAMPLE = object()
+# What begins a mode of torch.
+_BEGINS = (
+    *((torch.no_grad, "__enter__"), (torch.enable_grad, "__enter__")),
+    *((torch.inference_mode, "__enter__"), (torch.autocast, "__enter__")),
+    (torch.set_grad_enabled, "__init__"),
+)
 
 
 class SampledProxy(torch.fx.Proxy):
@@ -50,7 +55,7 @@ class SampledProxy(torch.fx.Proxy):
 
     @property
     def sample(self) -> Any:
-        return self.tracer.samples.get(self.node, _NO_SAMPLE)  # type: ignore[attr-defined]
+        return self.tracer.samples[self.node]  # type: ignore[attr-defined]
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -61,8 +66,6 @@ class SampledProxy(torch.fx.Proxy):
         return kind if issubclass(kind, (tuple, list, dict)) else type(self)
 
     def __getattr__(self, name: str) -> Any:
-        if self.sample is _NO_SAMPLE:
-            return super().__getattr__(name)
         value = getattr(self.sample, name)
         if callable(value):
             return torch.fx.proxy.Attribute(self, name)
@@ -83,10 +86,10 @@ class SampledProxy(torch.fx.Proxy):
         return tracer.samples[node]
 
     def __bool__(self) -> bool:
-        return super().__bool__() if self.sample is _NO_SAMPLE else bool(self._fixed(bool))
+        return bool(self._fixed(bool))
 
     def __len__(self) -> int:
-        return super().__len__() if self.sample is _NO_SAMPLE else int(self._fixed(len))
+        return int(self._fixed(len))
 
     def __index__(self) -> int:
         return int(self._fixed(operator.index))
@@ -101,8 +104,6 @@ class SampledProxy(torch.fx.Proxy):
         return bool(self.tracer.create_proxy("call_function", operator.contains, (self, item), {}))
 
     def __iter__(self) -> Iterator[Any]:
-        if self.sample is _NO_SAMPLE:
-            return super().__iter__()
         if isinstance(self.sample, dict):
             return iter(self.keys())
         return iter([operator.getitem(self, i) for i in range(len(self))])
@@ -157,13 +158,11 @@ class SequentialTracer(torch.fx.Tracer):
         if self.sample_input is None or not self.is_leaf_module(m, ""):
             return super().call_module(m, forward, args, kwargs)
         # Hooks of transformers, which collect outputs, are of the traced code: they get proxies.
-        hooks = dict(m._forward_hooks)
-        m._forward_hooks.clear()
-        try:
+        hooks = list(m._forward_hooks.values())
+        with restored([m._forward_hooks]):
+            m._forward_hooks.clear()
             output = super().call_module(m, forward, args, kwargs)
-        finally:
-            m._forward_hooks.update(hooks)
-        for hook in hooks.values():
+        for hook in hooks:
             hook(m, args, output)
         return output
 
@@ -176,7 +175,7 @@ class SequentialTracer(torch.fx.Tracer):
         return m not in self.ancestors or m in self.offloaded
 
     def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
-        return SampledProxy(node, self)
+        return super().proxy(node) if self.sample_input is None else SampledProxy(node, self)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -215,8 +214,10 @@ class SequentialTracer(torch.fx.Tracer):
         ways that no proxy sees (``is``), and it is checked when the graph runs.
         """
         proxy = super().create_proxy(*args, **settings)
-        value = self.samples.get(proxy.node, _NO_SAMPLE)
-        if not is_plain(value) or proxy.node.name in self.optional:
+        if self.sample_input is None or proxy.node.name in self.optional:
+            return proxy
+        value = self.samples[proxy.node]
+        if not is_plain(value):
             return proxy
         proxy.node.meta[IS_FIXED] = True
         return value
@@ -257,12 +258,9 @@ class SequentialTracer(torch.fx.Tracer):
                 else:
                     undo.callback(table.__delitem__, name)
                 table[name] = function
-            for mode in _MODES:
-                undo.callback(setattr, mode, "__enter__", mode.__enter__)
-                mode.__enter__ = self._refusing(mode.__enter__)
-            kind: Any = torch.set_grad_enabled  # which begins when it is made
-            undo.callback(setattr, kind, "__init__", kind.__init__)
-            kind.__init__ = self._refusing(kind.__init__)
+            for mode, name in _BEGINS:
+                begin = self._refusing(getattr(mode, name))
+                undo.enter_context(mock.patch.object(mode, name, begin))
             yield
 
     def _as_setting(self, read: Callable[[], Any]) -> Callable[..., Any]:
@@ -410,12 +408,10 @@ def follow(
             running.add(frame.f_code)
             frame = frame.f_back
 
-    handles = [target.register_forward_pre_hook(note) for target in targets]
-    try:
+    with contextlib.ExitStack() as handles:
+        for target in targets:
+            handles.enter_context(target.register_forward_pre_hook(note))
         result = run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return _path_of(running, ancestors), result
 
 
@@ -483,11 +479,9 @@ def _is_own_method(module: nn.Module, name: str) -> bool:
     """Whether a module has a method of that name that torch's own classes don't define."""
     if name == "forward" or name.startswith("__"):
         return False
-    for kind in type(module).__mro__:
-        if name in vars(kind):
-            is_method = isinstance(vars(kind)[name], types.FunctionType)
-            return is_method and not kind.__module__.startswith("torch.")
-    return False
+    kind: Any = next((kind for kind in type(module).__mro__ if name in vars(kind)), object)
+    is_method = isinstance(vars(kind).get(name), types.FunctionType)
+    return is_method and not kind.__module__.startswith("torch.")
 
 
 def names_in(code: types.CodeType) -> set[str]:
